@@ -1,0 +1,98 @@
+"""The contract of a task: examples made of text, and a pure score.
+
+A task is one frozen dataclass (its hyper-parameters, all of them listed in `conf/task/NAME.yaml`) with two
+methods. It never sees a tokenizer object, a tensor or a model: lengths are asked of a `TextTools`, files of a
+`DataRoot`, both handed over in a `TaskEnv`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+
+class TaskError(ValueError):
+    """What a user asked of a task cannot be done; the message says what to do instead."""
+
+
+class TextTools(Protocol):
+    """What a task may know of the model's tokenizer and chat template."""
+
+    fingerprint: str  # names tokenizer and template: part of the key under which generated data is cached
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens skipped."""
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        """Tokens of the whole prompt: template around `user`, then `prefix`; without a BOS that the tokenizer adds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEnv:
+    """What a run lends to a task while the task makes its examples."""
+
+    text: TextTools
+    seed: int
+    data_root: Path | None = None  # a folder with data sets, looked at first
+    cache_dir: Path | None = None  # generated data may be kept here, under a hash of everything that shapes it
+    window: int | None = None  # prompt + new tokens the model can take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One prompt and what a right answer holds. The user turn is `context + question`, nothing between.
+
+    `protocol=context` seals the KV cache after `context`; `protocol=prompt` after everything.
+    """
+
+    id: str  # unique within the task, stable between runs
+    group: str  # scores are averaged within a group first: "niah_single_1/4096", "qasper"
+    context: str  # the long part
+    question: str = ""  # what follows it in the same turn
+    prefix: str = ""  # first words of the answer, put after the assistant header
+    system: str = ""
+    references: tuple[str, ...]
+    max_new_tokens: int
+    min_new_tokens: int = 0  # EOS and stop strings are ignored before
+    chat: bool = True  # wrap in the chat template (LongBench: not for few-shot and code)
+    stop: tuple[str, ...] = ()
+    max_prompt_tokens: int | None = None  # cut in the middle beyond this many tokens (LongBench's rule), before wrapping
+    data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`value` in [0, 1] is the task's main number; `details` are further readings of the same output."""
+
+    value: float
+    details: Mapping[str, float | str] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """Subclasses are frozen dataclasses without defaults: the yaml lists every field."""
+
+    version: ClassVar[str]  # goes up when prompts or scores change; old runs are then not resumed
+    metric: ClassVar[str]  # the name of the main number, as the field calls it
+    chance: ClassVar[float] = 0.0  # what guessing scores
+
+    @abstractmethod
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        """All examples in a fixed order; raises `TaskError` where data or arguments cannot serve."""
+
+    @abstractmethod
+    def score(self, example: Example, output: str) -> Score:
+        """Pure: the same arguments give the same score."""
+
+    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Named averages over group means; `mean` (the plain mean of groups) is always there."""
+        return {"mean": sum(groups.values()) / len(groups)} if groups else {}
+
+    def provenance(self) -> dict[str, Any]:
+        """What the record must say of the data: source, revision, content hash. Filled once `examples` ran."""
+        return {}

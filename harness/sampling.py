@@ -1,0 +1,42 @@
+"""How the next token is picked: greedy, or sampling with a seed of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Sampler(Protocol):
+    def pick(self, logits: Tensor) -> Tensor:
+        """logits [B V] -> token ids [B]"""
+
+
+class Greedy:
+    """The most likely token."""
+
+    def pick(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Temperature, then the top_k best (0: all), then the smallest set with probability top_p."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    generator: torch.Generator
+
+    def pick(self, logits: Tensor) -> Tensor:
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        chances, order = logits.softmax(-1).sort(-1, descending=True)
+        before = chances.cumsum(-1) - chances
+        chances = chances.masked_fill(before >= self.top_p, 0.0)
+        drawn = torch.multinomial(chances, 1, generator=self.generator)
+        return order.gather(-1, drawn).squeeze(-1)

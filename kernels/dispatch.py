@@ -1,0 +1,74 @@
+"""An operation is a table of backends, the best first, the plain-torch reference last.
+
+A backend is named "module:function" and imported on first use. Beside a function may stand `<function>_refuses`,
+with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the first backend
+that does not refuse, `use_backend` insists on one and fails with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Any
+
+REFERENCE = "torch"
+_forced: ContextVar[str | None] = ContextVar("forced_backend", default=None)
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for cannot run; the message says why."""
+
+
+class Op:
+    """One operation and its backends, in order of preference."""
+
+    def __init__(self, name: str, **targets: str) -> None:
+        assert list(targets)[-1] == REFERENCE
+        self.name = name
+        self.targets = targets
+        self.used: set[str] = set()  # backends that ran since `forget_used`
+        self._loaded: dict[str, tuple[Callable[..., Any], Callable[..., str | None] | None] | str] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forced = _forced.get()
+        for backend in (forced,) if forced in self.targets else self.targets:
+            reason = self.refusal(backend, *args, **kwargs)
+            if reason is None:
+                self.used.add(backend)
+                return self._load(backend)[0](*args, **kwargs)
+        raise BackendError(f"{self.name}: {forced}: {reason}")
+
+    def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
+        """Why `backend` cannot serve this call, or None where it can."""
+        loaded = self._loaded.get(backend) or self._import(backend)
+        if isinstance(loaded, str):
+            return loaded
+        refuses = loaded[1]
+        return refuses(*args, **kwargs) if refuses else None
+
+    def _load(self, backend: str) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
+        loaded = self._loaded[backend]
+        assert not isinstance(loaded, str)
+        return loaded
+
+    def _import(self, backend: str) -> tuple[Callable[..., Any], Callable[..., str | None] | None] | str:
+        module_name, function = self.targets[backend].split(":")
+        try:
+            module = import_module(module_name)
+        except (ImportError, OSError) as error:
+            self._loaded[backend] = f"import failed: {error}"
+        else:
+            self._loaded[backend] = (getattr(module, function), getattr(module, f"{function}_refuses", None))
+        return self._loaded[backend]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Insist on one backend for every operation that has it."""
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)

@@ -1,0 +1,26 @@
+"""The operations, each with its backends in order of preference. Shapes and formulas: kernels/reference.py."""
+
+from __future__ import annotations
+
+from kernels.dispatch import Op
+
+prefill_attention = Op(
+    "prefill_attention", sdpa="kernels.sdpa:prefill_attention", torch="kernels.reference:prefill_attention"
+)
+segment_attention = Op("segment_attention", torch="kernels.reference:segment_attention")
+gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
+top_k = Op("top_k", torch="kernels.reference:top_k")
+kmeans = Op("kmeans", torch="kernels.kmeans:kmeans")
+pq_scores = Op("pq_scores", torch="kernels.reference:pq_scores")
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
+
+
+def forget_used() -> None:
+    for op in ALL:
+        op.used.clear()
+
+
+def used_backends() -> dict[str, list[str]]:
+    """Which backend ran for which operation since `forget_used`: goes into the record of a run."""
+    return {op.name: sorted(op.used) for op in ALL if op.used}

@@ -1,0 +1,37 @@
+"""Rotary position embedding in the half-split layout of transformers: channel i turns with channel i + D/2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def _half_turn(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B G T D], cos and sin [1|B T R] with R <= D: only the first R channels turn."""
+    width = cos.shape[-1]
+    turning, still = x[..., :width], x[..., width:]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([turning * cos + _half_turn(turning) * sin, still], -1)
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotate`. Divides by cos^2 + sin^2, which is not one where RoPE scaling (YaRN) stretches both."""
+    norm = cos.square() + sin.square()
+    return rotate(x, cos / norm, -sin / norm)
+
+
+def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Turn already rotated rows [B G T D] further by `distance` positions; `rope` maps positions [P] to cos, sin.
+
+    A pure turn: the stretch that RoPE scaling puts into cos and sin is in the rows already.
+    """
+    cos, sin = rope(torch.tensor([distance], device=x.device))
+    stretch = (cos.float().square() + sin.float().square()).sqrt()
+    return rotate(x.float(), cos.float() / stretch, sin.float() / stretch).to(x.dtype)

@@ -1,0 +1,158 @@
+"""The contract of a KV-cache method. docs/method_contract.md gives the reasons.
+
+Letters in shapes: B batch, H query heads, G key/value heads, g = H/G, T new tokens, S stored tokens, K chosen
+tokens, D head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from methods.budget import Budget, BudgetError
+
+Placement = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What a layer knows before it sees a token."""
+
+    index: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the logits, usually head_dim ** -0.5
+    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P D], as the model makes them
+    project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that crossed between host and device, counted where they move."""
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.to_device_bytes + self.to_host_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one batch of equal-length sequences asks of a method. `capacity`: prompt and new tokens of all turns."""
+
+    batch: int
+    capacity: int
+    dtype: torch.dtype
+    device: torch.device
+    budget: Budget | None = None
+    stale_by: int = 0  # a selecting method may use a selection for so many further steps
+    placement: Placement = "device"
+    prepared: object = None  # what the method's `prepare` returned for this model
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(frozen=True, slots=True)
+class AttnInput:
+    """What one attention call of one layer sees."""
+
+    q: Tensor  # [B H T D], rotated
+    k: Tensor  # [B G T D], rotated; the new tokens only
+    v: Tensor  # [B G T D]
+    cos: Tensor  # [1|B T D]
+    sin: Tensor  # [1|B T D]
+    hidden: Tensor  # [B T E], the normalised input of the projections; must not be kept
+    start: int  # position of the first new token
+
+
+class Attended(NamedTuple):
+    """Tokens one KV head read in the last decode step (the mean over KV heads where they differ)."""
+
+    prompt: float  # of the sealed prompt: what the budget limits
+    generated: float  # since the seal, the current token included
+
+
+class KVLayer(ABC):
+    """Keys and values of one layer for one batch, and attention over them.
+
+    Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; for a further turn the same again. The
+    phase is said, never guessed from a shape. All inputs and outputs are on `request.device`.
+    """
+
+    def __init__(self, spec: LayerSpec, request: Request) -> None:
+        self.spec = spec
+        self.request = request
+        self.fallback: str | None = None  # why this layer reads everything although a budget was given
+
+    @abstractmethod
+    def absorb(self, x: AttnInput) -> None:
+        """Take in the next prompt chunk, without attending: what a shared prefill calls."""
+
+    @abstractmethod
+    def prefill(self, x: AttnInput) -> Tensor:
+        """Take in the next prompt chunk and attend causally. -> [B H T D]"""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """The prompt is complete: index, compress, evict, move."""
+
+    @abstractmethod
+    def decode(self, x: AttnInput) -> Tensor:
+        """Take in one token and attend. -> [B H 1 D]"""
+
+    @property
+    @abstractmethod
+    def attended(self) -> Attended: ...
+
+    @abstractmethod
+    def read_positions(self) -> Tensor | None:
+        """Prompt positions the last decode step read, [B G K] without repeats; None for all."""
+
+
+class Method(ABC):
+    """A method's hyper-parameters: a frozen dataclass without defaults; its yaml lists every field.
+
+    The budget is not among them: the request brings it, so that one number means the same for every method.
+    """
+
+    uses_budget: ClassVar[bool] = True
+    dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
+    offloads: ClassVar[bool] = False  # placement=host is meant for it
+    simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
+
+    @property
+    def smallest_budget(self) -> int:
+        """The least number of prompt tokens that holds this method's sinks and windows."""
+        return 1
+
+    def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
+        """Work done once per model and kept: `observe(tokens)` runs calibration text, yields each layer's input."""
+        return None
+
+    @abstractmethod
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        """Fresh state for one batch, a layer per spec. Layers may be linked with one another here, only here."""
+
+    def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
+        """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
+        if budget is None or sealed <= self.smallest_budget:
+            return  # such a short prompt is read whole
+        tokens = budget.tokens(sealed, layer)
+        if tokens < self.smallest_budget:
+            raise BudgetError(
+                f"budget={budget} gives {type(self).__name__} {tokens} of {sealed} prompt tokens, but its sinks and "
+                f"windows need {self.smallest_budget}: set budget to at least {self.smallest_budget} (or a share of "
+                f"{Budget.least_share(self.smallest_budget, sealed)}), or make the method's windows smaller."
+            )

@@ -1,0 +1,60 @@
+"""The budget: how many sealed prompt tokens one KV head may read in a decode step. One meaning for every method.
+
+Sinks and prompt-local windows are inside it; the current token and the generated ones come on top and are reported.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+class BudgetError(ValueError):
+    """The budget makes no sense, or is too small for a method."""
+
+
+def _legal(asked: object) -> bool:
+    if isinstance(asked, bool):
+        return False
+    return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
+
+
+def _tokens(asked: int | float, sealed: int) -> int:
+    return min(sealed, asked if isinstance(asked, int) else max(1, int(asked * sealed)))
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A float in (0, 1] is a share of the prompt, an int >= 1 a number of tokens (all, from the prompt's length on).
+
+    `dense_layers` read everything. `per_layer` gives each layer its own budget in place of `asked`.
+    """
+
+    asked: int | float
+    dense_layers: tuple[int, ...] = ()
+    per_layer: tuple[int | float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for asked in (self.asked, *self.per_layer):
+            if not _legal(asked):
+                raise BudgetError(
+                    f"budget={asked} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
+                    "number of tokens (a whole number from 1, like 512)."
+                )
+
+    def tokens(self, sealed: int, layer: int) -> int:
+        """Prompt tokens of `sealed` that a KV head of `layer` may read; at least one, never more than there are."""
+        if layer in self.dense_layers:
+            return sealed
+        return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
+
+    def covers(self, sealed: int, layer: int) -> bool:
+        return self.tokens(sealed, layer) >= sealed
+
+    @staticmethod
+    def least_share(tokens: int, sealed: int) -> float:
+        """The smallest share, rounded up to three digits, that gives `tokens` of `sealed`."""
+        return math.ceil(1000 * tokens / sealed) / 1000
+
+    def __str__(self) -> str:
+        return str(list(self.per_layer) if self.per_layer else self.asked)

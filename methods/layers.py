@@ -1,0 +1,215 @@
+"""Ready-made layers, so that most methods are one function: DenseLayer, SelectLayer (`select`), EvictLayer (`keep`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.reference import Segment
+from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.stores import HostStore, KVStore
+
+
+class DenseLayer(KVLayer):
+    """Keeps everything and reads everything."""
+
+    def __init__(self, spec: LayerSpec, request: Request, method: Method) -> None:
+        super().__init__(spec, request)
+        self.method = method
+        self.store = KVStore(spec, request, request.capacity)
+        self.sealed = 0  # stored tokens that belong to the sealed prompt
+
+    @property
+    def seen(self) -> int:
+        """Tokens taken in so far."""
+        return self.store.length
+
+    def limit(self) -> int | None:
+        """Prompt tokens that a step may read after this seal; None for all of them."""
+        budget, seen, layer = self.request.budget, self.seen, self.spec.index
+        if budget is None or budget.covers(seen, layer):
+            return None
+        if seen <= self.method.smallest_budget:
+            self.fallback = f"the prompt of {seen} tokens is no longer than the method's sinks and windows"
+            return None
+        self.method.check(budget, seen, layer)
+        return budget.tokens(seen, layer)
+
+    def absorb(self, x: AttnInput) -> None:
+        self.store.append(x.k, x.v)
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        self.absorb(x)
+        out: Tensor = ops.prefill_attention(x.q, self.store.k, self.store.v, self.spec.scale)
+        return out
+
+    def seal(self) -> None:
+        self.sealed = self.store.length
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.store.append(x.k, x.v)
+        return self.attend(x.q, Segment(self.store.k, self.store.v))
+
+    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+        out: Tensor = ops.segment_attention(q, segments, self.spec.scale)
+        return out
+
+    @property
+    def attended(self) -> Attended:
+        return Attended(self.sealed, self.store.length - self.sealed)
+
+    def read_positions(self) -> Tensor | None:
+        return None
+
+
+class Plan(NamedTuple):
+    """How a budget is spent: the first `sinks` and the last `local` prompt tokens always, `top` between by choice."""
+
+    sinks: int
+    local: int
+    top: int
+
+
+class SelectLayer(DenseLayer):
+    """Keeps everything; a step reads sinks, a prompt-local window, `select`ed tokens between them, and what came since.
+
+    With placement=host the tokens between sinks and window lie on the host and only the selected ones are moved.
+    """
+
+    middle: HostStore | None = None
+    plan: Plan | None = None  # None: everything is read
+    rows: Tensor | None = None  # the last selection [B G top]
+    age = 0  # steps it has served
+
+    @abstractmethod
+    def split(self, budget: int) -> Plan:
+        """Spend `budget` prompt tokens."""
+
+    @abstractmethod
+    def index(self, keys: Tensor) -> None:
+        """Prepare for selection among the middle keys [B G M D]."""
+
+    @abstractmethod
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """The `top` middle tokens to read. q [B H 1 D] -> [B G top], indices into the middle."""
+
+    def absorb(self, x: AttnInput) -> None:
+        if self.middle is not None:
+            self._bring_back()
+        super().absorb(x)
+
+    def seal(self) -> None:
+        super().seal()
+        limit = self.limit()
+        self.plan = None if limit is None else self.split(limit)
+        self.rows = None
+        if self.plan is not None:
+            self.index(self._middle_view().k)
+            if self.request.placement == "host":
+                self._offload()
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if self.plan is None:
+            return super().decode(x)
+        self.store.append(x.k, x.v)
+        if self.rows is None or self.age >= self.request.stale_by:
+            self.rows, self.age = self.select(x.q, self.plan.top), 0
+        else:
+            self.age += 1
+        rows, k, v = self.rows, self.store.k, self.store.v
+        if self.middle is not None:
+            return self.attend(x.q, Segment(*self.middle.fetch(rows)), Segment(k, v))
+        sinks, tail = self.plan.sinks, self.sealed - self.plan.local
+        middle = Segment(k[:, :, sinks:tail], v[:, :, sinks:tail], rows)
+        return self.attend(
+            x.q, Segment(k[:, :, :sinks], v[:, :, :sinks]), middle, Segment(k[:, :, tail:], v[:, :, tail:])
+        )
+
+    @property
+    def attended(self) -> Attended:
+        if self.plan is None:
+            return super().attended
+        away = self.middle.length if self.middle is not None else 0
+        return Attended(sum(self.plan), self.store.length + away - self.sealed)
+
+    def read_positions(self) -> Tensor | None:
+        if self.plan is None or self.rows is None:
+            return None
+        ends = [torch.arange(self.plan.sinks), torch.arange(self.sealed - self.plan.local, self.sealed)]
+        fixed = torch.cat(ends).to(self.rows.device).expand(*self.rows.shape[:2], -1)
+        return torch.cat([fixed, self.rows + self.plan.sinks], -1)
+
+    def _middle_view(self) -> Segment:
+        assert self.plan is not None
+        middle = slice(self.plan.sinks, self.sealed - self.plan.local)
+        return Segment(self.store.k[:, :, middle], self.store.v[:, :, middle])
+
+    def _offload(self) -> None:
+        assert self.plan is not None
+        whole, middle = self.store, self._middle_view()
+        self.middle = HostStore(self.spec, self.request, middle.k.shape[2])
+        self.middle.append(middle.k, middle.v)
+        self.store = KVStore(self.spec, self.request, self.request.capacity - self.middle.length)
+        for part in (slice(0, self.plan.sinks), slice(self.sealed - self.plan.local, self.sealed)):
+            self.store.append(whole.k[:, :, part], whole.v[:, :, part])
+
+    def _bring_back(self) -> None:
+        """A further turn attends to everything: the middle returns to its place on the device."""
+        assert self.plan is not None
+        assert self.middle is not None
+        resident, self.store = self.store, KVStore(self.spec, self.request, self.request.capacity)
+        sinks = self.plan.sinks
+        self.store.append(resident.k[:, :, :sinks], resident.v[:, :, :sinks])
+        self.store.append(*self.middle.fetch_all())
+        self.store.append(resident.k[:, :, sinks:], resident.v[:, :, sinks:])
+        self.middle = None
+
+
+class EvictLayer(DenseLayer):
+    """After the seal only `keep` of the prompt is left, in a store of its own size; what comes later is kept whole."""
+
+    evicted = 0  # tokens that have left
+    positions: Tensor | None = None  # [B G sealed], where the kept prompt tokens stood; None before the first eviction
+
+    @property
+    def seen(self) -> int:
+        return self.evicted + self.store.length
+
+    @abstractmethod
+    def keep(self, budget: int) -> Tensor:
+        """The `budget` stored tokens each KV head keeps. -> [B G budget], ascending"""
+
+    def seal(self) -> None:
+        positions = self._stored_positions()
+        super().seal()
+        limit = self.limit()
+        if limit is None or limit >= self.store.length:
+            self.positions = positions if self.evicted else None
+            return
+        rows = self.keep(limit)
+        whole, left = self.store, self.request.capacity - self.seen
+        self.evicted += whole.length - rows.shape[2]
+        self.positions = positions.gather(2, rows)
+        self.store = KVStore(self.spec, self.request, rows.shape[2] + left)
+        self.store.append(ops.gather_rows(whole.k, rows), ops.gather_rows(whole.v, rows))
+        self.sealed = rows.shape[2]
+
+    def read_positions(self) -> Tensor | None:
+        return self.positions
+
+    def _stored_positions(self) -> Tensor:
+        """Where every stored token stood in the sequence. -> [B G S]"""
+        shape = (self.request.batch, self.spec.num_kv_heads)
+        known = self.sealed if self.positions is not None else 0
+        later = torch.arange(self.evicted + known, self.seen, device=self.request.device).expand(*shape, -1)
+        return later if self.positions is None else torch.cat([self.positions, later], -1)
+
+
+def sinks_and_recent(batch: int, groups: int, sinks: int, budget: int, stored: int, device: torch.device) -> Tensor:
+    """The first `sinks` and the last `budget - sinks` of `stored` tokens. -> [B G budget]"""
+    rows = torch.cat([torch.arange(sinks, device=device), torch.arange(stored - budget + sinks, stored, device=device)])
+    return rows.expand(batch, groups, -1)

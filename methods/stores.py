@@ -1,0 +1,76 @@
+"""Where keys and values lie. A store declares its tier; its bytes are measured from outside, on its tensors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from methods.base import LayerSpec, Request
+
+Tier = Literal["device", "host"]
+
+
+class KVStore:
+    """Rows of K and V in token order, preallocated. The tensors never move while the store lives, so a decode step
+    that reads them can be captured."""
+
+    tier: Tier = "device"
+
+    def __init__(self, spec: LayerSpec, request: Request, capacity: int) -> None:
+        shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
+        self.k_rows = self._allocate(shape, request)  # [B G C D]
+        self.v_rows = self._allocate(shape, request)
+        self.request = request
+        self.length = 0
+
+    def _allocate(self, shape: tuple[int, ...], request: Request) -> Tensor:
+        return torch.empty(shape, dtype=request.dtype, device=request.device)
+
+    @property
+    def k(self) -> Tensor:
+        """[B G S D], a view of what is stored."""
+        return self.k_rows[:, :, : self.length]
+
+    @property
+    def v(self) -> Tensor:
+        return self.v_rows[:, :, : self.length]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v [B G T D]"""
+        end = self.length + k.shape[2]
+        if end > self.k_rows.shape[2]:
+            raise ValueError(
+                f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
+                "the prompt and all new tokens together."
+            )
+        self.k_rows[:, :, self.length : end] = k
+        self.v_rows[:, :, self.length : end] = v
+        self.length = end
+
+
+class HostStore(KVStore):
+    """The same in host memory (pinned beside a CUDA device). Rows come to the device by `fetch`, and are counted."""
+
+    tier: Tier = "host"
+
+    def _allocate(self, shape: tuple[int, ...], request: Request) -> Tensor:
+        return torch.empty(shape, dtype=request.dtype, pin_memory=request.device.type == "cuda")
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        super().append(k, v)
+        self.request.traffic.to_host_bytes += k.nbytes + v.nbytes
+
+    def fetch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [B G K] -> k, v [B G K D] on the device."""
+        rows = rows.to(self.k_rows.device)
+        return self._send(ops.gather_rows(self.k, rows)), self._send(ops.gather_rows(self.v, rows))
+
+    def fetch_all(self) -> tuple[Tensor, Tensor]:
+        return self._send(self.k), self._send(self.v)
+
+    def _send(self, x: Tensor) -> Tensor:
+        self.request.traffic.to_device_bytes += x.nbytes
+        return x.to(self.request.device, non_blocking=True)

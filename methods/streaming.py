@@ -1,0 +1,58 @@
+"""StreamingLLM: the first tokens and the most recent ones (arXiv 2309.17453).
+
+The paper gives the kept keys the positions of their places in the cache. Only distances matter to RoPE, so instead of
+rotating every kept key back by the number of evicted tokens, the few sinks are rotated forward by it. The query and
+the generated tokens keep their true positions, the distances are the paper's. Our budget counts prompt tokens, so
+the window is that of the prompt's end, and generated tokens come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.rope import rotate_by
+from methods.base import KVLayer, LayerSpec, Method, Request
+from methods.layers import EvictLayer, sinks_and_recent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Method):
+    """sinks: first tokens kept. positions: `cache` (the paper: places in the cache) or `original` (true positions)."""
+
+    sinks: int
+    positions: str
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(
+                f"sinks={self.sinks} is negative: give the number of first tokens to keep, 4 in the paper."
+            )
+        if self.positions not in ("cache", "original"):
+            raise ValueError(f"positions={self.positions!r} is unknown: choose cache (the paper) or original.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.sinks + 1
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        return [StreamingLayer(spec, request, self) for spec in specs]
+
+
+class StreamingLayer(EvictLayer):
+    """Keeps sinks and recent tokens; `evicted` is what the sinks are turned forward by."""
+
+    method: Streaming
+
+    def keep(self, budget: int) -> Tensor:
+        groups, device = self.spec.num_kv_heads, self.request.device
+        return sinks_and_recent(self.request.batch, groups, self.method.sinks, budget, self.sealed, device)
+
+    def seal(self) -> None:
+        before = self.evicted
+        super().seal()
+        if self.method.positions == "cache" and self.evicted > before:
+            sinks = self.store.k[:, :, : self.method.sinks]
+            sinks.copy_(rotate_by(sinks, self.evicted - before, self.spec.rope))

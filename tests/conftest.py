@@ -1,0 +1,25 @@
+"""Fixtures: tiny random models of every supported architecture, fp32 on the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".." / "shared")).resolve()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data beside the checkout; tests that need it skip without it."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no shared data at {folder} (set KV_HARNESS_SHARED to a folder that holds data/)")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,41 @@
+"""Tiny random models of every supported architecture: 3 layers, 8 query heads, 2 KV heads, head size 16, fp32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+}
+
+
+@cache
+def tiny(architecture: str) -> PreTrainedModel:
+    """The same weights each time. Wide initial weights, so that attention is far from uniform."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(architecture, **SHAPE, **ARCHITECTURES[architecture], initializer_range=0.15)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """[B S] random token ids, no special ones."""
+    return torch.randint(3, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
