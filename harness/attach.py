@@ -29,15 +29,17 @@ class Attachment:
         self,
         model: PreTrainedModel,
         method: Method,
-        budget: float | None = None,
+        budget: float | Budget | None = None,
         placement: Placement = "device",
         calibration: Tensor | None = None,
+        stale_by: int = 0,
     ) -> None:
         if placement == "host" and not method.offloads:
             raise ValueError(f"{type(method).__name__} keeps nothing on the host: use placement=device with it.")
         self.model = model
         self.method = method
-        self.budget = Budget(budget) if budget is not None and method.uses_budget else None
+        self.budget = _budget(budget) if method.uses_budget else None
+        self.stale_by = stale_by
         self.placement: Placement = placement
         self.specs = layer_specs(model)
         self.prepared = self._prepare(calibration)
@@ -49,6 +51,7 @@ class Attachment:
             dtype=self.model.dtype,
             device=self.model.device,
             budget=self.budget,
+            stale_by=self.stale_by,
             placement=self.placement,
             prepared=self.prepared,
         )
@@ -65,19 +68,24 @@ class Attachment:
         return known[self.method]
 
 
+def _budget(asked: float | Budget | None) -> Budget | None:
+    return Budget(asked) if isinstance(asked, (int, float)) else asked
+
+
 @contextmanager
 def attached(
     model: PreTrainedModel,
     method: Method,
     *,
-    budget: float | None = None,
+    budget: float | Budget | None = None,
     placement: Placement = "device",
     calibration: Tensor | None = None,
+    stale_by: int = 0,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
 
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
     """
-    attachment = Attachment(model, method, budget, placement, calibration)
+    attachment = Attachment(model, method, budget, placement, calibration, stale_by)
     with routed(model):
         yield attachment

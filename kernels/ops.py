@@ -11,6 +11,10 @@ segment_attention = Op("segment_attention", torch="kernels.reference:segment_att
 gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
 top_k = Op("top_k", torch="kernels.reference:top_k")
 kmeans = Op("kmeans", torch="kernels.kmeans:kmeans")
+column_sums = Op("column_sums", torch="kernels.column_sums:column_sums")
+prefill_attention_with_column_sums = Op(
+    "prefill_attention_with_column_sums", torch="kernels.column_sums:prefill_attention_with_column_sums"
+)
 pq_scores = Op("pq_scores", torch="kernels.reference:pq_scores")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))

@@ -39,12 +39,12 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     groups = segments[0].k.shape[1]
     folded = q.view(batch * groups, heads // groups, dim)
     parts = [(gather_rows(s.k, s.rows), gather_rows(s.v, s.rows)) if s.rows is not None else s[:2] for s in segments]
-    logits = [torch.bmm(folded, k.reshape(-1, *k.shape[2:]).transpose(1, 2)) for k, _ in parts]
+    logits = [torch.bmm(folded, k.flatten(0, 1).transpose(1, 2)) for k, _ in parts]
     joined = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
     weights = joined.float().mul_(scale).softmax(-1).to(q.dtype).split([part.shape[-1] for part in logits], -1)
-    out = torch.bmm(weights[0], parts[0][1].reshape(-1, *parts[0][1].shape[2:]))
+    out = torch.bmm(weights[0], parts[0][1].flatten(0, 1))
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
-        out = torch.baddbmm(out, weight, v.reshape(-1, *v.shape[2:]))
+        out = torch.baddbmm(out, weight, v.flatten(0, 1))
     return out.view(batch, heads, 1, dim)
 
 

@@ -130,6 +130,7 @@ class Method(ABC):
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
     offloads: ClassVar[bool] = False  # placement=host is meant for it
+    exact_keys: ClassVar[bool] = True  # a step attends with the true keys of the tokens it reads, at their positions
     simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
 
     @property

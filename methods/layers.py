@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -120,14 +121,19 @@ class SelectLayer(DenseLayer):
             self.rows, self.age = self.select(x.q, self.plan.top), 0
         else:
             self.age += 1
-        rows, k, v = self.rows, self.store.k, self.store.v
         if self.middle is not None:
-            return self.attend(x.q, Segment(*self.middle.fetch(rows)), Segment(k, v))
+            return self.attend(x.q, Segment(*self.middle.fetch(self.rows)), *self.always_read())
+        sinks, *rest = self.always_read()
+        return self.attend(x.q, sinks, self._middle_view()._replace(rows=self.rows), *rest)
+
+    def always_read(self) -> list[Segment]:
+        """What every step reads: the sinks, the prompt-local window and all that came after the seal."""
+        assert self.plan is not None
+        k, v = self.store.k, self.store.v
+        if self.middle is not None:
+            return [Segment(k, v)]
         sinks, tail = self.plan.sinks, self.sealed - self.plan.local
-        middle = Segment(k[:, :, sinks:tail], v[:, :, sinks:tail], rows)
-        return self.attend(
-            x.q, Segment(k[:, :, :sinks], v[:, :, :sinks]), middle, Segment(k[:, :, tail:], v[:, :, tail:])
-        )
+        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), Segment(k[:, :, tail:], v[:, :, tail:])]
 
     @property
     def attended(self) -> Attended:
@@ -179,9 +185,17 @@ class EvictLayer(DenseLayer):
     def seen(self) -> int:
         return self.evicted + self.store.length
 
+    @property
+    def heads(self) -> int:
+        """Rows of K and V per token: the KV heads, or the query heads once they keep different tokens."""
+        return self.store.k_rows.shape[1]
+
     @abstractmethod
     def keep(self, budget: int) -> Tensor:
-        """The `budget` stored tokens each KV head keeps. -> [B G budget], ascending"""
+        """The `budget` stored tokens each KV head keeps [B G budget], ascending.
+
+        [B H budget] where each query head keeps its own: the store then holds a copy for each.
+        """
 
     def seal(self) -> None:
         positions = self._stored_positions()
@@ -191,21 +205,36 @@ class EvictLayer(DenseLayer):
             self.positions = positions if self.evicted else None
             return
         rows = self.keep(limit)
-        whole, left = self.store, self.request.capacity - self.seen
+        whole, left, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
+        self.positions = positions.repeat_interleave(heads // self.heads, 1).gather(2, rows)
         self.evicted += whole.length - rows.shape[2]
-        self.positions = positions.gather(2, rows)
-        self.store = KVStore(self.spec, self.request, rows.shape[2] + left)
-        self.store.append(ops.gather_rows(whole.k, rows), ops.gather_rows(whole.v, rows))
+        self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.request, rows.shape[2] + left)
+        self.store.append(gather_per_head(whole.k, rows), gather_per_head(whole.v, rows))
         self.sealed = rows.shape[2]
 
+    def absorb(self, x: AttnInput) -> None:
+        super().absorb(self._copied(x))
+
+    def decode(self, x: AttnInput) -> Tensor:
+        return super().decode(self._copied(x))
+
     def read_positions(self) -> Tensor | None:
-        return self.positions
+        if self.positions is None or self.heads == self.spec.num_kv_heads:
+            return self.positions
+        return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
+
+    def _copied(self, x: AttnInput) -> AttnInput:
+        """New tokens as the store holds them: repeated where query heads have copies of their own."""
+        copies = self.heads // self.spec.num_kv_heads
+        if copies == 1:
+            return x
+        return replace(x, k=x.k.repeat_interleave(copies, 1), v=x.v.repeat_interleave(copies, 1))
 
     def _stored_positions(self) -> Tensor:
-        """Where every stored token stood in the sequence. -> [B G S]"""
-        shape = (self.request.batch, self.spec.num_kv_heads)
+        """Where every stored token stood in the sequence. -> [B heads S]"""
         known = self.sealed if self.positions is not None else 0
-        later = torch.arange(self.evicted + known, self.seen, device=self.request.device).expand(*shape, -1)
+        later = torch.arange(self.evicted + known, self.seen, device=self.request.device)
+        later = later.expand(self.request.batch, self.heads, -1)
         return later if self.positions is None else torch.cat([self.positions, later], -1)
 
 
@@ -213,3 +242,30 @@ def sinks_and_recent(batch: int, groups: int, sinks: int, budget: int, stored: i
     """The first `sinks` and the last `budget - sinks` of `stored` tokens. -> [B G budget]"""
     rows = torch.cat([torch.arange(sinks, device=device), torch.arange(stored - budget + sinks, stored, device=device)])
     return rows.expand(batch, groups, -1)
+
+
+def between_ends(middle: Tensor, plan: Plan, stored: int) -> Tensor:
+    """`plan` carried out: the first tokens, `middle` [B G top] (counted from behind the sinks), the last ones.
+    -> [B G budget], ascending"""
+    sinks = torch.arange(plan.sinks, device=middle.device).expand(*middle.shape[:2], -1)
+    local = torch.arange(stored - plan.local, stored, device=middle.device).expand(*middle.shape[:2], -1)
+    return torch.cat([sinks, middle.sort(-1).values + plan.sinks, local], -1)
+
+
+def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of each KV head or of each query head. x [B G S D], rows [B G|H K] -> [B G|H K D]"""
+    batch, groups = x.shape[:2]
+    found: Tensor = ops.gather_rows(x, rows.reshape(batch, groups, -1))
+    return found.view(*rows.shape, -1)
+
+
+def union_per_kv_head(rows: Tensor, groups: int, stored: int) -> Tensor:
+    """What a KV head's query heads read together. rows [B H K], of `stored` -> [B G K'], ascending, filled up with -1
+    where another KV head's union is larger. Rows from `stored` on are left out."""
+    together = rows.reshape(rows.shape[0], groups, -1)
+    room = max(stored, int(together.max()) + 1)
+    read = torch.zeros(*together.shape[:2], room, dtype=torch.bool, device=rows.device)
+    read = read.scatter_(2, together, True)[..., :stored]
+    places = torch.where(read, torch.arange(stored, device=rows.device), stored).sort(-1).values
+    places = places[..., : int(read.sum(-1).max())]
+    return places.masked_fill(places == stored, -1)

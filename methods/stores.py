@@ -41,6 +41,8 @@ class KVStore:
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D]"""
         end = self.length + k.shape[2]
+        if k.shape[0] != self.request.batch:
+            raise ValueError(f"The KV cache is for {self.request.batch} sequences and was given {k.shape[0]}.")
         if end > self.k_rows.shape[2]:
             raise ValueError(
                 f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
@@ -74,3 +76,25 @@ class HostStore(KVStore):
     def _send(self, x: Tensor) -> Tensor:
         self.request.traffic.to_device_bytes += x.nbytes
         return x.to(self.request.device, non_blocking=True)
+
+
+class Rows:
+    """Rows of one tensor for each KV head, copied to where `request.placement` says; chosen ones come to the device."""
+
+    def __init__(self, x: Tensor, request: Request) -> None:
+        """x [B G S W]"""
+        self.tier: Tier = request.placement
+        self.request = request
+        if self.tier == "host":
+            pinned = request.device.type == "cuda"
+            self.rows_held = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x)
+            request.traffic.to_host_bytes += x.nbytes
+        else:
+            self.rows_held = x.clone(memory_format=torch.contiguous_format)
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        """rows [B G K] -> [B G K W] on the device"""
+        found: Tensor = ops.gather_rows(self.rows_held, rows.to(self.rows_held.device))
+        if self.tier == "host":
+            self.request.traffic.to_device_bytes += found.nbytes
+        return found.to(self.request.device, non_blocking=True)

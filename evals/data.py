@@ -1,0 +1,142 @@
+"""Where evaluation data comes from: a folder of files first, then plain files of a data set on the hub.
+
+No loading scripts. A file is read whole or not at all: every line has to parse, a zip member has to match its
+checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evals import hub
+from evals.base import TaskEnv, TaskError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file and the places where it may lie."""
+
+    name: str  # as messages and records call it: "longbench/qasper"
+    local: tuple[str, ...]  # glob patterns below the data root; the first that matches is taken
+    hub_repo: str | None = None  # None: not on the hub
+    hub_file: str = ""
+    hub_revision: str = "main"
+    member: str | None = None  # the wanted file where the found one is a zip
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Bytes of one file, where they came from, and their SHA-256 (of the member, where the file is a zip)."""
+
+    data: bytes
+    origin: str  # "local:longbench/qasper.jsonl" or "hub:REPO@COMMIT:FILE"
+    sha256: str
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {"origin": self.origin, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All rows of one file."""
+
+    rows: list[Row]
+    origin: str
+    sha256: str
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {"origin": self.origin, "sha256": self.sha256, "rows": len(self.rows)}
+
+
+def open_rows(source: Source, env: TaskEnv) -> Rows:
+    """Rows of a .jsonl, .json (one list) or .parquet file."""
+    content = open_content(source, env)
+    try:
+        rows = _parse(content)
+    except ValueError as error:
+        raise TaskError(f"{source.name}: {content.origin} is cut short or damaged ({error}): fetch it again") from error
+    if not rows:
+        raise TaskError(f"{source.name}: {content.origin} holds no rows: fetch it again")
+    return Rows(rows, content.origin, content.sha256)
+
+
+def open_content(source: Source, env: TaskEnv) -> Content:
+    """Bytes of the first place that has the file: the data root, the hub's cache, the hub."""
+    path, origin = _find(source, env.data_root) or _from_hub(source, env)
+    if path.suffix == ".zip":
+        data = _read_member(source, path)
+        origin = f"{origin}/{source.member}"
+    else:
+        data = path.read_bytes()
+    return Content(data, origin, hashlib.sha256(data).hexdigest())
+
+
+def _parse(content: Content) -> list[Row]:
+    suffix = Path(content.origin).suffix
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())  # ArrowInvalid is a ValueError
+    if suffix == ".json":
+        rows = json.loads(content.data)
+    else:  # cut at \n only: other line ends may stand inside a string
+        rows = [_line(number, line) for number, line in enumerate(content.data.split(b"\n"), 1) if line.strip()]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("not a list of objects")
+    return rows
+
+
+def _line(number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON") from error
+
+
+def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
+    if root is None:
+        return None
+    if not root.is_dir():
+        raise TaskError(f"data_root={root} is not a folder: name an existing one, or null to use the hub alone")
+    found = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
+    path = next(found, None)
+    return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
+
+
+def _from_hub(source: Source, env: TaskEnv) -> tuple[Path, str]:
+    root = "null" if env.data_root is None else env.data_root
+    sought = f"below data_root={root} (as {' or '.join(source.local)})"
+    if source.hub_repo is None:
+        raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
+    place = (source.hub_repo, source.hub_file, source.hub_revision)
+    try:
+        path, commit = hub.fetch(*place)
+    except hub.HubError as error:
+        raise TaskError(
+            f"{source.name} was not found {sought} nor in the hub's cache, and {error}: "
+            f"put the file there, or run `{hub.command(*place)}` where the hub can be reached"
+        ) from error
+    return path, f"hub:{source.hub_repo}@{commit}:{source.hub_file}"
+
+
+def _read_member(source: Source, path: Path) -> bytes:
+    if source.member is None:
+        raise TaskError(f"{source.name}: {path} is a zip file: unpack it")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(source.member)
+    except KeyError as error:
+        raise TaskError(f"{source.name}: {path} holds no file {source.member}: fetch it again") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise TaskError(f"{source.name}: {path} is cut short or damaged ({error}): fetch it again") from error

@@ -1,0 +1,82 @@
+"""Filler text for needle tasks: Paul Graham's essays from the data root, or text that every Python carries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from evals.base import TaskEnv, TaskError
+
+# file names below the data root, the first that exists is taken; the field `text` holds everything
+ESSAY_FILES = {
+    "essays": ("PaulGrahamEssays.json", "paul_graham_essays_ruler_full.json"),
+    "essays49": ("paul_graham_essays_repo49.json",),
+}
+NAMES = ("auto", *ESSAY_FILES, "pydoc")
+SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data is on no package index
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """One long text and the SHA-256 of its UTF-8 bytes."""
+
+    name: str
+    text: str
+    sha256: str
+
+
+def load(name: str, env: TaskEnv) -> Haystack:
+    """`auto` takes the first of essays, essays49, pydoc that is there; other names are exact."""
+    if name not in NAMES:
+        raise TaskError(f"haystack={name!r} is unknown: choose one of {', '.join(NAMES)}")
+    for wanted, files in ESSAY_FILES.items():
+        if name not in ("auto", wanted):
+            continue
+        path = _find(files, env.data_root)
+        if path is not None:
+            return _haystack(wanted, _read_essays(path))
+        if name == wanted:
+            raise TaskError(f"haystack={name} needs {' or '.join(files)} in {_places(env.data_root)}; or use pydoc")
+    return _haystack("pydoc", _pydoc_text())
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences by the regular expression `SPLITTER`.
+
+    >>> split_sentences("One. Two!  Three? four")
+    ['One.', 'Two!', 'Three?', 'four']
+    """
+    return re.split(SPLITTER, text)
+
+
+def _haystack(name: str, text: str) -> Haystack:
+    return Haystack(name, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _find(files: Sequence[str], root: Path | None) -> Path | None:
+    if root is None:
+        return None
+    candidates = (folder / file for file in files for folder in (root / "essays", root))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _places(root: Path | None) -> str:
+    return "the data root (none is set)" if root is None else f"{root / 'essays'} or {root}"
+
+
+def _read_essays(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["text"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise TaskError(f"{path} is not a JSON object with a field 'text': fetch it again") from error
+
+
+def _pydoc_text() -> str:
+    """Python's own help topics, 65,501 words in 3.11; they differ between Python versions, hence the hash."""
+    topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))

@@ -1,0 +1,101 @@
+"""Single files of the hub's data sets: from the local cache, else downloaded once; always checked, never half-read.
+
+The client is Hugging Face's own, so HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import urllib.error
+import urllib.request
+from functools import lru_cache
+from pathlib import Path
+
+_PROBE_S = 3.0  # the client alone would retry for 15 to 23 s before it gives up
+_DIGESTS = {40: "sha1", 64: "sha256"}  # hex digits of a blob's name in the cache: git blob, LFS object
+
+
+class HubError(ValueError):
+    """Why a file cannot be had from the hub: half a sentence, for the caller to complete."""
+
+
+def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
+    """Path of the file in the cache and the commit it belongs to. What is cached costs no network."""
+    path = _cached(repo, file, revision) or _download(repo, file, revision)
+    if not _is_whole(path):
+        raise HubError(f"its download {path.resolve()} is damaged (delete that file first)")
+    return path, path.parts[path.parts.index("snapshots") + 1]
+
+
+def command(repo: str, file: str, revision: str) -> str:
+    """What to type to fill the cache."""
+    return f"hf download {repo} {file} --repo-type dataset --revision {revision}"
+
+
+def _cached(repo: str, file: str, revision: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, file, revision=revision, repo_type="dataset")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _download(repo: str, file: str, revision: str) -> Path:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HTTPError,  # of whichever HTTP library the client uses
+        LocalEntryNotFoundError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("HF_HUB_OFFLINE forbids to fetch it")
+    if not _answers(constants.ENDPOINT):
+        raise HubError(f"{constants.ENDPOINT} does not answer")
+    try:
+        return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    except RepositoryNotFoundError as error:
+        raise HubError(f"{constants.ENDPOINT} shows no data set {repo} to you") from error
+    except RevisionNotFoundError as error:
+        raise HubError(f"{repo} on the hub has no revision {revision}") from error
+    except RemoteEntryNotFoundError as error:
+        raise HubError(f"{repo} on the hub has no file {file} at revision {revision}") from error
+    except LocalEntryNotFoundError as error:
+        raise HubError(f"{constants.ENDPOINT} does not answer as a hub does") from error
+    except (OSError, HTTPError) as error:
+        raise HubError(f"its download failed ({' '.join(str(error).split())})") from error
+
+
+def _answers(endpoint: str) -> bool:
+    """An HTTP error or an unknown certificate is an answer too; proxies of the environment are used."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PROBE_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)
+    except OSError:
+        return False
+    return True
+
+
+def _is_whole(path: Path) -> bool:
+    """A cache with symbolic links names a blob after its hash; in others there is nothing to compare with."""
+    blob = path.resolve()
+    algorithm = _DIGESTS.get(len(blob.name))
+    if blob.parent.name != "blobs" or algorithm is None:
+        return True
+    state = blob.stat()
+    return _digest(blob, algorithm, state.st_size, state.st_mtime_ns) == blob.name
+
+
+@lru_cache
+def _digest(blob: Path, algorithm: str, size: int, mtime_ns: int) -> str:
+    """One zip serves many data sets: it is hashed once for each of its states."""
+    digest = hashlib.new(algorithm, f"blob {size}\0".encode() if algorithm == "sha1" else b"", usedforsecurity=False)
+    with blob.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,21 @@
+"""LongBench v1's metrics (arXiv:2308.14508, table 1), equal to the official functions to the last digit.
+
+All are pure functions of strings to a number in [0, 1].
+"""
+
+from evals.metrics.answers import classification, count, qa_f1, qa_f1_zh, retrieval, retrieval_zh
+from evals.metrics.code import CODE_SIM_BACKENDS, code_sim
+from evals.metrics.rouge import rouge_l, rouge_zh
+
+__all__ = [
+    "CODE_SIM_BACKENDS",
+    "classification",
+    "code_sim",
+    "count",
+    "qa_f1",
+    "qa_f1_zh",
+    "retrieval",
+    "retrieval_zh",
+    "rouge_l",
+    "rouge_zh",
+]

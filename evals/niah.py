@@ -1,0 +1,157 @@
+"""Needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol, 2023).
+
+The haystack is cut to length in tokens, the needle goes in behind the last sentence end before the depth. `pqcache`
+and `shadowkv` in conf/task are the same task with those papers' words.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from evals import haystack
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.needles import NEEDLES, Needle, Planted
+
+PUNCTUATION = (".", "!", "?")
+
+
+@dataclass(frozen=True)
+class Niah(Task):
+    """`depths`: how many, spread evenly from 0 to 100 %, or a list of percents. `rounds`: fresh needle and text each."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "needle found"
+
+    lengths: list[int]
+    depths: int | list[float]
+    needle: str
+    rounds: int
+    haystack: str
+    system: str
+    template: str
+    prefix: str
+    buffer: int | None
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.needle not in NEEDLES:
+            raise TaskError(f"task.needle={self.needle!r} is unknown: choose one of {', '.join(NEEDLES)}.")
+        if not self.lengths or min(self.lengths) < 1:
+            raise TaskError(f"task.lengths={self.lengths} must name at least one length, in tokens.")
+        if self.rounds < 1 or self.max_new_tokens < 1:
+            raise TaskError("task.rounds and task.max_new_tokens must be at least 1.")
+        if any(part not in self.template for part in ("{context}", "{question}")):
+            raise TaskError("task.template must hold {context} and {question}.")
+        if not self.percents or not all(0 <= depth <= 100 for depth in self.percents):
+            raise TaskError(f"task.depths={self.depths} must be a number of depths or percents from 0 to 100.")
+
+    @property
+    def percents(self) -> list[float]:
+        if isinstance(self.depths, int):
+            return [round(100 * i / max(1, self.depths - 1), 1) for i in range(self.depths)]
+        return list(self.depths)
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        text = haystack.load(self.haystack, env)
+        longest = max(self.lengths)
+        tokens = env.text.encode(_repeated(text.text, longest))
+        while len(tokens) < 2 * longest:
+            tokens = tokens + tokens
+        ends = _sentence_ends(tokens, env)
+        for length in self.lengths:
+            for depth in self.percents:
+                for turn in range(self.rounds):
+                    rng = random.Random(f"{env.seed}/{length}/{depth}/{turn}")
+                    planted = NEEDLES[self.needle].plant(rng)
+                    start = 0 if turn == 0 else ends[rng.randrange(max(1, len(ends) // 2))]
+                    yield self._example(env, tokens[start:], planted, length, depth, turn, text)
+
+    def _example(
+        self,
+        env: TaskEnv,
+        tokens: Sequence[int],
+        planted: Planted,
+        length: int,
+        depth: float,
+        turn: int,
+        text: haystack.Haystack,
+    ) -> Example:
+        before, _, after = self.template.partition("{context}")
+        question, prefix = after.replace("{question}", planted.question), self.prefix.replace("{topic}", planted.topic)
+        context, at = self._context(env, tokens, planted, length, depth)
+        if self.buffer is None:  # pieces tokenised apart may join into one token more or less
+            over = env.text.count(before + context + question, prefix, system=self.system) - length
+            if over > 0:
+                context, at = self._context(env, tokens, planted, length - over, depth)
+        return Example(
+            id=f"{self.needle}/{length}/{depth:g}/{turn}",
+            group=f"{self.needle}/{length}",
+            context=before + context,
+            question=question,
+            prefix=prefix,
+            system=self.system,
+            references=planted.answers,
+            max_new_tokens=self.max_new_tokens,
+            data={
+                "length": length,
+                "depth": depth,
+                "needle": planted.text.strip(),
+                "needle_token": at,
+                "haystack": text.name,
+                "haystack_sha256": text.sha256,
+            },
+        )
+
+    def _context(
+        self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float
+    ) -> tuple[str, int]:
+        """The haystack with its needle, and the token before which the needle went in."""
+        needle = env.text.encode(planted.text)
+        room = length - self._frame(env, planted) - len(needle)
+        if room < 16:
+            raise TaskError(
+                f"task.lengths={length} leaves {max(0, room)} tokens for the haystack beside the template and the "
+                f"needle: use at least {length - room + 16}."
+            )
+        hay = list(tokens[:room])
+        at = len(hay) if depth >= 100 else _boundary(hay, int(len(hay) * depth / 100), env)
+        return env.text.decode(hay[:at] + needle + hay[at:]), at
+
+    def _frame(self, env: TaskEnv, planted: Planted) -> int:
+        """Tokens that are kept free for everything but the haystack."""
+        if self.buffer is not None:
+            return self.buffer
+        user = self.template.replace("{context}", "").replace("{question}", planted.question)
+        return env.text.count(user, self.prefix.replace("{topic}", planted.topic), system=self.system)
+
+    def score(self, example: Example, output: str) -> Score:
+        needle: Needle = NEEDLES[self.needle]
+        return needle.score(example.references, output)
+
+    def provenance(self) -> dict[str, Any]:
+        return {"haystack": self.haystack, "splitter": "token ending in . ! or ?"}
+
+
+def _repeated(text: str, tokens: int) -> str:
+    """Enough of `text` for `tokens` tokens twice over: no tokenizer makes more than one token of a byte."""
+    return text[: 16 * tokens + 4096]
+
+
+def _is_end(token: int, env: TaskEnv) -> bool:
+    return env.text.decode([token]).rstrip().endswith(PUNCTUATION)
+
+
+def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
+    """Positions behind the tokens that end a sentence."""
+    kinds = {token: _is_end(token, env) for token in set(tokens)}
+    return [i + 1 for i, token in enumerate(tokens) if kinds[token]] or [0]
+
+
+def _boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
+    """The last sentence end at or before `index`; 0 where there is none, as in the original."""
+    while index > 0 and not _is_end(hay[index - 1], env):
+        index -= 1
+    return index

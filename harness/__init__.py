@@ -1,0 +1,30 @@
+"""The harness: it knows contracts, never a concrete method or task.
+
+    from harness import attached, evaluate
+
+Nothing heavy is imported here, so that `python -m harness --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.clashes import refuse_clashes
+
+if TYPE_CHECKING:
+    from harness.attach import attached
+    from harness.engine import Engine
+    from harness.run import evaluate
+
+__all__ = ["Engine", "attached", "evaluate"]
+_HOMES = {"attached": "harness.attach", "evaluate": "harness.run", "Engine": "harness.engine"}
+
+refuse_clashes()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

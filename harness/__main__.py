@@ -1,0 +1,87 @@
+"""`python -m harness method=pqcache task=niah`: the command line. Hydra composes, everything below takes plain values.
+
+A job never raises what a user can cause: it prints one sentence, the other jobs of a sweep go on, and the exit code
+is 1 at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from harness.catalogue import CONF, names
+from harness.config import RunConfig, Settings
+from harness.errors import check_overrides, default_keys, explain, is_known, sentence
+
+INTERRUPTED = 130
+_finished: list[Path] = []  # run folders of this command, for the table at the end
+_failed: list[str] = []
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def compose_and_run(config: DictConfig) -> None:
+    try:
+        _job(config)
+    except Exception as error:
+        if not is_known(error):
+            raise
+        _fail(sentence(error))
+
+
+def _job(config: DictConfig) -> None:
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    from harness import plugins
+    from harness.config import settings_of
+
+    settings = settings_of(plain)
+    method, task, model = (plugins.build(plain[kind], kind) for kind in ("method", "task", "model"))
+    if settings.dry_run:
+        from harness.dry_run import show
+
+        show(method, task, model, settings)
+        return
+    from harness.run import evaluate
+
+    result = evaluate(method, task, model, settings)
+    _finished.extend(folder for folder in (result.full_folder, result.folder) if folder and folder not in _finished)
+
+
+def _fail(message: str) -> None:
+    _failed.append(message)
+    print(f"error: {message}", file=sys.stderr)
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
+    ConfigStore.instance().store("schema", RunConfig)
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    try:
+        check_overrides(overrides, {group: names(group, arguments) for group in ("method", "task", "model")})
+        compose_and_run()
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; to go on: python -m harness {shlex.join(arguments)}", file=sys.stderr)
+        return INTERRUPTED
+    except HydraException as error:
+        _fail(explain(error, default_keys(CONF, overrides)))
+    except ValueError as error:
+        _fail(sentence(error))
+    if _finished:
+        from harness.report import print_report
+
+        print_report(_finished)
+    if len(_failed) > 1:
+        print(f"{len(_failed)} jobs failed, see above.", file=sys.stderr)
+    return 1 if _failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

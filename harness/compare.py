@@ -1,0 +1,192 @@
+"""Runs side by side: which belong into one table, what each is called there, which Full each is held against."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evals import stats
+from harness import files
+from harness.records import StoreError
+from harness.store import StoredRun, load
+from harness.summary import SCHEMA, detectable, model_name, partial, summarise
+
+FULL = "full"
+ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
+SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
+NOT_NAMED = ("budget", "results", "data", "baseline", "progress", "dry_run", "warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run in its table. `label` tells it from its neighbours, but for the budget."""
+
+    run: StoredRun
+    full: StoredRun | None
+    summary: dict[str, Any]
+    label: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} {budget(self.summary)}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs of one task, model and protocol, Full first."""
+
+    title: str
+    metric: str
+    entries: list[Entry]
+
+    @property
+    def significant(self) -> set[int]:
+        """Rows whose difference to Full holds after Holm's correction over this table."""
+        tested = [(i, entry.summary["full"]["p"]) for i, entry in enumerate(self.entries) if entry.summary["full"]]
+        adjusted = stats.holm([p for _, p in tested])
+        return {i for (i, _), p in zip(tested, adjusted, strict=True) if p < 0.05}
+
+    @property
+    def detectable(self) -> list[float]:
+        """Per run held against Full, the difference it could have shown."""
+        found = [detectable(e.run.records, e.full.records) for e in self.entries if e.full is not None]
+        return sorted(value for value in found if value is not None)
+
+
+def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
+    """One table per combination of what must not be mixed; summaries are brought up to date on the way."""
+    tables: dict[str, list[StoredRun]] = defaultdict(list)
+    for run in runs:
+        tables[_combination(run)].append(run)
+    groups = list(tables.values())
+    titles = _titles([group[0] for group in groups])
+    return [_comparison(group, title) for group, title in zip(groups, titles, strict=True)]
+
+
+def alarms(entries: Sequence[Entry]) -> Iterator[str]:
+    """Different methods that put out the same at a partial budget: one of them may not have been applied."""
+    alike: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        records = entry.run.records
+        if records and all(partial(record) for record in records):
+            outputs = sorted((record.id, record.tokens) for record in records)
+            alike[hashlib.sha256(repr(outputs).encode()).hexdigest()].append(entry)
+    for same in alike.values():
+        if len({entry.summary["method"] for entry in same}) > 1:
+            names = ", ".join(entry.title for entry in same)
+            yield f"{names}: the same {len(same[0].run.records)} outputs at partial budgets; were all of them applied?"
+
+
+def budget(summary: Mapping[str, Any]) -> str:
+    """As it was asked: tokens, or a share in percent; empty where the method has none."""
+    asked = summary["budget"]["asked"]
+    return f"{100 * asked:g}%" if isinstance(asked, float) else "" if asked is None else str(asked)
+
+
+def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
+    """The Full to hold `run` against; where several fit, the one of the same sources and settings, then the largest."""
+    if _method(run) == FULL:
+        return None
+    fit = [other for other in others if _method(other) == FULL and other.records and _comparable(run, other)]
+    return max(fit, key=lambda other: _nearness(run, other), default=None)
+
+
+def current_summary(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
+    """summary.json as it is, or made again from the records where it is missing or older than what it rests on."""
+    path = run.folder / "summary.json"
+    with suppress(StoreError):
+        if path.exists() and not _stale(stored := files.read_json(path), path, run, full):
+            return stored
+    full = full or reference(run, list(_neighbours(run)))
+    records = full.records if full else None
+    summary = summarise(run.records, config=run.config, info=run.info | {"status": run.status}, full=records)
+    with suppress(OSError):  # results that may only be read are reported as well
+        files.write_json(path, summary)
+    return summary
+
+
+def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
+    labels = _labels(runs)
+    entries = []
+    for run, label in zip(runs, labels, strict=True):
+        full = reference(run, runs)
+        entries.append(Entry(run, full, current_summary(run, full), label))
+    entries.sort(key=lambda entry: (_method(entry.run) != FULL, entry.label, _asked(entry.summary)))
+    return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
+
+
+def _stale(summary: Mapping[str, Any], path: Path, run: StoredRun, full: StoredRun | None) -> bool:
+    if summary.get("schema") != SCHEMA or summary.get("status") != run.status:
+        return True
+    if summary.get("num_examples") != len(run.records) or (full is not None and summary.get("full") is None):
+        return True
+    sources = [one.folder / name for one in (run, full) if one for name in ("examples.jsonl", "run.json")]
+    return any(source.exists() and source.stat().st_mtime > path.stat().st_mtime for source in sources)
+
+
+def _neighbours(run: StoredRun) -> Iterator[StoredRun]:
+    """Runs of Full beside the run's own folder."""
+    for folder in sorted(run.folder.parent.glob(f"*-{FULL}-*")):
+        with suppress(StoreError):
+            yield load(folder)
+
+
+def _combination(run: StoredRun) -> str:
+    return files.canonical({name: run.config.get(name) for name in ONE_TABLE})
+
+
+def _comparable(run: StoredRun, full: StoredRun) -> bool:
+    same = all(run.config.get(name) == full.config.get(name) for name in SAME_NUMBERS)
+    return same and _combination(run) == _combination(full)
+
+
+def _nearness(run: StoredRun, full: StoredRun) -> tuple[bool, int, int]:
+    sources = (one.info.get("identity", {}).get("sources") for one in (run, full))
+    shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
+    return len(set(sources)) == 1, shared, len(full.records)
+
+
+def _titles(runs: Sequence[StoredRun]) -> list[str]:
+    """Task, model, protocol; where two tables share them, also what tells them apart."""
+    plain = [f"{run.info.get('task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
+    return _told_apart(plain, [{name: run.config.get(name) for name in ONE_TABLE} for run in runs])
+
+
+def _labels(runs: Sequence[StoredRun]) -> list[str]:
+    """The method's name; where runs of one method differ in more than the budget, also in what."""
+    settings = [{name: value for name, value in run.config.items() if name not in NOT_NAMED} for run in runs]
+    named = _told_apart([_method(run) for run in runs], settings)
+    seen = [(label, str(run.config.get("budget"))) for label, run in zip(named, runs, strict=True)]
+    marks = [run.folder.name.rpartition("-")[2][:4] for run in runs]  # other sources: nothing in the config tells
+    return [f"{a[0]} #{mark}" if seen.count(a) > 1 else a[0] for a, mark in zip(seen, marks, strict=True)]
+
+
+def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    flat = [dict(_flat(one)) for one in settings]
+    told = []
+    for name, mine in zip(names, flat, strict=True):
+        rivals = [theirs for other, theirs in zip(names, flat, strict=True) if other == name]
+        differ = [key for key in mine if len({str(rival.get(key)) for rival in rivals}) > 1]
+        told.append(" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differ)]))
+    return told
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _method(run: StoredRun) -> str:
+    return str(run.info.get("method"))
+
+
+def _asked(summary: Mapping[str, Any]) -> float:
+    return float(summary["budget"]["asked"] or 0)

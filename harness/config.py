@@ -1,0 +1,110 @@
+"""The settings of a run beside its method, task and model: the schema of conf/config.yaml.
+
+One key, one meaning, whatever the method. Imports neither torch nor hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Union
+
+CHOICES = {
+    "placement": ("device", "host"),
+    "protocol": ("prompt", "context"),
+    "chat": ("template", "none"),
+    "baseline": ("run", "reuse", "off"),
+    "dtype": ("fp32", "bf16", "fp16"),
+}
+# what changes neither an output nor a measured cost, and so is no part of a run's identity
+WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run")
+
+
+class SettingsError(ValueError):
+    """A setting has a value it cannot have; the message names it and what it may be."""
+
+
+@dataclass
+class Generation:
+    """How tokens are picked. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None  # in place of the task's
+    force_length: bool = False  # ignore EOS and stop strings: for speed claims
+
+
+@dataclass
+class Data:
+    root: str | None = None
+
+
+@dataclass
+class Results:
+    root: str = "results/runs"
+    save_prompts: bool = False
+
+
+@dataclass
+class Settings:
+    """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
+
+    budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
+    dense_layers: list[int] = field(default_factory=list)
+    layer_budgets: list[Any] = field(default_factory=list)
+    stale_by: int = 0
+    placement: str = "device"
+    protocol: str = "prompt"
+    chat: str = "template"
+    dtype: str = "fp32"
+    device: str = "cpu"
+    batch: int = 1
+    prefill_chunk: int | None = None
+    seed: int = 42
+    threads: int | None = None
+    baseline: str = "run"
+    warmup: int = 1
+    dry_run: bool = False
+    progress: bool = True
+    generation: Generation = field(default_factory=Generation)
+    data: Data = field(default_factory=Data)
+    results: Results = field(default_factory=Results)
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
+        self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
+        self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed)
+        self._check_generation(self.generation)
+
+    def _check_generation(self, generation: Generation) -> None:
+        self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
+        self._at_least(0, **{"generation.top_k": generation.top_k})
+        if generation.temperature < 0:
+            raise SettingsError(f"generation.temperature={generation.temperature} is negative: 0 is greedy, 1 samples.")
+        if not 0 < generation.top_p <= 1:
+            raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
+
+    @staticmethod
+    def _at_least(least: int, **values: int | None) -> None:
+        for name, value in values.items():
+            if value is not None and value < least:
+                raise SettingsError(f"{name}={value} must be at least {least}.")
+
+
+@dataclass
+class RunConfig(Settings):
+    """`Settings` with the three plug-ins: what Hydra checks a command line against."""
+
+    method: Any = None
+    task: Any = None
+    model: Any = None
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """Plain values of a composed configuration as checked `Settings`."""
+    nested = {"generation": Generation, "data": Data, "results": Results}
+    values = {name: config[name] for name in (f.name for f in fields(Settings))}
+    return Settings(**values | {name: make(**config[name]) for name, make in nested.items()})

@@ -1,0 +1,110 @@
+"""`python -m harness.doctor`: is this machine fit for a run? Versions, threads, memory, cache, name clashes, hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from harness import provenance
+from harness.clashes import clashes
+from harness.models.embedded import cache_root, installed
+
+NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
+OPTIONAL = ("triton", "flash-attn", "wandb", "jieba", "datasets")
+HUB = "https://huggingface.co"
+GIB = 2**30
+
+
+class Check(NamedTuple):
+    level: str  # ok, note or bad
+    subject: str
+    text: str
+
+
+def checks() -> Iterator[Check]:
+    yield from _versions()
+    yield from _machine()
+    yield from _places()
+    for problem in clashes():
+        yield Check("bad", "names", problem)
+    yield _hub()
+
+
+def _versions() -> Iterator[Check]:
+    fits = (3, 11) <= sys.version_info
+    yield Check("ok" if fits else "bad", "python", sys.version.split()[0] + ("" if fits else ": 3.11 is needed"))
+    for name, found in provenance.versions((*NEEDED, *OPTIONAL)).items():
+        if name == "python":
+            continue
+        if found:
+            yield Check("ok", name, found)
+        elif name in NEEDED:
+            yield Check("bad", name, "missing: run `make setup`")
+        else:
+            yield Check("note", name, "not installed, and only some features need it")
+    there = installed()
+    yield Check(
+        "ok" if there else "bad", "smollm2", "embedded model installed" if there else "missing: run `make setup`"
+    )
+
+
+def _machine() -> Iterator[Check]:
+    import torch
+
+    facts = provenance.machine()
+    cpus, load = facts["cpus_usable"], facts["load_average"][0]
+    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads")
+    busy = load > 0.5 * cpus
+    yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
+    free = _free_memory()
+    yield Check("note" if free < 4 * GIB else "ok", "memory", f"{free / GIB:.1f} GiB free")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Check("ok" if names else "note", "cuda", ", ".join(names) or "no device; device=cpu works")
+
+
+def _places() -> Iterator[Check]:
+    for subject, place in (("results", Path("results/runs")), ("cache", cache_root())):
+        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free
+        if not os.access(there, os.W_OK):
+            yield Check("bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE")
+        else:
+            yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
+
+
+def _hub() -> Check:
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return Check("note", "hub", "HF_HUB_OFFLINE is set: only local folders and the cache are used")
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=3).close()
+    except OSError:
+        return Check("note", "hub", f"{address.hostname} is not reachable: the embedded model and data.root still work")
+    return Check("ok", "hub", f"{address.hostname} is reachable")
+
+
+def _free_memory() -> float:
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return float(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def main() -> int:
+    found = list(checks())
+    for check in found:
+        print(f"{check.level:<5} {check.subject:<13} {check.text}")
+    bad = sum(check.level == "bad" for check in found)
+    print(f"\n{bad} problem{'s' * (bad != 1)} to solve." if bad else "\nReady.")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

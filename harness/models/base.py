@@ -1,0 +1,186 @@
+"""The contract of a model source: what a model is without its weights, and the model itself.
+
+Importing this module imports neither torch nor transformers; `describe` and `load` do.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Weights = Literal["embedded", "hub", "local", "random"]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class ModelError(ValueError):
+    """What a user asked of a model cannot be done; the message says what to do instead."""
+
+
+class Identity(NamedTuple):
+    name: str
+    revision: str  # what was loaded, not what was asked: commit hash, or hash of files or config
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a model without its weights."""
+
+    name: str
+    revision: str
+    weights: Weights
+    architecture: str
+    window: int  # prompt + new tokens
+    sliding_window: int | None  # attention reaches back this far; within it, it is plain causal attention
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_parameters: int
+
+    @property
+    def limit(self) -> int:
+        """Prompt + new tokens that this harness can run: the window, or the sliding window where that is smaller."""
+        return min(self.window, self.sliding_window or self.window)
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str
+    window: int  # prompt + new tokens that this harness can run (`ModelInfo.limit`)
+    eos_ids: tuple[int, ...]
+    weights: Weights
+
+
+class ModelSource(ABC):
+    """Subclasses are frozen dataclasses without defaults: the yaml lists every field."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Reads no weights."""
+
+    @abstractmethod
+    def config(self) -> PreTrainedConfig:
+        """Reads no weights."""
+
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @abstractmethod
+    def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        """The model with its weights, on `device`."""
+
+    def context_window(self) -> int:
+        return int(self.config().max_position_embeddings)
+
+    def describe(self) -> ModelInfo:
+        config, identity = self.config(), self.identity()
+        return ModelInfo(
+            *identity,
+            architecture=(config.architectures or ["?"])[0],
+            window=self.context_window(),
+            sliding_window=sliding_window(config),
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_parameters=count_parameters(config),
+        )
+
+    def load(self, dtype: str, device: str) -> LoadedModel:
+        target, place = torch_dtype(dtype), check_device(device)
+        name, revision, weights = self.identity()
+        tokenizer = self.tokenizer()
+        _quiet()
+        model = self.build(target, place)
+        model.train(False).requires_grad_(False)
+        limit = min(self.context_window(), sliding_window(model.config) or self.context_window())
+        return LoadedModel(model, tokenizer, name, revision, limit, eos_ids(model, tokenizer), weights)
+
+
+def _quiet() -> None:
+    """No progress bar of transformers: the harness draws its own."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    if name not in DTYPES:
+        raise ModelError(f"dtype={name} is unknown: choose one of {', '.join(DTYPES)}.")
+    dtype = getattr(torch, DTYPES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def check_device(name: str) -> str:
+    """`name`, if this machine has that device."""
+    import torch
+
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise ModelError(
+            f"device={name} is not supported: a model runs on one device, cpu, cuda or cuda:N (no device_map)."
+        )
+    found = torch.cuda.device_count()
+    if name != "cpu" and int(match[1] or 0) >= found:
+        raise ModelError(f"device={name} is not here: torch sees {found} CUDA devices; use another, or device=cpu.")
+    return name
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """None where every layer sees everything."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Without allocating them; tied ones count once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return int(auto.from_config(config).num_parameters())
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer. Sources disagree in many repositories, and one missing id costs whole scores."""
+    stated = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    ids = {i for entry in stated for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
+    return tuple(sorted(ids | _end_of_turn(tokenizer)))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The special token with which the chat template closes the assistant's turn, if there is one."""
+    if not tokenizer.chat_template:
+        return set()
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
+    return {i for i in first if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special}

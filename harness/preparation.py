@@ -1,0 +1,133 @@
+"""Everything a run needs before any weights: examples as token ids, checked, and the settings that really apply."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evals.base import Example, Task, TaskEnv
+from harness.config import Settings, SettingsError
+from harness.prompt_lint import Finding, lint
+from harness.models.base import ModelInfo, ModelSource
+from harness.models.embedded import cache_root
+from harness.prompt import Prompt, Tokenizer, Tools, render
+from methods.base import Method
+from methods.budget import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One example, ready to run."""
+
+    example: Example
+    prompt: Prompt
+    new_tokens: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def sealed(self) -> int | None:
+        """Tokens sealed before the question under protocol=context."""
+        return self.prompt.split
+
+    @property
+    def sha256(self) -> str:
+        ids = ",".join(map(str, self.prompt.ids))
+        return hashlib.sha256(f"{self.prompt.split}:{ids}".encode()).hexdigest()
+
+
+class LintError(ValueError):
+    """A prompt that would measure something else than the user believes."""
+
+
+def effective(settings: Settings, method: Method) -> Settings:
+    """The settings with what does not apply to `method` at its neutral value, so that equal runs have one identity."""
+    changes: dict[str, Any] = {}
+    if not method.uses_budget:
+        changes |= {"budget": None, "dense_layers": [], "layer_budgets": [], "stale_by": 0}
+    if not method.offloads:
+        changes |= {"placement": "device"}
+    return replace(settings, **changes)
+
+
+def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
+    """The budget as the engine takes it; None where the method reads everything."""
+    if settings.budget is None or not method.uses_budget:
+        return None
+    layers = settings.layer_budgets
+    if layers and len(layers) != info.num_layers:
+        raise SettingsError(
+            f"layer_budgets names {len(layers)} layers and {info.name} has {info.num_layers}: give one each."
+        )
+    return Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
+
+
+def task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
+    root = Path(settings.data.root).expanduser() if settings.data.root else None
+    if root is not None and not root.is_dir():
+        raise SettingsError(f"data.root={settings.data.root} is no folder: give the folder that holds the data sets.")
+    tools = Tools(tokenizer, settings.chat)  # type: ignore[arg-type]
+    return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
+
+
+def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Item]:
+    """All examples of `task` as prompts of `source`; raises on the first that cannot be run as it stands."""
+    info, tokenizer = source.describe(), source.tokenizer()
+    items = []
+    for example in task.examples(task_env(settings, tokenizer, info.limit)):
+        prompt = render(example, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
+        new_tokens = settings.generation.max_new_tokens or example.max_new_tokens
+        findings = lint(example, prompt, tokenizer, window=info.limit, new_tokens=new_tokens)
+        items.append(Item(example, prompt, new_tokens, tuple(findings)))
+    if not items:
+        raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
+    _refuse_twins(items)
+    return items
+
+
+def refuse(items: Sequence[Item]) -> None:
+    """Stop on the errors that lint found, naming the first."""
+    bad = [(item, finding) for item in items for finding in item.findings if finding.level == "error"]
+    if bad:
+        item, finding = bad[0]
+        more = f" ({len(bad) - 1} more: `python -m harness.lint` lists them)" if len(bad) > 1 else ""
+        raise LintError(f"Example {item.example.id}: {finding.message}{more}")
+
+
+def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:
+    """Refuse a budget that some example cannot be served with, before any work."""
+    if budget is None:
+        return
+    lengths = {item.prompt.split if settings.protocol == "context" else len(item.prompt.ids) for item in items}
+    for length in sorted(lengths):
+        for layer in range(layers) if budget.per_layer else (0,):
+            if layer not in budget.dense_layers:
+                method.check(budget, length, layer)
+
+
+def calibration_text(source: ModelSource, tokens: int = 4096) -> list[int]:
+    """Token ids of ordinary text for methods that calibrate themselves: the end of Python's help topics, so that it
+    is not the beginning that haystacks are cut from."""
+    from evals.haystack import load
+
+    tools = Tools(source.tokenizer(), "none")
+    text = load("pydoc", TaskEnv(text=tools, seed=0)).text
+    return tools.encode(text[-8 * tokens :])[-tokens:]
+
+
+def limit_threads(settings: Settings) -> None:
+    import torch
+
+    if settings.threads is not None:
+        torch.set_num_threads(min(settings.threads, os.cpu_count() or settings.threads))
+
+
+def _refuse_twins(items: Sequence[Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.example.id in seen:
+            raise SettingsError(f"The task names two examples {item.example.id}: its lengths or depths repeat a value.")
+        seen.add(item.example.id)

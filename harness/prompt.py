@@ -1,0 +1,178 @@
+"""From an example to token ids: chat template, BOS, middle cut, and where the context ends.
+
+The text is put together first and tokenised once, so that both protocols and every method see the same ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from evals.base import Example
+
+Chat = Literal["template", "none"]
+TEMPLATE_DATE = "26 Jul 2024"  # some templates (Llama 3) write today's date otherwise: prompts would change overnight
+PROBE = "USER-TEXT"
+
+
+class PromptError(ValueError):
+    """An example cannot become a prompt of this model; the message says what to do instead."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: Any
+    bos_token_id: Any
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    def __call__(self, text: Any, **options: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    split: int  # leading tokens that belong to the context; a token that straddles the end belongs to the question
+    cut_tokens: int  # taken out of the middle of the user's text
+    bos_added: int  # 1 where the tokenizer's BOS was put before a text that has none
+    template: bool
+    text: str  # what was tokenised; the added BOS is not in it
+
+
+class Shell(NamedTuple):
+    """What stands around the user's text: `head` holds the system text, `tail` opens the assistant's turn."""
+
+    head: str
+    tail: str
+
+
+class Tools:
+    """`evals.base.TextTools` for one tokenizer and chat switch."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.fingerprint = _fingerprint(tokenizer, chat)
+
+    def encode(self, text: str) -> list[int]:
+        return tokenize(self.tokenizer, text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return decode(self.tokenizer, ids)
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        """Tokens of the whole prompt; without a BOS that the tokenizer adds."""
+        template = chat and self.chat == "template"
+        return len(self.encode(wrap(self.tokenizer, user, system, template=template) + prefix))
+
+
+def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
+    """The prompt of `example`; `chat=none` wraps nothing, `chat=template` what the example wants wrapped."""
+    template = chat == "template" and example.chat
+    context, question, cut_tokens = cut_middle(example, tokenizer)
+    wrapped = wrap(tokenizer, context + question, example.system, template=template)
+    end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, template=template))
+    text = wrapped + example.prefix
+    ids, ends = tokenize(tokenizer, text)
+    split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
+    bos = tokenizer.bos_token_id
+    bos_added = int(adds_bos(tokenizer) and ids[:1] != [bos])
+    return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text)
+
+
+def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str:
+    """The user's turn and the opening of the assistant's; without a template, the system text and a blank line lead."""
+    import jinja2
+
+    if not template:
+        return f"{system}\n\n{user}" if system else user
+    if not tokenizer.chat_template:
+        raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
+    turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": user}]
+    try:
+        text = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+        )
+    except jinja2.TemplateError as error:
+        raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
+    assert isinstance(text, str)
+    return text
+
+
+def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> Shell:
+    """What `wrap` puts around the user's text; also shows the system text that some templates add by themselves."""
+    head, probe, tail = wrap(tokenizer, PROBE, system, template=template).rpartition(PROBE)
+    if not probe:
+        raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
+    return Shell(head, tail)
+
+
+def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:
+    """Position in `wrapped` just behind the context, also where the template strips the user's text (Llama 3)."""
+    user = context + question
+    inside = wrapped[len(around.head) : len(wrapped) - len(around.tail)]
+    if inside == user:
+        return len(around.head) + len(context)
+    if inside.strip() != user.strip():
+        raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
+    stripped = _indent(user) - _indent(inside)
+    return len(around.head) + min(max(len(context) - stripped, 0), len(inside))
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
+    """Context, question and the number of tokens cut: LongBench's rule keeps the first and the last half.
+
+    Where the question did not survive whole, what is left counts as context.
+    """
+    limit = example.max_prompt_tokens
+    if limit is None:
+        return example.context, example.question, 0
+    if limit < 2:
+        raise PromptError(f"max_prompt_tokens={limit} leaves nothing of a prompt: use at least 2.")
+    ids = tokenizer(example.context + example.question, verbose=False)["input_ids"]
+    if len(ids) <= limit:
+        return example.context, example.question, 0
+    half = limit // 2
+    user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    question = example.question if user.endswith(example.question) else ""
+    return user.removesuffix(question), question, len(ids) - 2 * half
+
+
+class Tokens(NamedTuple):
+    ids: list[int]
+    ends: list[int]  # characters of the text up to the end of each token
+
+
+def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
+    """No special tokens added; those spelled out in `text` are recognised."""
+    options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
+    found = tokenizer(text, add_special_tokens=False, **options)
+    return Tokens(list(found["input_ids"]), [end for _, end in found["offset_mapping"]])
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text without special tokens, its white space as the model wrote it."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _fingerprint(tokenizer: Any, chat: Chat) -> str:
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, chat)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def adds_bos(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts a BOS before plain text."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and list(tokenizer("", verbose=False)["input_ids"])[:1] == [bos]

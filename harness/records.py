@@ -1,0 +1,122 @@
+"""One line of `examples.jsonl`: what was asked, what came out, when each token came, and what it cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+STOPS = ("eos", "stop_string", "length")
+
+
+class StoreError(ValueError):
+    """Results cannot be read or written; the message says what to do."""
+
+
+class RecordError(StoreError):
+    """A record, or the line that should hold one, is not what the harness writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One example of one run. Raw on purpose: every table can be made again from these lines alone."""
+
+    id: str
+    group: str
+    prompt_sha256: str
+    prompt_tokens: int
+    context_tokens: int | None  # tokens sealed before the question was read; null unless protocol=context
+    output: str
+    tokens: list[int]
+    stop: str  # one of STOPS
+    score: float  # [0, 1]
+    details: dict[str, Any]
+    token_s: list[float]  # one per token: from the start of prefill until each token was on the host
+    seal_s: float | None
+    question_s: float | None
+    attended_prompt: float | None  # sealed prompt tokens attended per KV head, mean over steps; null without a step
+    attended_total: float | None  # the same with the current and the generated tokens on top
+    kv_device_bytes: int  # of the whole batch, as are all bytes here
+    kv_host_bytes: int
+    device_peak_bytes: int | None
+    host_peak_bytes: int | None
+    moved_bytes_per_step: float | None
+    sealed: bool
+    fallback: str | None  # why the method ran dense
+    warnings: list[str]
+    fidelity: dict[str, Any] | None
+    trace: dict[str, Any] | None
+    data: dict[str, Any]  # what the task said of the example: depth, length ...
+    prompt_ids: list[int] | None
+
+    def __post_init__(self) -> None:
+        if self.stop not in STOPS:
+            raise RecordError(f"example {self.id!r}: stop is {self.stop!r}, it must be one of {', '.join(STOPS)}")
+        if not 0.0 <= self.score <= 1.0:
+            raise RecordError(f"example {self.id!r}: score is {self.score}, the task's score must lie in [0, 1]")
+        if not len(self.tokens) == len(self.token_s) > 0:
+            raise RecordError(
+                f"example {self.id!r}: {len(self.tokens)} tokens with {len(self.token_s)} times in token_s"
+            )
+        if any(not a <= b for a, b in pairwise([0.0, *self.token_s])):
+            raise RecordError(f"example {self.id!r}: token_s goes back in time or is not a number")
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0]
+
+    @property
+    def tt2t_s(self) -> float | None:
+        return self.token_s[1] if len(self.token_s) > 1 else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the second; null where there is no third."""
+        n = len(self.token_s)
+        return (self.token_s[-1] - self.token_s[1]) / (n - 2) if n > 2 else None
+
+    @property
+    def intervals_s(self) -> list[float]:
+        """Gaps between tokens from the second on: the gap before it holds the seal."""
+        return [b - a for a, b in pairwise(self.token_s[1:])]
+
+    @property
+    def sealed_tokens(self) -> int:
+        """What a budget is a share of: the context where it was sealed alone, else the prompt."""
+        return self.prompt_tokens if self.context_tokens is None else self.context_tokens
+
+    @property
+    def attended_share(self) -> float | None:
+        if self.attended_prompt is None or not self.sealed_tokens:
+            return None
+        return self.attended_prompt / self.sealed_tokens
+
+    def to_json(self) -> str:
+        """One line without its newline."""
+        plain = {name: getattr(self, name) for name in FIELDS}
+        try:
+            return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"example {self.id!r} cannot be written as JSON: {error}") from error
+
+    @classmethod
+    def from_json(cls, line: str | bytes, where: str) -> Record:
+        """`where` names file and line in the error."""
+        try:
+            plain = json.loads(line)
+        except ValueError as error:
+            raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
+        if not isinstance(plain, dict):
+            raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
+        unknown, missing = plain.keys() - set(FIELDS), set(FIELDS) - plain.keys()
+        if unknown or missing:
+            found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
+            raise RecordError(f"{where}: {', '.join(found)}; another version of the harness wrote this run")
+        try:
+            return cls(**plain)
+        except (RecordError, TypeError) as error:
+            raise RecordError(f"{where}: {error}") from error
+
+
+FIELDS = tuple(field.name for field in fields(Record))

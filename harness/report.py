@@ -1,0 +1,189 @@
+"""`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; Markdown, CSV, PNG too."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import files
+from harness.compare import Comparison, Entry, comparisons
+from harness.records import StoreError
+from harness.rows import group_table, notes, score_table
+from harness.store import StoredRun, find, load
+from harness.tables import Column, markdown_table, text_table
+
+WIDTH = 160
+# name on the command line -> key in summary.json, best first
+SORTS = {
+    "score": ("score.mean", True),
+    "diff": ("full.diff", True),
+    "p": ("full.p", False),
+    "attended": ("budget.attended.share", False),
+    "ttft": ("ttft_s.p50", False),
+    "tt2t": ("tt2t_s.p50", False),
+    "tpot": ("tpot_s.p50", False),
+    "throughput": ("throughput_tok_s", True),
+    "device": ("memory.kv_device_bytes", False),
+    "host": ("memory.kv_host_bytes", False),
+    "moved": ("memory.moved_bytes_per_step", False),
+    "n": ("num_examples", True),
+}
+Render = Callable[[Sequence[Column]], str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        runs, unreadable = _load(find(options.folders))
+        tables = comparisons(runs)
+        print(_document(tables, options.sort, text_table, "{}\n"))
+        if options.md:
+            files.write_atomically(options.md, _document(tables, options.sort, markdown_table, "### {}\n") + "\n")
+        if options.csv:
+            _write_csv(options.csv, tables)
+        if options.plots:
+            print(*(f"drew {path}" for path in _draw(tables, options.folders[0] / "plots")), sep="\n")
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        return 2
+    for message in unreadable:
+        print(f"left out: {message}", file=sys.stderr)
+    return 2 if unreadable else 0
+
+
+def print_report(folders: Sequence[Path]) -> None:
+    """The tables of these runs, as at the end of a command that ran them."""
+    print("\n" + _document(comparisons([load(folder) for folder in folders]), None, text_table, "{}\n"))
+
+
+def _document(tables: Sequence[Comparison], sort: str | None, render: Render, heading: str) -> str:
+    parts = []
+    for table in (_sorted(table, sort) for table in tables):
+        parts += [heading.format(table.title), render(score_table(table)), ""]
+        parts += [f"- {note}" if render is markdown_table else f"  {note}" for note in notes(table)]
+        for block in _blocks(group_table(table)):
+            parts += ["", render(block)]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def _blocks(columns: Sequence[Column]) -> Iterator[list[Column]]:
+    """A wide table in pieces that fit; the first two columns head each."""
+    head, block = list(columns[:2]), list(columns[:2])
+    for column in columns[2:]:
+        if len(block) > 2 and sum(kept.width + 2 for kept in [*block, column]) > WIDTH:
+            yield block
+            block = list(head)
+        block.append(column)
+    if len(block) > 2:
+        yield block
+
+
+def _sorted(table: Comparison, sort: str | None) -> Comparison:
+    if sort is None:
+        return table
+    key, descending = SORTS[sort]
+    values = [(dict(_flat(entry.summary)).get(key), entry) for entry in table.entries]
+    known = [(float(value), entry) for value, entry in values if value is not None]
+    known.sort(key=lambda pair: pair[0], reverse=descending)
+    entries = [entry for _, entry in known] + [entry for value, entry in values if value is None]
+    return Comparison(table.title, table.metric, entries)
+
+
+def _load(folders: Sequence[Path]) -> tuple[list[StoredRun], list[str]]:
+    """Runs that can be read, and what is wrong with the others."""
+    runs, unreadable = [], []
+    for folder in folders:
+        try:
+            runs.append(load(folder))
+        except StoreError as error:
+            unreadable.append(str(error))
+    if not runs:
+        raise StoreError(unreadable[0])
+    return runs, unreadable
+
+
+def _write_csv(path: Path, tables: Sequence[Comparison]) -> None:
+    """All of every summary, raw: 0-1, seconds, bytes."""
+    rows = [_csv_row(entry) for table in tables for entry in table.entries]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _csv_row(entry: Entry) -> dict[str, Any]:
+    info = entry.run.info
+    origin = info.get("provenance") or {}
+    machine = origin.get("machine") or {}
+    return dict(_flat(entry.summary)) | {
+        "label": entry.label,
+        "folder": entry.run.folder.name,
+        "started": info.get("started"),
+        "ended": info.get("ended"),
+        "commit": (origin.get("git") or {}).get("commit"),
+        "dirty": (origin.get("git") or {}).get("dirty"),
+        "sources": origin.get("sources"),
+        "cpu": machine.get("cpu"),
+        "device_name": machine.get("device_name"),
+        "load_average": (machine.get("load_average") or [None])[0],
+    }
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys; an interval becomes `.low` and `.high`, other lists are JSON."""
+    for name, inner in value.items():
+        key = f"{prefix}{name}"
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{key}.")
+        elif name == "ci95":
+            yield from zip((f"{key}.low", f"{key}.high"), inner or (None, None), strict=True)
+        else:
+            yield key, json.dumps(inner, ensure_ascii=False) if isinstance(inner, list) else inner
+
+
+def _draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
+    from harness import plots
+
+    folder.mkdir(exist_ok=True)
+    for number, table in enumerate(tables, 1):
+        stem = f"{number}-{_slug(table.title)}"
+        rows = [entry.summary | {"label": entry.label} for entry in table.entries]
+        if plots.has_frontier(rows):
+            plots.frontier(rows, path := folder / f"{stem}-frontier.png", table.title)
+            yield path
+        for entry in table.entries:
+            if plots.has_heatmap(entry.run.records):
+                path = folder / f"{stem}-{_slug(entry.title)}-heatmap.png"
+                plots.heatmap(entry.run.records, path, f"{entry.title}: {table.title}")
+                yield path
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=]+", "-", text).strip("-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.report", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="all of every summary, raw numbers")
+    parser.add_argument("--md", type=Path, metavar="FILE", help="the same tables in Markdown")
+    parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
+    parser.add_argument("--plots", action="store_true", help="score against cost, needle heat maps: PNG in DIR/plots")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What a report says of each run: the cells of its row, its scores per group, and the notes below the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.compare import Comparison, Entry, alarms, budget
+from harness.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
+
+STAMPS = {
+    "S": "simulated: the cost is not paid in this code path, so speed is left out",
+    "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
+    "C": "continued: times come from more than one session",
+    "R": "running",
+    "I": "interrupted",
+    "F": "failed",
+    "!": "see the notes",
+}
+
+
+def score_table(comparison: Comparison) -> list[Column]:
+    """The main table: what it scored, at which share of the prompt, how fast, with how many bytes."""
+    entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
+    holds = comparison.significant
+    ttft, ttft_unit = scaled([row["ttft_s"]["p50"] for row in rows], SECONDS)
+    tt2t, tt2t_unit = scaled([row["tt2t_s"]["p50"] for row in rows], SECONDS)
+    tpot, tpot_unit = scaled([row["tpot_s"][key] for row in rows for key in ("p50", "p90")], SECONDS)
+    stored = [row["memory"][key] for row in rows for key in ("kv_device_bytes", "kv_host_bytes")]
+    kv, kv_unit = scaled(stored, BYTES)
+    moved, moved_unit = scaled([row["memory"]["moved_bytes_per_step"] for row in rows], BYTES)
+    beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
+    return [
+        Column("method", "", [entry.label for entry in entries], left=True),
+        Column("budget", "", [budget(row) for row in rows]),
+        Column("read", "%", [percent(row["budget"]["attended"]["share"]) for row in rows]),
+        Column("score", "95% CI", [_with_ci(row["score"]["mean"], row["score"]["ci95"]) for row in rows]),
+        Column("vs full", "95% CI", [_with_ci(one["diff"], one["ci95"], sign=True) for one in beside]),
+        Column("p", "", [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]),
+        Column("TTFT", ttft_unit, ttft),
+        Column("TT2T", tt2t_unit, tt2t),
+        Column("TPOT p50/90", tpot_unit, [f"{a}/{b}" if a else "" for a, b in zip(tpot[::2], tpot[1::2], strict=True)]),
+        Column("decode", "tok/s", [digits(x) if (x := row["throughput_tok_s"]) is not None else "" for row in rows]),
+        Column("KV dev", kv_unit, kv[::2]),
+        Column("KV host", kv_unit, kv[1::2] if any(stored[1::2]) else [""] * len(rows)),
+        Column("moved", f"{moved_unit}/step", moved if any(float(cell or 0) for cell in moved) else [""] * len(rows)),
+        Column("n", "", [_count(entry) for entry in entries]),
+        Column("", "", [_stamps(entry) for entry in entries], left=True),
+    ]
+
+
+def group_table(comparison: Comparison) -> list[Column]:
+    """Score per group of examples; empty where there is one group alone."""
+    scores = [entry.summary["score"]["groups"] for entry in comparison.entries]
+    groups = list(dict.fromkeys(group for run in scores for group in run))
+    if len(groups) < 2:
+        return []
+    sizes = [str(max(run[group]["n"] for run in scores if group in run)) for group in groups]
+    columns = [Column("group", "", groups, left=True), Column("n", "", sizes)]
+    for entry, run in zip(comparison.entries, scores, strict=True):
+        cells = [percent(run[group]["mean"]) if group in run else "" for group in groups]
+        columns.append(Column(entry.label, budget(entry.summary), cells))
+    return columns
+
+
+def notes(comparison: Comparison) -> Iterator[str]:
+    """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
+    yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
+    if comparison.significant:
+        yield "*: differs from Full after Holm's correction over this table"
+    if found := comparison.detectable:
+        span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
+        yield f"a difference to Full must be about {span} points to be found with 80 % power"
+    used = {stamp for entry in comparison.entries for stamp in _stamps(entry)}
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    for entry in comparison.entries:
+        if entry.summary["status"] != "complete":
+            yield f"not complete: {entry.title}, {entry.summary['status']} after {_count(entry)} examples"
+        yield from (f"! {entry.title}: {warning}" for warning in entry.summary["warnings"])
+    yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+
+
+def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
+    if value is None:
+        return ""
+    ends = f"[{percent(ci[0], 0, sign)}, {percent(ci[1], 0, sign)}]" if ci else ""
+    return f"{percent(value, 1, sign)} {ends}".strip()
+
+
+def _count(entry: Entry) -> str:
+    done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
+    return str(done) if expected in (None, done) else f"{done}/{expected}"
+
+
+def _stamps(entry: Entry) -> str:
+    row = entry.summary
+    marks = {
+        "S": row["simulated"],
+        "H": row["host_is_cpu"] and row["memory"]["kv_host_bytes"],
+        "C": entry.run.info.get("earlier"),
+    }
+    status = {"running": "R", "interrupted": "I", "failed": "F"}.get(row["status"], "")
+    return "".join(mark for mark, true in marks.items() if true) + status + "!" * bool(row["warnings"])

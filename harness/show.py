@@ -1,0 +1,118 @@
+"""`python -m harness.show RUN`: what a run put out; with `--diff RUN2`, where two runs part."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from harness.records import Record, StoreError
+from harness.store import StoredRun, load
+
+FIRST = 20  # examples shown without --all
+MARK = "▶"  # stands before the first character in which two outputs differ
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    width = shutil.get_terminal_size((120, 40)).columns
+    try:
+        run = load(options.run)
+        lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
+        for line in lines:
+            print(line)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
+    """Id, group, score and output of each example."""
+    chosen = _chosen(run.records, options.id, run.folder)
+    shown = chosen if options.all else chosen[:FIRST]
+    yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
+    for record in shown:
+        yield ""
+        yield f"{_head(record)}  {_result(record)}"
+        for warning in record.warnings:
+            yield f"  warning: {warning}"
+        yield from _wrapped(record.output, width - 2, "  ")
+    if len(shown) < len(chosen):
+        yield f"\n{len(chosen) - len(shown)} more: --all shows them, --id ID one of them"
+
+
+def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
+    """Side by side, examples of both runs whose output differs."""
+    theirs = {record.id: record for record in other.records}
+    pairs = [(record, theirs[record.id]) for record in run.records if record.id in theirs]
+    if not pairs:
+        raise StoreError(f"{run.folder} and {other.folder} have no example in common")
+    _chosen([mine for mine, _ in pairs], options.id, run.folder)
+    differ = [pair for pair in pairs if pair[0].tokens != pair[1].tokens]
+    half = max(20, (width - 3) // 2)
+    yield f"{run.folder.name}  |  {other.folder.name}"
+    yield f"{len(pairs)} examples in common, {len(differ)} with different outputs"
+    for mine, their in pairs:
+        if (options.all or mine.tokens != their.tokens) if options.id is None else mine.id == options.id:
+            yield ""
+            yield from _side_by_side(mine, their, half)
+
+
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
+    """Index of the first token in which two outputs differ; null where they are the same."""
+    return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
+
+
+def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
+    token, letter = first_difference(mine.tokens, their.tokens), first_difference(mine.output, their.output)
+    yield f"{_head(mine)}  " + ("same tokens" if token is None else f"first different token: {token}")
+    if mine.prompt_sha256 != their.prompt_sha256:
+        yield "warning: the two prompts differ"
+    yield f"{_result(mine):<{half}} | {_result(their)}"
+    texts = [text if letter is None else text[:letter] + MARK + text[letter:] for text in (mine.output, their.output)]
+    columns = [list(_wrapped(text, half)) for text in texts]
+    for left, right in zip_longest(*columns, fillvalue=""):
+        yield f"{left:<{half}} | {right}".rstrip()
+
+
+def _chosen(records: Iterable[Record], name: str | None, folder: Path) -> list[Record]:
+    chosen = [record for record in records if name in (None, record.id)]
+    if name is not None and not chosen:
+        raise StoreError(f"no example {name!r} in {folder}")
+    return chosen
+
+
+def _head(record: Record) -> str:
+    return f"[{record.id}] {record.group}"
+
+
+def _result(record: Record) -> str:
+    return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens, stop: {record.stop}"
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> Iterator[str]:
+    """Lines of the text stay lines; control characters are shown, not obeyed."""
+    for line in text.split("\n"):
+        visible = "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in line)
+        for part in textwrap.wrap(visible.expandtabs(4), max(10, width), drop_whitespace=False) or [""]:
+            yield indent + part
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.show", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--diff", type=Path, metavar="RUN2", help="show side by side what this run put out otherwise")
+    parser.add_argument("--id", metavar="ID", help="this example only")
+    parser.add_argument("--all", action="store_true", help=f"all examples, not the first {FIRST}; equal ones as well")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""From the lines of a run to its one row: `summary.json`, derived and never the source."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from evals import stats
+from harness import timing
+from harness.records import Record
+
+SCHEMA = 1
+ALPHA = 0.05
+FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
+
+
+def summarise(
+    records: Sequence[Record],
+    *,
+    config: Mapping[str, Any],
+    info: Mapping[str, Any],
+    full: Sequence[Record] | None,
+) -> dict[str, Any]:
+    """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
+
+    Means: score over groups, `attended` over examples (tokens, and share of what was sealed), traffic over examples;
+    other bytes are the largest of any example. Times as in `harness.timing`; null where the run is `simulated`.
+    """
+    simulated = bool(info.get("simulated", False))
+    chance = float(info.get("task_info", {}).get("chance", 0.0))
+    return {
+        "schema": SCHEMA,
+        "status": info.get("status", "complete"),
+        "method": info.get("method"),
+        "task": info.get("task"),
+        "model": model_name(config),
+        "budget": {"asked": config.get("budget"), "attended": _attended(records)},
+        **{key: config.get(key) for key in ("protocol", "placement", "dtype", "device", "batch", "seed")},
+        "num_examples": len(records),
+        "score": _score(records),
+        "full": against(records, full),
+        **_speed([] if simulated else records, int(config.get("batch") or 1)),
+        "memory": _memory(records),
+        "simulated": simulated,
+        "host_is_cpu": bool(info.get("host_is_cpu", False)),
+        "warnings": list(_warnings(records, full, chance, info.get("method") == "full")),
+    }
+
+
+def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
+    """Paired with Full over the examples that both ran on the same prompt; null where there are none."""
+    pairs = paired(records, full or [])
+    if not pairs:
+        return None
+    ours, theirs, groups = _columns(pairs)
+    result = stats.paired(ours, theirs, groups)
+    mean = fmean(group_means([their for _, their in pairs]).values())
+    return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
+
+
+def detectable(records: Sequence[Record], full: Sequence[Record]) -> float | None:
+    """The difference to Full that these examples would show with 80 % power."""
+    ours, theirs, groups = _columns(paired(records, full))
+    return stats.smallest_detectable([a - b for a, b in zip(ours, theirs, strict=True)], groups)
+
+
+def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Examples of both runs with the same id and the same prompt."""
+    known = {(other.id, other.prompt_sha256): other for other in others}
+    return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
+
+
+def group_means(records: Sequence[Record]) -> dict[str, float]:
+    return {group: fmean(scores) for group, scores in _by_group(records).items()}
+
+
+def model_name(config: Mapping[str, Any]) -> str:
+    """The hub's name or the folder, else the class, with the shape of random weights."""
+    model = config.get("model")
+    if isinstance(model, Mapping):
+        kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
+        model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
+    return str(model)
+
+
+def _score(records: Sequence[Record]) -> dict[str, Any]:
+    means = group_means(records)
+    sizes = Counter(record.group for record in records)
+    interval = stats.interval([record.score for record in records], [record.group for record in records])
+    return {
+        "mean": fmean(means.values()) if means else None,
+        "ci95": _ends(interval),
+        "groups": {group: {"mean": mean, "n": sizes[group]} for group, mean in means.items()},
+    }
+
+
+def _attended(records: Sequence[Record]) -> dict[str, float | None]:
+    tokens, share = ([getattr(r, name) for r in records] for name in ("attended_prompt", "attended_share"))
+    return {"tokens": _known(fmean, tokens), "share": _known(fmean, share)}
+
+
+def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
+    return {
+        "ttft_s": timing.quantiles(record.ttft_s for record in records),
+        "tt2t_s": timing.quantiles(record.tt2t_s for record in records),
+        "tpot_s": timing.quantiles(interval for record in records for interval in record.intervals_s),
+        "throughput_tok_s": timing.decode_throughput(records, batch),
+        "e2e_tok_s": timing.total_throughput(records, batch),
+    }
+
+
+def _memory(records: Sequence[Record]) -> dict[str, float | None]:
+    sizes = ("kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes")
+    largest = {name: _known(max, [getattr(record, name) for record in records]) for name in sizes}
+    return largest | {"moved_bytes_per_step": _known(fmean, [record.moved_bytes_per_step for record in records])}
+
+
+def _warnings(records: Sequence[Record], full: Sequence[Record] | None, chance: float, is_full: bool) -> Iterator[str]:
+    """What a reader must know before believing the row."""
+    if not records:
+        yield "no example was run"
+        return
+    yield from _floor(records if is_full else full or [], chance)
+    if full is not None and not is_full:
+        yield from _beside_full(records, full)
+    n = len(records)
+    for reason, count in Counter(r.fallback for r in records if r.fallback).items():
+        yield f"the method ran dense on {count} of {n} examples: {reason}"
+    counts = {
+        "ended before the cache was sealed: the method did nothing there": sum(not r.sealed for r in records),
+        "have no TPOT: fewer than 3 tokens": sum(r.tpot_s is None for r in records),
+        "ran into the token limit": sum(r.stop == "length" for r in records),
+    }
+    yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)
+    for warning, count in Counter(warning for r in records for warning in r.warnings).items():
+        yield f"{count} of {n} examples: {warning}"
+
+
+def _floor(full: Sequence[Record], chance: float) -> Iterator[str]:
+    """Where Full itself fails, every method looks as good as Full."""
+    means = group_means(full)
+    low = [group for group, mean in means.items() if mean <= chance + FLOOR]
+    if means and fmean(means.values()) <= chance + FLOOR:
+        share = 100 * fmean(means.values())
+        yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
+    elif low:
+        yield f"Full is near guessing in {len(low)} of {len(means)} groups: {', '.join(low)}"
+
+
+def _beside_full(records: Sequence[Record], full: Sequence[Record]) -> Iterator[str]:
+    pairs, beside = paired(records, full), against(records, full)
+    if len(pairs) < len(records):
+        yield f"compared with Full on {len(pairs)} of {len(records)} examples: on the others Full has no same prompt"
+    if beside and beside["diff"] > 0 and beside["p"] < ALPHA:
+        yield f"scores above Full (p = {beside['p']:.2g}): look for a bug in either before you believe it"
+    if pairs and all(partial(ours) and ours.tokens == theirs.tokens for ours, theirs in pairs):
+        yield f"all {len(pairs)} outputs are Full's though only a part was attended: check that the method really ran"
+
+
+def partial(record: Record) -> bool:
+    """Whether less than all sealed tokens was attended."""
+    return record.attended_share is not None and record.attended_share < 1
+
+
+def _columns(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str]]:
+    return [a.score for a, _ in pairs], [b.score for _, b in pairs], [a.group for a, _ in pairs]
+
+
+def _by_group(records: Sequence[Record]) -> dict[str, list[float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        groups[record.group].append(record.score)
+    return groups
+
+
+def _ends(interval: stats.Interval | None) -> list[float] | None:
+    return [interval.low, interval.high] if interval else None
+
+
+def _known(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return reduce(known) if known else None

@@ -1,0 +1,59 @@
+"""How much attention each key receives, summed over queries: the scores of H2O and SnapKV.
+
+The weights are made for a block of queries at a time, so memory is linear in the stored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_WEIGHTS_AT_ONCE = 1 << 20  # of all heads together, and never less than _LEAST_QUERIES of each
+_LEAST_QUERIES = 32
+
+
+def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Softmax weights of the last T of S tokens, causal, summed over these queries.
+
+    q [B H T D], k [B G S D] -> [B H S] (fp32)
+    """
+    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    for weights in _weights(q, k, scale):
+        sums[..., : weights.shape[-1]] += weights.sum(2)
+    return sums
+
+
+def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last T of S tokens and its column sums: the logits are computed once for both.
+
+    q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)
+    """
+    batch, heads, _, dim = q.shape
+    sums = q.new_zeros(batch, heads, k.shape[2], dtype=torch.float32)
+    out = []
+    for weights in _weights(q, k, scale):
+        seen = weights.shape[-1]
+        sums[..., :seen] += weights.sum(2)
+        folded = weights.to(v.dtype).view(batch, v.shape[1], -1, seen)
+        out.append((folded @ v[:, :, :seen]).view(batch, heads, -1, dim))
+    return torch.cat(out, 2), sums
+
+
+def _weights(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
+    """Attention weights of blocks of queries [B H t s] (fp32), s ending at the block's last query.
+
+    The query heads of a group are folded into the token axis, so no key is repeated.
+    """
+    batch, heads, new, dim = q.shape
+    groups, stored = k.shape[1:3]
+    first = stored - new
+    for block in q.split(max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * stored)), dim=2):
+        count = block.shape[2]
+        first += count
+        logits = block.reshape(batch, groups, -1, dim) @ k[:, :, :first].transpose(-1, -2)
+        logits = logits.view(batch, heads, count, first).float().mul_(scale)
+        future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
+        logits[..., first - count :].masked_fill_(future, float("-inf"))
+        yield logits.softmax(-1)

@@ -1,0 +1,94 @@
+"""H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv 2306.14048).
+
+A token's score is its column sum: the softmax weights it received from every query so far, summed over the query
+heads of a KV head, as PQCache's comparison extends H2O to grouped heads. Kept keys stay at their positions.
+
+Our budget counts prompt tokens and generated ones come on top, so nothing competes with a generated token and the
+prompt is evicted once, at its seal, where the paper evicts with each token. Decoding goes on counting: a further turn
+evicts by all queries so far. Sums run in fp32; the released code's fp16 sums overflow at sinks. `compensation` is
+PQCache's H2O(C), which may keep more because it moves nothing: s/128 tokens (`literal`, the text's share of the
+cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys alone) beyond the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.layers import EvictLayer, between_ends
+from methods.windows import Windows
+
+EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Method):
+    """sinks, recent_ratio: how the budget is split, see methods/windows.py. compensation: see above."""
+
+    sinks: int
+    recent_ratio: float
+    compensation: Literal["none", "literal", "bytes"]
+
+    def __post_init__(self) -> None:
+        self.windows.check()
+        if self.compensation not in EXTRA:
+            raise ValueError(f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}.")
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sinks, self.recent_ratio)
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.windows.smallest_budget
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        return [H2OLayer(spec, request, self) for spec in specs]
+
+
+class H2OLayer(EvictLayer):
+    """Counts in every phase; the scores of evicted tokens go with them."""
+
+    method: H2O
+
+    def __init__(self, spec: LayerSpec, request: Request, method: H2O) -> None:
+        super().__init__(spec, request, method)
+        shape = (request.batch, spec.num_kv_heads, request.capacity)
+        self.received = torch.zeros(shape, device=request.device)  # [B G C], attention per stored token
+
+    def limit(self) -> int | None:
+        tokens = super().limit()
+        return None if tokens is None else tokens + int(EXTRA[self.method.compensation] * self.seen)
+
+    def absorb(self, x: AttnInput) -> None:
+        super().absorb(x)
+        self._count(ops.column_sums(x.q, self.store.k, self.spec.scale))
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        super().absorb(x)
+        out, sums = ops.prefill_attention_with_column_sums(x.q, self.store.k, self.store.v, self.spec.scale)
+        self._count(sums)
+        return out
+
+    def decode(self, x: AttnInput) -> Tensor:
+        return self.prefill(x)
+
+    def keep(self, budget: int) -> Tensor:
+        plan = self.method.windows.split(budget)
+        middle = self.received[..., plan.sinks : self.store.length - plan.local]
+        rows = between_ends(ops.top_k(middle, plan.top), plan, self.store.length)
+        kept = self.received.gather(2, rows)
+        self.received = kept.new_zeros(*kept.shape[:2], budget + self.request.capacity - self.seen)
+        self.received[..., :budget] = kept
+        return rows
+
+    def _count(self, sums: Tensor) -> None:
+        """sums [B H S]"""
+        grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
+        self.received[..., : grouped.shape[-1]] += grouped

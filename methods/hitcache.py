@@ -1,0 +1,51 @@
+"""A buffer of what the last step fetched: what the next one chooses again is neither moved nor rebuilt (ShadowKV)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.reference import Segment
+
+
+class HitCache:
+    """Keys and values of K chunks per KV head, `size` tokens each. `load` makes those of chunks [B G K], K*size tokens.
+
+    New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
+    that one rectangular block is moved and counted.
+    """
+
+    def __init__(self, load: Callable[[Tensor], Segment], size: int, total: int) -> None:
+        """total: how many chunks there are to choose from."""
+        self.load, self.size, self.total = load, size, total
+        self.held: Tensor | None = None  # [B G K]
+        self.kv: Segment
+
+    def read(self, chunks: Tensor) -> Segment:
+        """chunks [B G K], the same K every time -> their tokens, in any order."""
+        if self.held is None:
+            self.held, self.kv = chunks.clone(), self.load(chunks)
+            return self.kv
+        none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
+        new = ~none.scatter(2, self.held, True).gather(2, chunks)
+        free = ~none.scatter(2, chunks, True).gather(2, self.held)
+        if count := int(new.sum(2).max()):
+            places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
+            incoming = chunks.gather(2, new.int().topk(count).indices)
+            self._fill(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)))
+        return self.kv
+
+    def _fill(self, places: Tensor, chunks: Tensor) -> None:
+        assert self.held is not None
+        self.held.scatter_(2, places, chunks)
+        rows = token_rows(places, self.size)
+        loaded = self.load(chunks)
+        for kept, fresh in ((self.kv.k, loaded.k), (self.kv.v, loaded.v)):
+            kept.scatter_(2, rows.unsqueeze(-1).expand(fresh.shape), fresh)
+
+
+def token_rows(chunks: Tensor, size: int) -> Tensor:
+    """The tokens of chunks. [B G K] -> [B G K*size]"""
+    return (chunks.unsqueeze(-1) * size + torch.arange(size, device=chunks.device)).flatten(2)

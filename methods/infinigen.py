@@ -1,0 +1,186 @@
+"""InfiniGen: a layer's tokens are guessed from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
+
+Once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that few columns
+hold most of them. A prompt keeps, for the columns its own queries use most, its skewed keys on the device. At each
+step layer l's query projection is applied to the input of layer l-1; the guessed query against the partial keys tells
+which tokens come within `alpha` of the largest logit of a query head. The mean count over the KV heads (and over the
+sequences of a batch, as in the released code), limited by the budget, is how many tokens every KV head fetches.
+
+With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
+would destroy the logits. For grouped heads a token's score is its best margin among the group, which is the paper's
+rule where there is one query head per KV head.
+
+The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from; generated tokens
+take part in the largest logit and are always read. For the same reason the paper's limited host pool is left out: it
+evicts by what was fetched for earlier rows, and here no prompt row fetches, and no generated token may leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.lowrank import directions, gram
+from kernels.rope import rotate
+from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.layers import Plan, SelectLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniGen(Method):
+    """The yaml explains the fields."""
+
+    offloads: ClassVar[bool] = True
+
+    alpha: float
+    partial_ratio: float
+    dense_layers: int
+    skew: bool
+    calibration_tokens: int
+    column_rule: str
+    group_rank: str
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
+        if not 0 < self.partial_ratio <= 1:
+            raise ValueError(f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1.")
+        if self.dense_layers < 1:
+            raise ValueError(f"dense_layers={self.dense_layers} must be at least 1: no layer comes before the first.")
+        if self.calibration_tokens < 1:
+            raise ValueError(f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper.")
+        if self.column_rule not in ("query", "union"):
+            raise ValueError(f"column_rule={self.column_rule!r} is unknown: choose query or union.")
+        if self.group_rank not in ("margin_max", "prob_sum"):
+            raise ValueError(f"group_rank={self.group_rank!r} is unknown: choose margin_max or prob_sum.")
+
+    def prepare(
+        self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
+    ) -> tuple[Tensor, ...] | None:
+        """A of every layer, [G D D]: principal directions of the queries of a group's heads, stacked."""
+        if not self.skew:
+            return None
+        inputs = zip(specs, observe(self.calibration_tokens), strict=True)
+        return tuple(skewing(x.q, spec.num_kv_heads) for spec, x in inputs)
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        if request.budget is not None:
+            dense = {*request.budget.dense_layers, *range(self.dense_layers)}
+            request = replace(request, budget=replace(request.budget, dense_layers=tuple(sorted(dense))))
+        layers = [InfiniGenLayer(spec, request, self) for spec in specs]
+        for layer, follower in pairwise(layers):
+            layer.follower = follower
+        return [*layers]
+
+
+class InfiniGenLayer(SelectLayer):
+    """No sinks and no window: the whole budget is the limit of what the layer before may choose."""
+
+    method: InfiniGen
+    follower: InfiniGenLayer | None = None
+    basis: Tensor  # [B G D d'], the chosen columns of A
+    partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
+    known = 0  # tokens in `partial`
+    guessed: Tensor | None = None  # [B G n'], for the step that is under way
+
+    def __init__(self, spec: LayerSpec, request: Request, method: InfiniGen) -> None:
+        super().__init__(spec, request, method)
+        budget = request.budget
+        self.guesses = budget is not None and not budget.covers(request.capacity, spec.index)
+        shape = (request.batch, spec.num_kv_heads, spec.head_dim)
+        self.query_mass = torch.zeros(shape if self.guesses else 0, device=request.device)  # sum of |q A|
+
+    def absorb(self, x: AttnInput) -> None:
+        super().absorb(x)
+        if self.guesses:
+            grouped = x.q.float().unflatten(1, (self.spec.num_kv_heads, -1)).flatten(2, 3)  # [B G g*T D]
+            self.query_mass += self._skewed(grouped).abs().sum(2)
+
+    def split(self, budget: int) -> Plan:
+        return Plan(sinks=0, local=0, top=budget)
+
+    def index(self, keys: Tensor) -> None:
+        width = max(1, int(self.method.partial_ratio * self.spec.head_dim))
+        chosen = _largest(self.query_mass, width)
+        if self.method.column_rule == "union":
+            chosen |= _largest(self._skewed(keys.float()).abs().sum(2), width)
+        columns = chosen.int().topk(int(chosen.sum(-1).max())).indices  # heads with fewer get columns of zeros
+        all_columns = self._skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1))
+        kept = all_columns * chosen.unsqueeze(2)
+        at = columns.unsqueeze(2).expand(-1, -1, self.spec.head_dim, -1)
+        self.basis = kept.gather(3, at).to(keys.dtype)
+        self.partial = keys.new_empty(*keys.shape[:2], self.request.capacity, columns.shape[-1])
+        self.known = 0
+        self._learn(keys)
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if self.follower is not None:
+            self.follower.guess(x)
+        out = super().decode(x)
+        if self.plan is not None:
+            self._learn(x.k)
+        return out
+
+    def guess(self, before: AttnInput) -> None:
+        """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
+        if self.plan is None or (self.rows is not None and self.age < self.request.stale_by):
+            return
+        q = rotate(self.spec.project_query(before.hidden), before.cos, before.sin)
+        self.guessed = self.choose(self.logits(q), self.plan.top)
+
+    def logits(self, q: Tensor) -> Tensor:
+        """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
+        grouped = q.view(*self.partial.shape[:2], self.spec.group, -1) @ self.basis
+        return (grouped @ self.partial[:, :, : self.known].transpose(-1, -2)).float() * self.spec.scale
+
+    def choose(self, logits: Tensor, limit: int) -> Tensor:
+        """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> [B G n']"""
+        margins = (logits - logits.amax(-1, keepdim=True)).amax(2)[..., : self.sealed]
+        asked = (margins >= -self.method.alpha).sum(-1).double().mean()
+        count = max(1, min(int(asked), limit))
+        if self.method.group_rank == "prob_sum":
+            margins = logits[..., : self.sealed].softmax(-1).sum(2)
+        rows: Tensor = ops.top_k(margins, count)
+        return rows
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """What the layer before has chosen: the true query comes too late to fetch for it."""
+        assert self.guessed is not None
+        rows, self.guessed = self.guessed, None
+        return rows
+
+    @property
+    def attended(self) -> Attended:
+        whole = super().attended
+        return whole if self.plan is None or self.rows is None else whole._replace(prompt=self.rows.shape[2])
+
+    def _learn(self, keys: Tensor) -> None:
+        """Append the partial keys of keys [B G T D]."""
+        end = self.known + keys.shape[2]
+        self.partial[:, :, self.known : end] = keys @ self.basis
+        self.known = end
+
+    def _skewed(self, x: Tensor) -> Tensor:
+        """x [B G T D] times A; x itself without a skew."""
+        if not self.method.skew:
+            return x
+        matrices = self.request.prepared
+        assert isinstance(matrices, tuple)
+        return x @ matrices[self.spec.index]
+
+
+def skewing(q: Tensor, groups: int) -> Tensor:
+    """Orthogonal A of each KV head, the strongest direction first. q [1 H T D], rotated -> [G D D] in fp32"""
+    stacked = q[0].unflatten(0, (groups, -1)).flatten(1, 2)
+    return directions(gram(stacked)).float()
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Which `count` entries of each row are largest. [B G D] -> bool"""
+    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(count).indices, True)

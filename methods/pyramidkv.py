@@ -1,0 +1,53 @@
+"""PyramidKV: SnapKV with more of the budget in the lower layers (arXiv 2406.02069; amounts as in NVIDIA's kvpress).
+
+The budgets fall in a straight line from the first layer to the last, which gets 1/beta of the mean; together they are
+exactly num_layers times the budget. Where no such line fits between the window and the prompt, all get the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from methods.base import KVLayer, LayerSpec, Request
+from methods.snapkv import SnapKV, SnapLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """SnapKV's parameters and beta: how many times smaller than the mean the last layer's budget is."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta < 1:
+            raise ValueError(f"beta={self.beta} would turn the pyramid over: give at least 1, 20 in the paper.")
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        return [PyramidLayer(spec, request, self) for spec in specs]
+
+
+class PyramidLayer(SnapLayer):
+    """Its own share of all layers' budgets."""
+
+    method: PyramidKV
+
+    def limit(self) -> int | None:
+        tokens = super().limit()
+        if tokens is None:
+            return None
+        layers = self.spec.num_layers
+        return pyramid(tokens, self.seen, layers, self.method.window, self.method.beta)[self.spec.index]
+
+
+def pyramid(tokens: int, sealed: int, layers: int, window: int, beta: float) -> list[int]:
+    """Budgets of all layers, first to last, that add up to layers * tokens."""
+    least = tokens / beta
+    most = min(2 * tokens - least, sealed - window)
+    least = 2 * tokens - most
+    if layers == 1 or not most >= least >= window:
+        return [tokens] * layers
+    line = [most - layer * (most - least) / (layers - 1) for layer in range(layers)]
+    ends = [round(sum(line[:layer])) for layer in range(layers + 1)]  # rounded sums, so that the total is exact
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]

@@ -1,0 +1,82 @@
+"""SnapKV: the prompt's last queries vote for what is kept (arXiv 2404.14469).
+
+The weights of the last `window` queries are summed per key and pooled over neighbouring tokens; the best keys and the
+window itself are kept, exactly the budget. One shot, at the seal: the prompt's own outputs are dense, later tokens are
+kept whole, keys stay at their positions.
+
+The released code repeats keys to all query heads first, so each keeps its own tokens at g times the memory:
+`select_per=query_head`. With `kv_head` the votes are averaged over a group before they are pooled, which differs from
+pooling first only for `max`. A further turn shorter than the window votes with the queries it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kernels import ops
+from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.layers import EvictLayer, Plan, between_ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Method):
+    """window: last queries, whose tokens are kept too. kernel: tokens pooled, an odd number (1: none)."""
+
+    window: int
+    kernel: int
+    pooling: Literal["max", "avg"]
+    select_per: Literal["kv_head", "query_head"]
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window} leaves no query to vote: give at least 1, 32 in the paper's runs.")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7.")
+        if self.pooling not in ("max", "avg"):
+            raise ValueError(f"pooling={self.pooling!r} is unknown: choose max or avg.")
+        if self.select_per not in ("kv_head", "query_head"):
+            raise ValueError(f"select_per={self.select_per!r} is unknown: choose kv_head or query_head.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.window + 1
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        return [SnapLayer(spec, request, self) for spec in specs]
+
+
+class SnapLayer(EvictLayer):
+    """Holds the last `window` queries of the turn until the seal."""
+
+    method: SnapKV
+    queries: Tensor | None = None  # [B H <=window D]
+
+    def absorb(self, x: AttnInput) -> None:
+        super().absorb(x)
+        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
+        self.queries = queries[:, :, -self.method.window :].clone()
+
+    def seal(self) -> None:
+        super().seal()
+        self.queries = None
+
+    def keep(self, budget: int) -> Tensor:
+        window = self.method.window
+        plan = Plan(0, window, budget - window)
+        best = ops.top_k(self._votes()[..., : self.store.length - window], plan.top)
+        return between_ends(best, plan, self.store.length)
+
+    def _votes(self) -> Tensor:
+        """Pooled votes for every stored token but the window. -> [B G S] or [B H S]"""
+        sums = ops.column_sums(self.queries, self.store.k, self.spec.scale)  # [B H S]
+        sums = sums[..., : self.store.length - self.method.window]  # before pooling: the window must not leak out of it
+        if self.method.select_per == "kv_head":
+            sums = sums.unflatten(1, (self.spec.num_kv_heads, -1)).mean(2)
+        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`
+        return pool(sums, self.method.kernel, stride=1, padding=self.method.kernel // 2)

@@ -1,0 +1,122 @@
+"""The engine: its clock, its phases, its stops, and further turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.attach import attached
+from harness.engine import Engine
+from harness.footprint import footprint
+from harness.sampling import Sampled
+from methods.base import KVLayer
+from methods.full import Full
+from methods.oracle import Oracle
+from methods.pqcache import PQCache
+from methods.streaming import Streaming
+from tests.tiny import prompt, tiny
+
+PQ = PQCache(m=2, b=4, iterations=5, tolerance=1e-4, seed=1, sinks=4, recent_ratio=0.5)
+
+
+def test_token_times_rise_and_seal_lies_before_the_second() -> None:
+    with attached(tiny("llama"), PQ, budget=0.3) as kv:
+        made = Engine(kv).generate(prompt(100), max_new_tokens=6)
+    assert len(made.token_s) == len(made.tokens[0]) == 6
+    assert made.token_s == sorted(made.token_s)
+    assert made.sealed
+    assert made.seal_s is not None
+    assert made.seal_s < made.token_s[1] - made.token_s[0]
+    assert (made.attended_prompt, made.attended_total) == (30, 30 + (1 + 2 + 3 + 4 + 5) / 5)
+
+
+def test_a_single_token_needs_no_seal() -> None:
+    with attached(tiny("llama"), PQ, budget=0.3) as kv:
+        made = Engine(kv).generate(prompt(50), max_new_tokens=1)
+    assert not made.sealed
+    assert (made.stops, made.attended_prompt, len(made.token_s)) == (["length"], None, 1)
+
+
+def test_each_sequence_of_a_batch_stops_for_itself() -> None:
+    ids = prompt(30, batch=3)
+    with attached(tiny("llama"), Full()) as kv:
+        engine = Engine(kv)
+        free = engine.generate(ids, max_new_tokens=8).tokens
+
+        def at(count: int):  # type: ignore[no-untyped-def]
+            return lambda tokens: "eos" if len(tokens) == count else None
+
+        made = engine.generate(ids, max_new_tokens=8, stops=[at(2), at(99), at(5)])
+    assert made.tokens == [free[0][:2], free[1], free[2][:5]]
+    assert made.stops == ["eos", "length", "eos"]
+    assert len(made.token_s) == 8
+
+
+def test_protocol_context_with_a_full_budget_is_the_same_text() -> None:
+    ids = prompt(64)
+    with attached(tiny("qwen3"), PQ, budget=1.0) as kv:
+        whole = Engine(kv).generate(ids, max_new_tokens=8)
+        split = Engine(kv).generate(ids, max_new_tokens=8, context_tokens=50)
+    assert split.tokens == whole.tokens
+    assert split.question_s is not None
+    assert split.attended_prompt == 50
+
+
+def test_sampling_follows_its_seed_and_its_limits() -> None:
+    ids = prompt(20)
+
+    def sample(seed: int, top_k: int = 0, top_p: float = 1.0) -> list[int]:
+        sampler = Sampled(5.0, top_k, top_p, torch.Generator().manual_seed(seed))
+        with attached(tiny("llama"), Full()) as kv:
+            return Engine(kv).generate(ids, max_new_tokens=12, sampler=sampler).tokens[0]
+
+    with attached(tiny("llama"), Full()) as kv:
+        greedy = Engine(kv).generate(ids, max_new_tokens=12).tokens[0]
+    assert sample(1) == sample(1) != sample(2)
+    assert sample(3, top_k=1) == sample(4, top_p=1e-6) == greedy
+
+
+@pytest.mark.parametrize("method", [Full(), Oracle(sinks=4, recent_ratio=0.5), PQ])
+def test_a_second_turn_over_everything_equals_one_long_prompt(method: Full | Oracle | PQCache) -> None:
+    model, first, second = tiny("llama"), prompt(40), prompt(25, seed=1)
+    with attached(model, method, budget=1.0) as kv, torch.no_grad():
+        cache = kv.cache(capacity=80)
+        model(first, past_key_values=cache)
+        cache.seal()
+        reply = prompt(3, seed=2)
+        for token in reply.split(1, 1):
+            model(token, past_key_values=cache)
+        cache.open_turn()
+        turn = model(second, past_key_values=cache).logits[:, -1]
+        cache.seal()
+        whole = kv.cache(capacity=80)
+        straight = model(torch.cat([first, reply, second], 1), past_key_values=whole).logits[:, -1]
+    assert torch.allclose(turn, straight, atol=1e-4)
+
+
+def test_a_second_turn_brings_offloaded_tokens_back() -> None:
+    model, ids = tiny("llama"), prompt(60)
+    logits = {}
+    for placement in ("device", "host"):
+        with attached(model, PQ, budget=0.4, placement=placement) as kv, torch.no_grad():  # type: ignore[arg-type]
+            cache = kv.cache(capacity=100)
+            model(ids, past_key_values=cache)
+            cache.seal()
+            model(prompt(1), past_key_values=cache)
+            cache.open_turn()
+            logits[placement] = model(prompt(20, seed=3), past_key_values=cache).logits
+            cache.seal()
+            assert footprint(cache.layers).host_bytes > 0 or placement == "device"
+    assert torch.allclose(logits["device"], logits["host"], atol=1e-5)
+
+
+def test_footprint_counts_each_storage_once_by_tier() -> None:
+    with attached(tiny("llama"), Streaming(sinks=4, positions="cache"), budget=24) as kv, torch.no_grad():
+        cache = kv.cache(capacity=110)
+        kv.model(prompt(100), past_key_values=cache)
+        row = 2 * 2 * 16 * 4 * 3  # K and V, 2 heads of 16, fp32, 3 layers
+        assert footprint(cache.layers).device_bytes == 110 * row
+        cache.seal()
+        assert footprint(cache.layers).device_bytes == (24 + 10) * row
+        layers: list[KVLayer] = [*cache.layers, *cache.layers]
+        assert footprint(layers) == footprint(cache.layers)

@@ -1,0 +1,137 @@
+"""The binding to transformers: equal to `generate`, refusing what it would get wrong, and gone afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from harness.attach import attached
+from harness.engine import Engine
+from harness.hf import NAME, UnsupportedError, layer_specs, routed
+from kernels.rope import rotate
+from methods.full import Full
+from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
+
+NEW = 16
+
+
+def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list[list[int]]:
+    """Greedy tokens of transformers' own loop."""
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **more
+    )
+    return out[:, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [None, 1, 13])
+def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> None:
+    model, ids = tiny(architecture), prompt(61, batch=2)
+    with attached(model, Full()) as kv:
+        ours = Engine(kv, prefill_chunk=chunk).generate(ids, max_new_tokens=NEW).tokens
+    assert ours == generated(model, ids)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_users_own_generate_runs_through_the_method(architecture: str) -> None:
+    model, ids = tiny(architecture), prompt(40)
+    with attached(model, Full()) as kv:
+        cache = kv.cache(capacity=40 + NEW, auto_seal=True)
+        through = generated(model, ids, past_key_values=cache)
+    assert cache.sealed
+    assert cache.layers[0].attended == (40, NEW - 1)
+    assert through == generated(model, ids)
+
+
+def test_the_model_is_restored_also_after_an_exception() -> None:
+    model, ids = tiny("llama"), prompt(20)
+    before = generated(model, ids)
+    with pytest.raises(ZeroDivisionError), attached(model, Full()):
+        assert model.config._attn_implementation == NAME
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+    assert generated(model, ids) == before
+
+
+def test_a_method_that_fails_to_start_leaves_the_model_alone() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="keeps nothing on the host"), attached(model, Full(), placement="host"):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_refusals() -> None:
+    model, ids = tiny("llama"), prompt(12)
+    with attached(model, Full()) as kv:
+
+        def forward(**more: object) -> None:
+            model(ids, past_key_values=kv.cache(capacity=20), **more)
+
+        padded = torch.ones_like(ids)
+        padded[0, 0] = 0
+        with pytest.raises(UnsupportedError, match="Padded"):
+            forward(attention_mask=padded)
+        with pytest.raises(UnsupportedError, match="attention mask of its own"):
+            forward(attention_mask=torch.zeros(1, 1, 12, 12))
+        with pytest.raises(UnsupportedError, match="num_logits_to_keep"):
+            forward(num_logits_to_keep=1)
+        with pytest.raises(UnsupportedError, match="DynamicCache"):
+            model(ids, past_key_values=DynamicCache())
+        with pytest.raises(UnsupportedError, match="attached already"), routed(model):
+            pass
+        with pytest.raises(ValueError, match="holds 20 tokens and was given 24"):
+            cache = kv.cache(capacity=20)
+            model(ids, past_key_values=cache)
+            model(ids, past_key_values=cache)
+        with pytest.raises(UnsupportedError, match="Beam search"):
+            model.generate(ids, past_key_values=kv.cache(capacity=40, batch=2, auto_seal=True), num_beams=2, max_new_tokens=4)
+        with pytest.raises(ValueError, match="1 sequences and was given 2"):
+            model(prompt(8, batch=2), past_key_values=kv.cache(capacity=20))
+        sealed = kv.cache(capacity=30)
+        model(ids, past_key_values=sealed)
+        sealed.seal()
+        with pytest.raises(UnsupportedError, match="open_turn"):
+            model(ids[:, :2], past_key_values=sealed)
+        cache = kv.cache(capacity=30)
+    with pytest.raises(UnsupportedError, match="not attached"):
+        model(ids, past_key_values=cache)
+
+
+def test_a_sliding_window_is_refused_only_where_it_is_smaller_than_the_sequence() -> None:
+    config = AutoConfig.for_model("mistral", **SHAPE, sliding_window=32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with attached(model, Full()) as kv:
+        assert Engine(kv).generate(prompt(28), max_new_tokens=4).tokens
+        with pytest.raises(UnsupportedError, match="sliding window of 32 .* needs 33"):
+            Engine(kv).generate(prompt(28), max_new_tokens=5)
+
+
+def test_soft_caps_are_refused_by_name() -> None:
+    config = AutoConfig.for_model("gemma2", **SHAPE, head_dim=16, sliding_window=4096)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with attached(model, Full()) as kv, pytest.raises(UnsupportedError, match="softcap"):
+        Engine(kv).generate(prompt(8), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_project_query_and_rope_rebuild_the_query_that_attention_sees(architecture: str) -> None:
+    model, ids = tiny(architecture), prompt(9)
+    specs = layer_specs(model)
+    seen = []
+
+    class Watching(Full):
+        def start(self, specs, request):  # type: ignore[no-untyped-def]
+            layers = super().start(specs, request)
+            inner = layers[1].prefill
+            layers[1].prefill = lambda x: (seen.append(x), inner(x))[1]  # type: ignore[method-assign]
+            return layers
+
+    with attached(model, Watching()) as kv, torch.no_grad():
+        model(ids, past_key_values=kv.cache(capacity=9))
+        (x,) = seen
+        rebuilt = rotate(specs[1].project_query(x.hidden), *specs[1].rope(torch.arange(9)))
+    assert torch.allclose(rebuilt, x.q, atol=1e-5)

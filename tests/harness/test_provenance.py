@@ -1,0 +1,81 @@
+"""The hash of the sources sees every change that can move a number, and only those."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from harness import provenance
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for package in provenance.PACKAGES:
+        (tmp_path / package / "sub").mkdir(parents=True)
+        (tmp_path / package / "sub" / "a.py").write_text(package)
+    return tmp_path
+
+
+def test_source_hash_sees_content_name_and_plugin(project: Path) -> None:
+    plain = provenance.source_hash(root=project)
+    assert plain == provenance.source_hash(root=project)
+    plugin = project / "mine.py"
+    plugin.write_text("x = 1")
+    seen = {plain, provenance.source_hash([plugin], root=project)}
+    plugin.write_text("x = 2")
+    seen.add(provenance.source_hash([plugin], root=project))
+    (project / "kernels" / "fast.cpp").write_text("int a;")
+    seen.add(provenance.source_hash(root=project))
+    (project / "kernels" / "fast.cpp").rename(project / "kernels" / "faster.cpp")
+    seen.add(provenance.source_hash(root=project))
+    (project / "methods" / "sub" / "a.py").write_text("changed")
+    seen.add(provenance.source_hash(root=project))
+    assert len(seen) == 6
+
+
+def test_source_hash_ignores_what_is_no_source(project: Path) -> None:
+    plain = provenance.source_hash(root=project)
+    (project / "harness" / "__pycache__").mkdir()
+    (project / "harness" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"x")
+    (project / "results").mkdir()
+    (project / "results" / "a.py").write_text("x")
+    (project / "evals" / "notes.md").write_text("x")
+    assert provenance.source_hash(root=project) == plain
+
+
+def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "harness"
+    package.mkdir()
+    file = package / "provenance.py"
+    file.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(file))
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.git() == {"commit": None, "dirty": None}
+    who = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    known = provenance.git()
+    assert len(known["commit"]) == 40
+    assert known["dirty"] is False
+    file.write_text("x = 1")
+    assert provenance.git() == known | {"dirty": True}
+
+
+def test_provenance_is_plain_and_imports_no_torch() -> None:
+    code = "import json, sys; from harness.provenance import provenance; print(json.dumps(provenance()))"
+    code += "; assert 'torch' not in sys.modules"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = json.loads(printed)
+    assert known["versions"]["python"].startswith("3.")
+    assert known["versions"]["torch"]
+    assert known["machine"]["memory_bytes"] > 0
+    assert len(known["machine"]["load_average"]) == 3
+    assert datetime.fromisoformat(known["time"]).utcoffset().total_seconds() == 0
+    assert provenance.versions(["no-such-thing"])["no-such-thing"] is None

@@ -1,0 +1,31 @@
+"""Times worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import timing
+from tests.fake_records import record
+
+
+def test_quantiles_leave_nulls_out() -> None:
+    assert timing.quantiles([None, 1.0, 3.0, None]) == {"mean": 2.0, "p50": 2.0, "p90": pytest.approx(2.8)}
+    assert timing.quantiles([None]) == {"mean": None, "p50": None, "p90": None}
+
+
+def test_decode_throughput_starts_at_the_second_token() -> None:
+    """The 8 s before token 2 are prefill and seal, not decoding."""
+    slow_seal = record(token_s=[1.0, 9.0, 9.5, 10.0])
+    assert timing.decode_throughput([slow_seal], 1) == pytest.approx(2 / 1.0)
+    assert timing.total_throughput([slow_seal], 1) == pytest.approx(4 / 10.0)
+    assert timing.decode_throughput([record(token_s=[1.0, 2.0])], 1) is None
+
+
+def test_sequences_of_a_batch_share_their_time() -> None:
+    long, short = record("a", token_s=[1.0, 2.0, 2.5, 3.0]), record("b", token_s=[1.0, 2.0, 2.5])
+    alone = record("c", token_s=[1.25, 2.0, 4.0])
+    lines = [short, long, alone]
+    assert [len(batch) for batch in timing.batches(lines, 4)] == [2, 1]
+    assert timing.decode_throughput(lines, 4) == pytest.approx((1 + 2 + 1) / (1.0 + 2.0))
+    assert timing.total_throughput(lines, 4) == pytest.approx((3 + 4 + 3) / (3.0 + 4.0))
+    assert [len(batch) for batch in timing.batches(lines, 1)] == [1, 1, 1]
