@@ -22,11 +22,12 @@ from harness.config import RunConfig, Settings
 from harness.errors import check_overrides, default_keys, explain, is_known, sentence
 
 INTERRUPTED = 130
+SWEEP = ("-m", "--multirun")
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> None:
     try:
         _job(config)
@@ -60,7 +61,10 @@ def _fail(message: str) -> None:
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
+    arguments = sorted(sys.argv[1:], key=lambda argument: argument not in SWEEP)  # -m may stand anywhere
+    sys.argv[1:] = arguments
+    _finished.clear()
+    _failed.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]

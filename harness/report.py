@@ -1,4 +1,4 @@
-"""`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; Markdown, CSV, PNG too."""
+"""`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; to CSV and PNG too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ SORTS = {
     "moved": ("memory.moved_bytes_per_step", False),
     "n": ("num_examples", True),
 }
-Render = Callable[[Sequence[Column]], str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs, unreadable = _load(find(options.folders))
         tables = comparisons(runs)
-        print(_document(tables, options.sort, text_table, "{}\n"))
+        print(_document(tables, options.sort))
         if options.md:
-            files.write_atomically(options.md, _document(tables, options.sort, markdown_table, "### {}\n") + "\n")
+            files.write_atomically(options.md, _document(tables, options.sort, markdown=True) + "\n")
         if options.csv:
             _write_csv(options.csv, tables)
         if options.plots:
@@ -63,18 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_report(folders: Sequence[Path]) -> None:
     """The tables of these runs, as at the end of a command that ran them."""
-    print("\n" + _document(comparisons([load(folder) for folder in folders]), None, text_table, "{}\n"))
+    print("\n" + _document(comparisons([load(folder) for folder in folders])))
 
 
-def _document(tables: Sequence[Comparison], sort: str | None, render: Render, heading: str) -> str:
+def _document(tables: Sequence[Comparison], sort: str | None = None, markdown: bool = False) -> str:
+    render = markdown_table if markdown else text_table
     parts = []
     for table in (_sorted(table, sort) for table in tables):
-        parts += [heading.format(table.title), render(score_table(table)), ""]
-        parts += [f"- {note}" if render is markdown_table else f"  {note}" for note in notes(table)]
+        parts += [f"### {table.title}\n" if markdown else f"{table.title}\n", render(score_table(table)), ""]
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
         for block in _blocks(group_table(table)):
             parts += ["", render(block)]
         parts.append("")
     return "\n".join(parts).rstrip()
+
+
+def _wrapped(note: str) -> str:
+    return textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _blocks(columns: Sequence[Column]) -> Iterator[list[Column]]:
@@ -116,7 +121,7 @@ def _load(folders: Sequence[Path]) -> tuple[list[StoredRun], list[str]]:
 def _write_csv(path: Path, tables: Sequence[Comparison]) -> None:
     """All of every summary, raw: 0-1, seconds, bytes."""
     rows = [_csv_row(entry) for table in tables for entry in table.entries]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="")
         writer.writeheader()
@@ -127,7 +132,8 @@ def _csv_row(entry: Entry) -> dict[str, Any]:
     info = entry.run.info
     origin = info.get("provenance") or {}
     machine = origin.get("machine") or {}
-    return dict(_flat(entry.summary)) | {
+    known = {key: value for key, value in entry.summary.items() if value is not None}
+    return dict(_flat(known)) | {
         "label": entry.label,
         "folder": entry.run.folder.name,
         "started": info.get("started"),
@@ -159,15 +165,19 @@ def _draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
         stem = f"{number}-{_slug(table.title)}"
-        rows = [entry.summary | {"label": entry.label} for entry in table.entries]
+        rows = [entry.summary | {"label": entry.label + _unfinished(entry)} for entry in table.entries]
         if plots.has_frontier(rows):
             plots.frontier(rows, path := folder / f"{stem}-frontier.png", table.title)
             yield path
         for entry in table.entries:
             if plots.has_heatmap(entry.run.records):
                 path = folder / f"{stem}-{_slug(entry.title)}-heatmap.png"
-                plots.heatmap(entry.run.records, path, f"{entry.title}: {table.title}")
+                plots.heatmap(entry.run.records, path, f"{entry.title}{_unfinished(entry)}: {table.title}")
                 yield path
+
+
+def _unfinished(entry: Entry) -> str:
+    return "" if entry.summary["status"] == "complete" else " (incomplete)"
 
 
 def _slug(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from harness.compare import Comparison, Entry, alarms, budget
@@ -75,8 +77,20 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for entry in comparison.entries:
         if entry.summary["status"] != "complete":
             yield f"not complete: {entry.title}, {entry.summary['status']} after {_count(entry)} examples"
-        yield from (f"! {entry.title}: {warning}" for warning in entry.summary["warnings"])
+    yield from _merged_warnings(comparison.entries)
     yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+
+
+def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
+    """A warning of several runs becomes one note; where it counts examples, each run keeps its count."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        for warning in entry.summary["warnings"]:
+            counted = re.match(r"(\d+) of (\d+) (examples .*)", warning)
+            what, count = (counted[3], f" {counted[1]}/{counted[2]}") if counted else (warning, "")
+            where[what].append(f"{entry.title}{count}")
+    for what, runs in where.items():
+        yield f"! {what}: {', '.join(runs)}" if what.startswith("examples ") else f"! {', '.join(runs)}: {what}"
 
 
 def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:

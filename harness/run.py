@@ -121,6 +121,10 @@ class Job:
     def _names(self) -> tuple[str, str]:
         return _name(self.config["task"]), _name(self.config["method"])
 
+    @property
+    def folder(self) -> Path:
+        return Run.place(Path(self.settings.results.root), self.identity, *self._names())
+
     def open(self) -> Run:
         root = Path(self.settings.results.root)
         return Run.open(root, self.config, self.identity, *self._names())

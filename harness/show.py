@@ -74,9 +74,9 @@ def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
     yield f"{_head(mine)}  " + ("same tokens" if token is None else f"first different token: {token}")
     if mine.prompt_sha256 != their.prompt_sha256:
         yield "warning: the two prompts differ"
-    yield f"{_result(mine):<{half}} | {_result(their)}"
     texts = [text if letter is None else text[:letter] + MARK + text[letter:] for text in (mine.output, their.output)]
-    columns = [list(_wrapped(text, half)) for text in texts]
+    heads = [_result(record) for record in (mine, their)]
+    columns = [list(_wrapped(f"{head}\n{text}", half)) for head, text in zip(heads, texts, strict=True)]
     for left, right in zip_longest(*columns, fillvalue=""):
         yield f"{left:<{half}} | {right}".rstrip()
 

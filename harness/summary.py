@@ -30,6 +30,7 @@ def summarise(
     """
     simulated = bool(info.get("simulated", False))
     chance = float(info.get("task_info", {}).get("chance", 0.0))
+    beside = against(records, full)
     return {
         "schema": SCHEMA,
         "status": info.get("status", "complete"),
@@ -40,12 +41,15 @@ def summarise(
         **{key: config.get(key) for key in ("protocol", "placement", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "score": _score(records),
-        "full": against(records, full),
+        "full": beside,
         **_speed([] if simulated else records, int(config.get("batch") or 1)),
         "memory": _memory(records),
         "simulated": simulated,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": list(_warnings(records, full, chance, info.get("method") == "full")),
+        "warnings": [
+            *_warnings(records, full, chance, info.get("method") == "full"),
+            *_beside_full(records, full, beside),
+        ],
     }
 
 
@@ -123,8 +127,6 @@ def _warnings(records: Sequence[Record], full: Sequence[Record] | None, chance: 
         yield "no example was run"
         return
     yield from _floor(records if is_full else full or [], chance)
-    if full is not None and not is_full:
-        yield from _beside_full(records, full)
     n = len(records)
     for reason, count in Counter(r.fallback for r in records if r.fallback).items():
         yield f"the method ran dense on {count} of {n} examples: {reason}"
@@ -149,8 +151,12 @@ def _floor(full: Sequence[Record], chance: float) -> Iterator[str]:
         yield f"Full is near guessing in {len(low)} of {len(means)} groups: {', '.join(low)}"
 
 
-def _beside_full(records: Sequence[Record], full: Sequence[Record]) -> Iterator[str]:
-    pairs, beside = paired(records, full), against(records, full)
+def _beside_full(
+    records: Sequence[Record], full: Sequence[Record] | None, beside: Mapping[str, Any] | None
+) -> Iterator[str]:
+    if full is None:
+        return
+    pairs = paired(records, full)
     if len(pairs) < len(records):
         yield f"compared with Full on {len(pairs)} of {len(records)} examples: on the others Full has no same prompt"
     if beside and beside["diff"] > 0 and beside["p"] < ALPHA:

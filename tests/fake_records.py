@@ -10,7 +10,7 @@ from harness.records import Record
 from harness.store import Run
 
 
-def record(name: str = "a", **changes: Any) -> Record:
+def record(name: str = "a", /, **changes: Any) -> Record:
     """One plain record of 100 prompt tokens; `token_s` gets as many tokens as it has times, unless both are given."""
     times = changes.get("token_s", [1.0, 1.5, 1.6, 1.7])
     plain: dict[str, Any] = {
@@ -53,7 +53,7 @@ def records(scores: Sequence[float], prefix: str = "e", **changes: Any) -> list[
     ]
 
 
-def config(method: str = "full", **changes: Any) -> dict[str, Any]:
+def config(method: str = "full", /, **changes: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "method": {"_target_": f"methods.{method}.{method.title()}"},
         "task": {"_target_": "evals.niah.Niah", "lengths": [1024]},
@@ -70,13 +70,12 @@ def config(method: str = "full", **changes: Any) -> dict[str, Any]:
 
 
 def write_run(
-    root: Path, lines: Iterable[Record], method: str = "full", status: str = "complete", **changes: Any
+    root: Path, lines: Iterable[Record], method: str = "full", status: str = "complete", /, **changes: Any
 ) -> Path:
     """A run folder as the harness leaves it. `changes` go into the config, `facts` of them into run.json."""
     facts = {"task_info": {"metric": "recall", "version": "1", "chance": 0.0}} | changes.pop("facts", {})
-    task = changes.pop("name", "niah")
     settings = config(method, **changes)
-    run = Run.open(root, settings, {"config": settings, "sources": "abc"}, task, method)
+    run = Run.open(root, settings, {"config": settings, "sources": "abc"}, "niah", method)
     run.note(**facts)
     for line in lines:
         run.append(line)

@@ -352,21 +352,22 @@ def test_refusals_of_the_hub_become_one_sentence(
 
 
 def test_weights_are_downloaded_only_to_be_loaded(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    asked: list[tuple[str | None, list[str]]] = []
 
     def download(name: str, *, local_files_only: bool = False, **options: Any) -> str:
         if local_files_only:
             raise errors.LocalEntryNotFoundError("not here")
-        asked.append(options["allow_patterns"])
+        asked.append((options["revision"], options["allow_patterns"]))
         return str(hub_cache)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(snapshots, "reachable", lambda endpoint: True)
     assert local("owner/name").identity().revision == COMMIT
-    assert not any(fnmatch("model.safetensors", pattern) for patterns in asked for pattern in patterns)
+    assert not any(fnmatch("model.safetensors", pattern) for _, patterns in asked for pattern in patterns)
     local("owner/name").load("fp32", "cpu")
-    assert any(fnmatch("model.safetensors", pattern) for patterns in asked for pattern in patterns)
-    assert not any(fnmatch("consolidated.safetensors", pattern) for patterns in asked for pattern in patterns)
+    large = [(revision, patterns) for revision, patterns in asked if fnmatch("model.safetensors", patterns[-1])]
+    assert [revision for revision, _ in large] == [COMMIT]  # also where the branch has moved on meanwhile
+    assert not any(fnmatch("consolidated.safetensors", pattern) for pattern in large[0][1])
 
 
 class _Refuses(BaseHTTPRequestHandler):

@@ -99,6 +99,25 @@ def test_another_identity_opens_another_folder(tmp_path: Path) -> None:
     assert len(find([tmp_path, first.folder])) == 3
 
 
+def test_a_folder_is_known_before_it_is_there(tmp_path: Path) -> None:
+    place = Run.place(tmp_path, {"x": 1}, "niah", "quest")
+    assert not place.exists()
+    with opened(tmp_path) as run:
+        assert run.folder == place
+        run.close("complete")
+    assert load(place).status == "complete"
+
+
+def test_leaving_by_an_error_is_a_failed_run(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.append(record("a"))
+    with pytest.raises(RecordError, match="score"), run:
+        record("b", score=2.0)
+    stored = load(run.folder)
+    assert (stored.status, len(stored.records)) == ("failed", 1)
+    assert stored.info["error"].startswith("RecordError: example 'b': score is 2.0")
+
+
 def test_a_session_without_work_leaves_the_record_of_the_real_one(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [record("a")])
     before = (folder / "run.json").read_bytes()

@@ -1,0 +1,245 @@
+"""Tables that hold what belongs together, say what they lack, and end in one sentence where there is nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness import plots, report, show, tables
+from harness.compare import alarms, comparisons, reference
+from harness.store import load
+from tests.fake_records import record, records, write_run
+
+ROOT = Path(__file__).parents[2]
+SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
+RIGHT = [1.0] * 9 + [0.0]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Full, two budgets of one method, another one that broke off."""
+    write_run(tmp_path, records([1.0] * 10))
+    write_run(tmp_path, records(RIGHT, **SPARSE), "quest", budget=0.1)
+    write_run(tmp_path, records([1.0] * 10, **SPARSE), "quest", budget=20)
+    write_run(tmp_path, records([1.0] * 4, **SPARSE), "h2o", "interrupted", facts={"num_expected": 10})
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert report.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def row(text: str, *words: str) -> str:
+    """The one line that begins with these words."""
+    [line] = [line for line in text.splitlines() if line.split()[: len(words)] == list(words)]
+    return line
+
+
+def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, results)
+    assert row(text, "quest", "10%").split()[:6] == ["quest", "10%", "10.0", "90.0", "[60,", "98]"]
+    assert "-10.0 [" in row(text, "quest", "10%")
+    assert row(text, "quest", "20")
+    assert " 4/10" in row(text, "h2o")
+    assert "not complete: h2o 10%, interrupted after 4/10 examples" in text
+    assert text.index("\nfull ") < text.index("\nh2o ")
+    assert "score: recall" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_a_folder_of_one_run_still_knows_its_full(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [folder] = [path for path in results.glob("niah-quest-*") if load(path).config["budget"] == 0.1]
+    assert "-10.0 [" in row(printed(capsys, folder), "quest", "10%")
+
+
+def test_protocols_tasks_and_models_are_never_mixed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(results, records(RIGHT, **SPARSE), "quest", protocol="context")
+    write_run(results, records(RIGHT, **SPARSE), "quest", model={"name": "other", "revision": None})
+    write_run(results, records(RIGHT, **SPARSE), "quest", task={"_target_": "evals.niah.Niah", "lengths": [9]})
+    titles = {table.title for table in comparisons([load(f.parent) for f in results.glob("*/run.json")])}
+    assert titles == {
+        "niah, tiny, protocol=prompt lengths=[1024]",
+        "niah, tiny, protocol=context",
+        "niah, other, protocol=prompt",
+        "niah, tiny, protocol=prompt lengths=[9]",
+    }
+    for other in ("protocol=context", "other, protocol=prompt", "lengths=[9]"):  # and Full is not lent across tables
+        section = printed(capsys, results).split(other)[1]
+        assert "vs full" not in section.split("score: recall")[0]
+
+
+def test_rows_are_told_apart_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for page in (16, 32):
+        write_run(tmp_path, records(RIGHT), "quest", method={"_target_": "methods.quest.Quest", "page": page})
+    write_run(tmp_path, records(RIGHT), "h2o")
+    text = printed(capsys, tmp_path)
+    assert row(text, "quest", "page=16", "10%")
+    assert row(text, "quest", "page=32", "10%")
+    assert row(text, "h2o", "10%")
+
+
+def test_the_nearest_full_is_the_reference(tmp_path: Path) -> None:
+    write_run(tmp_path, records(RIGHT), batch=4)
+    same = load(write_run(tmp_path, records(RIGHT)))
+    write_run(tmp_path, records(RIGHT), dtype="bfloat16")
+    run = load(write_run(tmp_path, records(RIGHT), "quest"))
+    chosen = reference(run, [load(f.parent) for f in tmp_path.glob("*/run.json")])
+    assert chosen is not None
+    assert chosen.folder == same.folder
+    assert reference(same, [run, same]) is None
+
+
+def test_methods_with_the_same_outputs_raise_an_alarm(results: Path) -> None:
+    write_run(results, records([1.0] * 10, **SPARSE), "snapkv", budget=20)
+    [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
+    [alarm] = alarms(table.entries)
+    assert alarm.startswith("quest 20, snapkv 20: the same 10 outputs")
+    write_run(results, records([0.0] * 10, **SPARSE), "infinigen", budget=20)
+    [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
+    assert len(list(alarms(table.entries))) == 1
+
+
+def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, results)
+    [path] = results.glob("niah-full-*/summary.json")
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"device": "marked"}))
+    printed(capsys, results)
+    assert json.loads(path.read_text())["device"] == "marked"  # up to date: left alone
+    later = time.time() + 5
+    os.utime(path.parent / "examples.jsonl", (later, later))
+    printed(capsys, results)
+    assert json.loads(path.read_text()) == stored
+    path.write_text("{half")
+    printed(capsys, results)
+    assert json.loads(path.read_text()) == stored
+
+
+def test_csv_holds_raw_numbers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, results, "--csv", results / "all.csv")
+    rows = {
+        (line["method"], line["budget.asked"]): line for line in csv.DictReader((results / "all.csv").open(newline=""))
+    }
+    assert len(rows) == 4
+    line = rows["quest", "0.1"]
+    assert float(line["score.mean"]) == pytest.approx(0.9)
+    assert float(line["full.diff"]) == pytest.approx(-0.1)
+    assert float(line["score.ci95.low"]) < 0.9 < float(line["score.ci95.high"])
+    assert float(line["tpot_s.p50"]) == pytest.approx(0.1)
+    assert rows["full", ""]["full.diff"] == ""
+
+
+def test_markdown_is_a_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, results, "--md", results / "all.md")
+    lines = [line for line in (results / "all.md").read_text().splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 4
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_sorting_puts_the_best_first(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(results, records([0.0] * 10, token_s=[1, 2, 2.001, 2.002], **SPARSE), "streaming")
+    text = printed(capsys, results, "--sort", "score")
+    assert text.index("\nfull ") < text.index(row(text, "quest", "10%")) < text.index("\nstreaming ")
+    text = printed(capsys, results, "--sort", "tpot")
+    assert text.index("\nstreaming ") < text.index("\nfull ")
+
+
+def test_groups_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records([1.0, 0.0], group="qasper") + records([1.0], "b", group="trec")
+    write_run(tmp_path, lines)
+    write_run(tmp_path, lines, "quest")
+    text = printed(capsys, tmp_path)
+    assert row(text, "qasper").split() == ["qasper", "2", "50.0", "50.0"]
+    assert row(text, "trec").split() == ["trec", "1", "100.0", "100.0"]
+
+
+def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [1.0, 0.0] * 20
+    sizes = {"kv_device_bytes": 123 << 20, "kv_host_bytes": 1023 << 20, "moved_bytes_per_step": 345.0 * 2**20}
+    wide = SPARSE | sizes | {"token_s": [123.4, 222.2, 222.3, 333.3], "stop": "length"}
+    for number in range(9):
+        lines = [
+            record(f"e{i}", group=f"a group with a long name {i % 3}", score=score, **wide)
+            for i, score in enumerate(scores)
+        ]
+        method = {"_target_": "methods.pqcache.PQCache", "m": number, "recent_ratio": 0.123456789 + number}
+        facts: dict[str, Any] = {"num_expected": 1000, "simulated": False, "host_is_cpu": True}
+        write_run(tmp_path, lines, "pqcache", "interrupted", method=method, facts=facts, budget=0.125)
+    write_run(tmp_path, [record(f"e{i}", score=1 - score) for i, score in enumerate(scores)])
+    text = printed(capsys, tmp_path)
+    assert "…" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+@pytest.mark.parametrize("tool", [report, show])
+def test_errors_are_one_sentence_and_exit_code_2(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = write_run(tmp_path / "broken", [record()])
+    (broken / "run.json").write_text("{")
+    for folder in (tmp_path / "none", tmp_path / "empty", broken):
+        assert tool.main([str(folder)]) == 2
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert folder.name in sentence
+
+
+def test_one_unreadable_run_does_not_hide_the_others(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [folder] = results.glob("niah-h2o-*")
+    (folder / "examples.jsonl").write_text("no json\n")
+    assert report.main([str(results)]) == 2
+    out, err = capsys.readouterr()
+    assert row(out, "quest", "20")
+    assert err.startswith("left out: ")
+    assert "examples.jsonl, line 1" in err
+
+
+def test_reports_import_no_torch() -> None:
+    code = "import sys, harness.report, harness.show, harness.plots; assert not {'torch', 'hydra'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_units_and_digits() -> None:
+    assert tables.scaled([0.0123, None, 0.5], tables.SECONDS) == (["12.3", "", "500"], "ms")
+    assert tables.scaled([3 * 2**20, 0], tables.BYTES) == (["3.00", "0"], "MiB")
+    assert [tables.digits(x) for x in (0.0123, 1.234, 45.67, 9876.5, 0)] == ["0.012", "1.23", "45.7", "9876", "0"]
+    assert tables.percent(-0.0001, sign=True) == "0.0"
+    assert tables.percent(0.05, sign=True) == "+5.0"
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(content) < 100_000
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+def test_pictures_are_small_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def needles(score: float) -> list:
+        return [
+            record(f"{n}/{d}", score=score, data={"length": n, "depth": d}, attended_prompt=score * 50)
+            for n in range(1024, 13 * 1024, 1024)
+            for d in range(0, 101, 10)
+        ]
+
+    write_run(tmp_path, needles(1.0))
+    write_run(tmp_path, needles(0.5), "quest")
+    text = printed(capsys, tmp_path, "--plots")
+    drawn = [Path(line.removeprefix("drew ")) for line in text.splitlines() if line.startswith("drew ")]
+    assert sorted(path.name.rpartition("-")[2] for path in drawn) == ["frontier.png", "heatmap.png", "heatmap.png"]
+    for path in drawn:
+        assert min(png_size(path)) > 300
+    with pytest.raises(ValueError, match=r"data\.depth"):
+        plots.heatmap([record()], tmp_path / "no.png", "nothing")

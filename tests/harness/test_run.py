@@ -1,0 +1,174 @@
+"""A run end to end: one folder per identity, nothing lost, nothing repeated, Full beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness import run as run_module
+from harness.config import Results, Settings
+from harness.run import Evaluation, evaluate
+from methods.full import Full
+from methods.pqcache import PQCache
+from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, method: Any = PQ, **changes: Any) -> Evaluation:
+    task = changes.pop("task", niah())
+    results = Results(root=str(folder), save_prompts=changes.pop("save_prompts", False))
+    return evaluate(method, task, MODEL, Settings(results=results, progress=False), **changes)
+
+
+def without_times(evaluation: Evaluation) -> list[Any]:
+    timed = {"token_s": [], "seal_s": None, "question_s": None, "device_peak_bytes": None, "host_peak_bytes": None}
+    return [
+        {name: getattr(record, name) for name in record.__dataclass_fields__} | timed for record in evaluation.records
+    ]
+
+
+def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
+    made = run(tmp_path, budget=0.2, placement="host", save_prompts=True)
+    assert [record.id for record in made.records] == [f"magic_city/400/{d}/0" for d in ("0", "33.3", "66.7", "100")]
+    for record in made.records:
+        assert record.prompt_tokens == len(record.prompt_ids or []) <= 400
+        assert record.attended_prompt == int(0.2 * record.prompt_tokens)
+        assert record.kv_host_bytes > 0
+        assert record.moved_bytes_per_step
+        assert record.sealed
+        assert len(record.token_s) == len(record.tokens)
+    summary = made.summary
+    assert summary["status"] == "complete"
+    assert (summary["method"], summary["placement"], summary["budget"]["asked"]) == ("pqcache", "host", 0.2)
+    assert summary["host_is_cpu"]
+    assert summary["full"] is not None
+    assert {path.name for path in made.folder.iterdir()} >= {
+        "config.yaml", "run.json", "examples.jsonl", "summary.json"
+    }  # fmt: skip
+
+
+def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(tmp_path)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the model was loaded again")
+
+    monkeypatch.setattr(run_module, "load", refuse)
+    again = run(tmp_path)
+    assert again == first
+
+
+def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
+    one = run(tmp_path, Full(), budget=0.1)
+    two = run(tmp_path, Full(), budget=300, placement="host", stale_by=3)
+    assert one.folder == two.folder
+    assert yaml.safe_load((one.folder / "config.yaml").read_text())["budget"] is None
+    other = run(tmp_path, budget=0.1, baseline="off")
+    assert other.folder != run(tmp_path, budget=0.3, baseline="off").folder
+    assert other.folder != run(tmp_path, replace(PQ, m=4), budget=0.1, baseline="off").folder
+    assert other.folder != run(tmp_path, budget=0.1, baseline="off", task=niah(depths=3)).folder
+
+
+def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path) -> None:
+    assert run(tmp_path, baseline="off").summary["full"] is None
+    assert run(tmp_path, STREAMING, baseline="reuse").summary["full"] is None
+    full = run(tmp_path, Full())
+    reused = run(tmp_path, STREAMING, baseline="reuse")
+    assert reused.full_folder == full.folder
+    assert reused.summary["full"]["mean"] == full.summary["score"]["mean"]
+
+
+def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
+    full = run(tmp_path, Full())
+    for method in (PQ, STREAMING):
+        made = run(tmp_path, method, budget=1.0)
+        assert [record.tokens for record in made.records] == [record.tokens for record in full.records]
+
+
+@pytest.mark.parametrize("damage", ["", '{"id": "half a li'])
+def test_an_error_in_the_middle_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    whole = run(tmp_path / "whole", baseline="off")
+    real, calls = run_module._Runner._record, []
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("the power went")
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
+        patch.setattr(run_module._Runner, "_record", failing)
+        run(tmp_path / "torn", baseline="off")
+    (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
+    assert lines.read_text().count("\n") == 2
+    with lines.open("a") as file:
+        file.write(damage)
+    assert without_times(run(tmp_path / "torn", baseline="off")) == without_times(whole)
+
+
+def test_kill_9_then_the_same_command(tmp_path: Path) -> None:
+    """The real thing: a killed process, and its command typed again."""
+    arguments = [*MODEL_ARGS, *TASK_ARGS, "task.depths=12", "baseline=off", f"results.root={tmp_path}"]
+    command = [sys.executable, "-m", "harness", *arguments, "task.max_new_tokens=60"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and sum(f.read_bytes().count(b"\n") for f in tmp_path.glob("*/*.jsonl")) < 2:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (lines,) = tmp_path.glob("*/examples.jsonl")
+    before = lines.read_bytes()
+    kept = before[: before.rfind(b"\n") + 1]
+    assert 2 <= kept.count(b"\n") < 12
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    after = lines.read_bytes()
+    assert after.startswith(kept)
+    ids = [line.split(b'"', 4)[3] for line in after.splitlines()]
+    assert len(ids) == len(set(ids)) == 12
+
+
+def test_batches_of_equal_length_give_what_each_gets_alone(tmp_path: Path) -> None:
+    task = niah(needle="passkey")
+    alone = run(tmp_path, task=task, baseline="off")
+    together = run(tmp_path, task=task, baseline="off", batch=2)
+    assert [record.tokens for record in together.records] == [record.tokens for record in alone.records]
+    assert together.records[0].token_s == together.records[1].token_s
+
+
+def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
+    made = run(tmp_path, protocol="context", budget=0.2)
+    for record in made.records:
+        assert record.context_tokens is not None
+        assert record.context_tokens < record.prompt_tokens
+        assert record.attended_prompt == int(0.2 * record.context_tokens)
+        assert record.question_s
+
+
+def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    from harness.config import Generation
+
+    hot = Generation(temperature=3.0)
+    whole = run(tmp_path / "whole", Full(), generation=hot)
+    part = run(tmp_path / "part", Full(), generation=hot)
+    (lines,) = (tmp_path / "part").glob("*/examples.jsonl")
+    first, *_ = lines.read_text().splitlines(keepends=True)
+    lines.write_text(first)
+    assert without_times(run(tmp_path / "part", Full(), generation=hot)) == without_times(whole) == without_times(part)
+
+
+def test_a_method_object_is_a_value() -> None:
+    assert PQ == PQCache(m=2, b=4, iterations=3, tolerance=1e-4, seed=1, sinks=4, recent_ratio=0.5)
+    assert hash(PQ) == hash(replace(PQ))

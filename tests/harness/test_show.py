@@ -1,0 +1,81 @@
+"""Outputs as they were, and the first token in which two runs part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import show
+from tests.fake_records import record, write_run
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "61")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """Two runs of three examples; the second differs in `b`, and has no `d`."""
+    same = record("a", output="the same")
+    full = record("b", output="It is 4817, of course.", tokens=[5, 6, 7, 8])
+    sparse = record("b", output="It is 9, " + "maybe " * 20, tokens=[5, 6, 9, 8], score=0.25, stop="length")
+    first = write_run(tmp_path, [same, full, record("d")])
+    return str(first), str(write_run(tmp_path, [same, sparse], "quest"))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert show.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_one_run(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, pair[1])
+    assert "[b] g  score 25.0, 4 tokens, stop: length" in text
+    assert "  It is 9, maybe maybe" in text
+    only = shown(capsys, pair[1], "--id", "a")
+    assert "[a]" in only
+    assert "[b]" not in only
+
+
+def test_long_runs_are_cut_short_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_run(tmp_path, [record(f"e{i}") for i in range(30)]))
+    assert "10 more: --all" in shown(capsys, folder)
+    assert "[e29]" in shown(capsys, folder, "--all")
+
+
+def test_diff_shows_what_differs_and_where(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, pair[0], "--diff", pair[1])
+    assert "2 examples in common, 1 with different outputs" in text
+    assert "[b] g  first different token: 2" in text
+    assert "[a]" not in text
+    assert "It is ▶4817, of course." in text
+    assert "It is ▶9, maybe" in text
+    assert max(map(len, text.splitlines()[2:])) <= 61
+    assert "[a] g  same tokens" in shown(capsys, pair[0], "--diff", pair[1], "--all")
+    assert "[a] g  same tokens" in shown(capsys, pair[0], "--diff", pair[1], "--id", "a")
+
+
+def test_one_output_may_be_the_beginning_of_the_other() -> None:
+    assert show.first_difference([1, 2], [1, 2, 3]) == 2
+    assert show.first_difference([1, 2], [1, 2]) is None
+    assert show.first_difference([], [1]) == 0
+
+
+def test_control_characters_are_shown_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, [record("a", output="one\x1b[31m\ntwo")])
+    text = shown(capsys, str(folder))
+    assert "  one\\x1b[31m\n  two" in text
+    assert "\x1b" not in text
+
+
+def test_what_cannot_be_shown(pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = write_run(tmp_path, [record("z")], "h2o")
+    for arguments, complaint in [
+        ([pair[0], "--id", "x"], "no example 'x'"),
+        ([pair[0], "--diff", str(alone)], "no example in common"),
+        ([str(tmp_path)], "not the folder of a run"),
+    ]:
+        assert show.main(arguments) == 2
+        assert complaint in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""One row from many lines: numbers worked out by hand, and every warning where it belongs and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evals import stats
+from harness.records import Record
+from harness.summary import against, detectable, summarise
+from tests.fake_records import config, record, records
+
+INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
+KEYS = (
+    "schema status method task model budget protocol placement dtype device batch seed num_examples score full "
+    "ttft_s tt2t_s tpot_s throughput_tok_s e2e_tok_s memory simulated host_is_cpu warnings"
+)
+SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
+
+
+def summary(lines: list[Record], full: list[Record] | None = None, **info: Any) -> dict[str, Any]:
+    return summarise(lines, config=config("quest"), info=INFO | info, full=full)
+
+
+def warnings(lines: list[Record], full: list[Record] | None = None, **info: Any) -> str:
+    return "\n".join(summary(lines, full, **info)["warnings"])
+
+
+@pytest.fixture
+def good() -> list[Record]:
+    """Twelve right answers of a Full."""
+    return records([1.0] * 12)
+
+
+def test_keys_are_the_documented_ones(good: list[Record]) -> None:
+    row = summary(records([1.0, 0.0], **SPARSE), good)
+    assert " ".join(row) == KEYS
+    assert list(row["budget"]) == ["asked", "attended"]
+    assert list(row["score"]) == ["mean", "ci95", "groups"]
+    assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
+    assert list(row["ttft_s"]) == list(row["tpot_s"]) == ["mean", "p50", "p90"]
+    memory = ["kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes", "moved_bytes_per_step"]
+    assert list(row["memory"]) == memory
+    assert isinstance(row["schema"], int)
+
+
+def test_score_is_the_mean_of_group_means() -> None:
+    lines = records([1.0, 1.0, 1.0, 0.0], group="a") + records([0.0, 0.0], "f", group="b")
+    row = summary(lines)["score"]
+    assert row["mean"] == pytest.approx((0.75 + 0.0) / 2)
+    assert row["groups"] == {"a": {"mean": 0.75, "n": 4}, "b": {"mean": 0.0, "n": 2}}
+    known = stats.interval([1, 1, 1, 0, 0, 0], list("aaaabb"))
+    assert known is not None
+    assert row["ci95"] == [known.low, known.high]
+
+
+def test_full_is_paired_over_shared_prompts(good: list[Record]) -> None:
+    lines = [*records([1.0, 0.0, 1.0], **SPARSE), record("e3", prompt_sha256="another", score=0.0)]
+    row = summary(lines, good)
+    assert row["full"]["diff"] == pytest.approx(-1 / 3)
+    assert row["full"]["mean"] == 1.0
+    assert row["full"]["p"] == 1.0
+    assert "compared with Full on 3 of 4 examples" in "\n".join(row["warnings"])
+    assert against(lines, None) is None
+    assert against([record("x")], good) is None
+    assert summary(lines, None)["full"] is None
+
+
+def test_times_pool_intervals_and_leave_nulls_out() -> None:
+    lines = [record("a", token_s=[1, 2, 3, 7]), record("b", token_s=[3, 4]), record("c", token_s=[5, 9, 11])]
+    row = summary(lines)
+    assert row["ttft_s"]["mean"] == pytest.approx(3.0)
+    assert row["tt2t_s"]["p50"] == 4.0
+    assert row["tpot_s"]["mean"] == pytest.approx((1 + 4 + 2) / 3)
+    assert row["tpot_s"]["p50"] == 2.0
+    assert row["throughput_tok_s"] == pytest.approx(3 / 7)
+    assert row["e2e_tok_s"] == pytest.approx(9 / (7 + 4 + 11))
+    assert "1 of 3 examples have no TPOT" in "\n".join(row["warnings"])
+
+
+def test_a_simulated_run_shows_no_speed_but_its_memory() -> None:
+    row = summary(records([1.0]), simulated=True)
+    empty = {"mean": None, "p50": None, "p90": None}
+    assert row["ttft_s"] == row["tt2t_s"] == row["tpot_s"] == empty
+    assert row["throughput_tok_s"] is row["e2e_tok_s"] is None
+    assert row["memory"]["kv_device_bytes"] == 1000
+
+
+def test_memory_is_the_largest_and_traffic_the_mean() -> None:
+    changes = [
+        {"kv_device_bytes": 5, "moved_bytes_per_step": 2.0},
+        {"kv_device_bytes": 3, "moved_bytes_per_step": None},
+    ]
+    row = summary([record(str(i), **change) for i, change in enumerate(changes)])["memory"]
+    assert (row["kv_device_bytes"], row["moved_bytes_per_step"], row["device_peak_bytes"]) == (5, 2.0, None)
+
+
+def test_attended_is_told_in_tokens_and_as_a_share_of_what_was_sealed() -> None:
+    lines = [
+        record("a", attended_prompt=10.0, attended_total=12.0),
+        record("b", attended_prompt=10.0, attended_total=12.0, context_tokens=50),
+        record("c", attended_prompt=None, attended_total=None),
+    ]
+    assert summary(lines)["budget"] == {"asked": 0.1, "attended": {"tokens": 10.0, "share": pytest.approx(0.15)}}
+
+
+def test_a_plain_good_run_warns_of_nothing(good: list[Record]) -> None:
+    assert summary(records([1.0] * 11 + [0.0], **SPARSE), good)["warnings"] == []
+    assert summary(good, method="full")["warnings"] == []
+
+
+def test_full_near_guessing_is_said(good: list[Record]) -> None:
+    poor = records([1.0] + [0.0] * 11)
+    assert "Full scores 8.3, near the 0 of guessing" in warnings(records([0.0] * 12, **SPARSE), poor)
+    assert "Full scores 8.3" in warnings(poor, method="full")
+    assert "near guessing" not in warnings(records([0.0] * 12, **SPARSE), good)  # a poor method is no floor
+    guessing = {"task_info": {"chance": 0.25}}
+    assert "near the 25 of guessing" in warnings(records([1.0, 0.0, 0.0] * 4), method="full", **guessing)
+    two = records([1.0] * 6, group="easy") + records([0.0] * 6, "h", group="hard")
+    assert "in 1 of 2 groups: hard" in warnings(two, method="full")
+
+
+def test_better_than_full_is_an_alarm_only_where_it_is_significant() -> None:
+    full = records([0.0] * 6 + [1.0] * 6)
+    assert "scores above Full" in warnings(records([1.0] * 12, **SPARSE), full)
+    assert "scores above Full" not in warnings(records([0.0] * 4 + [1.0] * 8, **SPARSE), full)
+    assert "scores above Full" not in warnings(records([0.0] * 12, **SPARSE), full)
+
+
+def test_the_same_outputs_as_full_at_a_partial_budget(good: list[Record]) -> None:
+    told = "all 12 outputs are Full's"
+    assert told in warnings(records([1.0] * 12, **SPARSE), good)
+    assert told not in warnings(records([1.0] * 12), good)  # everything was read
+    other = [*records([1.0] * 11, **SPARSE), record("e11", tokens=[9, 9, 9, 9], **SPARSE)]
+    assert told not in warnings(other, good)
+
+
+def test_what_went_otherwise_than_asked_is_counted() -> None:
+    lines = [
+        record("a", fallback="prompt shorter than the window", warnings=["two BOS tokens"]),
+        record("b", sealed=False, attended_prompt=None, attended_total=None),
+        record("c", stop="length", warnings=["two BOS tokens"]),
+    ]
+    told = warnings(lines)
+    assert "ran dense on 1 of 3 examples: prompt shorter than the window" in told
+    assert "1 of 3 examples ended before the cache was sealed" in told
+    assert "1 of 3 examples ran into the token limit" in told
+    assert "2 of 3 examples: two BOS tokens" in told
+
+
+def test_no_example_is_a_summary_too() -> None:
+    row = summary([], status="failed")
+    assert (row["num_examples"], row["score"]["mean"], row["status"]) == (0, None, "failed")
+    assert row["warnings"] == ["no example was run"]
+
+
+def test_detectable_difference_is_that_of_the_pairs(good: list[Record]) -> None:
+    lines = records([1.0, 0.0] * 6)
+    assert detectable(lines, good) == stats.smallest_detectable([0.0, -1.0] * 6, ["g"] * 12)
+    assert detectable(good, good) is None
+
+
+def test_model_has_a_name() -> None:
+    for model, name in [
+        ({"_target_": "harness.models.hub.HuggingFace", "name": "owner/model"}, "owner/model"),
+        ({"_target_": "harness.models.random.Random", "shape": "tiny"}, "Random tiny"),
+        ({"_target_": "harness.models.embedded.SmolLM2"}, "SmolLM2"),
+    ]:
+        assert summarise([], config=config(model=model), info=INFO, full=None)["model"] == name
