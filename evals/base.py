@@ -62,7 +62,7 @@ class Example:
     min_new_tokens: int = 0  # EOS and stop strings are ignored before
     chat: bool = True  # wrap in the chat template (LongBench: not for few-shot and code)
     stop: tuple[str, ...] = ()
-    max_prompt_tokens: int | None = None  # cut in the middle beyond this many tokens (LongBench's rule), before wrapping
+    max_prompt_tokens: int | None = None  # beyond so many, cut in the middle (LongBench's rule), before wrapping
     data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
 
 

@@ -61,13 +61,16 @@ class Rows:
 
 def open_rows(source: Source, env: TaskEnv) -> Rows:
     """Rows of a .jsonl, .json (one list) or .parquet file."""
-    content = open_content(source, env)
+    return rows_of(open_content(source, env), source.name)
+
+
+def rows_of(content: Content, name: str) -> Rows:
     try:
         rows = _parse(content)
     except ValueError as error:
-        raise TaskError(f"{source.name}: {content.origin} is cut short or damaged ({error}): fetch it again") from error
+        raise TaskError(f"{name}: {content.origin} is cut short or damaged ({error}): fetch it again") from error
     if not rows:
-        raise TaskError(f"{source.name}: {content.origin} holds no rows: fetch it again")
+        raise TaskError(f"{name}: {content.origin} holds no rows: fetch it again")
     return Rows(rows, content.origin, content.sha256)
 
 

@@ -25,7 +25,7 @@ def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
     path = _cached(repo, file, revision) or _download(repo, file, revision)
     if not _is_whole(path):
         raise HubError(f"its download {path.resolve()} is damaged (delete that file first)")
-    return path, path.parts[path.parts.index("snapshots") + 1]
+    return path, path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
 
 
 def command(repo: str, file: str, revision: str) -> str:

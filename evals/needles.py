@@ -43,7 +43,7 @@ def contains(answers: Sequence[str], output: str) -> Score:
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
-    """Share of the answer's distinct words found in the output (KVCache-Factory's heat map); `exact`: all of it is there.
+    """Share of the answer's distinct words in the output (KVCache-Factory's heat map); `exact`: all of it is there.
 
     >>> word_overlap([SANDWICH], "You should eat a sandwich.").value
     0.2727272727272727

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evals import haystack
+from evals import haystack as texts
 from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.needles import NEEDLES, Needle, Planted
 
@@ -20,7 +20,7 @@ PUNCTUATION = (".", "!", "?")
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """`depths`: how many, spread evenly from 0 to 100 %, or a list of percents. `rounds`: fresh needle and text each."""
+    """`depths`: how many, evenly from 0 to 100 %, or a list of percents. `rounds`: fresh needle and text each."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
@@ -55,7 +55,7 @@ class Niah(Task):
         return list(self.depths)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        text = haystack.load(self.haystack, env)
+        text = texts.load(self.haystack, env)
         longest = max(self.lengths)
         tokens = env.text.encode(_repeated(text.text, longest))
         while len(tokens) < 2 * longest:
@@ -77,7 +77,7 @@ class Niah(Task):
         length: int,
         depth: float,
         turn: int,
-        text: haystack.Haystack,
+        text: texts.Haystack,
     ) -> Example:
         before, _, after = self.template.partition("{context}")
         question, prefix = after.replace("{question}", planted.question), self.prefix.replace("{topic}", planted.topic)

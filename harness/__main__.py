@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from harness.catalogue import CONF, names
-from harness.config import RunConfig, Settings
+from harness.config import RunConfig
 from harness.errors import check_overrides, default_keys, explain, is_known, sentence
 
 INTERRUPTED = 130

@@ -66,7 +66,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            found.append(Path(value if equals else (list(arguments) + [""])[place + 1]))
+            found.append(Path(value if equals else [*arguments, ""][place + 1]))
     return found
 
 

@@ -37,7 +37,7 @@ def checks() -> Iterator[Check]:
 
 
 def _versions() -> Iterator[Check]:
-    fits = (3, 11) <= sys.version_info
+    fits = sys.version_info >= (3, 11)
     yield Check("ok" if fits else "bad", "python", sys.version.split()[0] + ("" if fits else ": 3.11 is needed"))
     for name, found in provenance.versions((*NEEDED, *OPTIONAL)).items():
         if name == "python":

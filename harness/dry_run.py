@@ -54,5 +54,3 @@ def _expected(job: Job, tokens: int) -> str:
     records = alike[-1].records
     rate = sum(r.prompt_tokens for r in records) / sum(r.token_s[-1] for r in records)
     return f"about {tokens / rate / 60:.1f} minutes at the {rate:.0f} prompt tokens/s of {alike[-1].folder.name}"
-
-

@@ -1,4 +1,4 @@
-"""Wrong input as one clear sentence. Every error a user can cause is one of `KNOWN` or is turned into a sentence here."""
+"""Wrong input as one clear sentence: which errors are the user's to mend, and how they are put."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from PIL import Image  # matplotlib's own dependency
 
 from harness.records import Record
 
@@ -143,8 +145,10 @@ def _finish(axes: Axes, panel: Panel) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """At most about 1300 pixels wide: a page with many of them must stay light."""
-    figure.savefig(path, dpi=min(130.0, 1300 / figure.get_size_inches()[0]), pil_kwargs={"optimize": True})
+    """At most about 1300 pixels wide, 256 colours: a page with many of them must stay light."""
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=min(130.0, 1300 / figure.get_size_inches()[0]))
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _title(figure: Figure, title: str) -> None:

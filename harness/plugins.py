@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 TARGET = "_target_"
+SEQUENCES = (list, tuple, Sequence)
 
 
 class PluginError(ValueError):
@@ -26,7 +27,7 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
     target = values.pop(TARGET, None)
     cls = _find(target, kind)
     hints = get_type_hints(cls)
-    known = {field.name: hints[field.name] for field in fields(cls)}
+    known = {field.name: hints[field.name] for field in fields(cls) if field.init}
     for name in values.keys() - known.keys():
         raise PluginError(f"{kind}.{name} is no parameter of {cls.__name__}{suggestion(name, known)}")
     for name in known.keys() - values.keys():
@@ -40,7 +41,8 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
 def describe(plugin: Any) -> dict[str, Any]:
     """The configuration that `build` makes `plugin` from."""
     cls = type(plugin)
-    return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | {f.name: getattr(plugin, f.name) for f in fields(plugin)}
+    values = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.init}
+    return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
 
 
 def source_file(plugin: Any) -> str:
@@ -80,7 +82,7 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
-    if origin in (list, tuple):
+    if origin in SEQUENCES:
         return isinstance(value, (list, tuple)) and all(fits(item, inner[0]) for item in value)
     if origin is dict or hint is dict:
         return isinstance(value, Mapping)
@@ -98,7 +100,7 @@ def spell(hint: Any) -> str:
         return " or ".join(spell(one) for one in inner)
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
-    if origin in (list, tuple):
+    if origin in SEQUENCES:
         return f"a list, each {spell(inner[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return words.get(hint, getattr(hint, "__name__", str(hint)))

@@ -11,10 +11,10 @@ from typing import Any
 
 from evals.base import Example, Task, TaskEnv
 from harness.config import Settings, SettingsError
-from harness.prompt_lint import Finding, lint
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.embedded import cache_root
 from harness.prompt import Prompt, Tokenizer, Tools, render
+from harness.prompt_lint import Finding, lint
 from methods.base import Method
 from methods.budget import Budget
 

@@ -90,10 +90,6 @@ class Run:
         with files.writing(self.folder):
             files.write_json(self.folder / "run.json", self.info)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        with files.writing(self.folder):
-            files.write_json(self.folder / "summary.json", summary)
-
     def close(self, status: str, error: str | None = None) -> None:
         """A session that found nothing left to do leaves no trace: times and machine stay those of the real one."""
         assert status in ENDS

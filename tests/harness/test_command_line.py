@@ -85,7 +85,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("arguments, says", WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("arguments", "says"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_input_gets_one_sentence(cli: Cli, arguments: list[str], says: str) -> None:
     code, _, err = cli(*arguments)
     assert code == 1
@@ -111,9 +111,7 @@ def test_a_table_stands_at_the_end(cli: Cli) -> None:
     assert all(word in out for word in ("TTFT", "TT2T", "TPOT", "vs full", "KV host", "moved", "pqcache", "full"))
 
 
-def test_dry_run_loads_no_weights_and_writes_nothing(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("weights were loaded")
 

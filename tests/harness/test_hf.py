@@ -83,12 +83,12 @@ def test_refusals() -> None:
             model(ids, past_key_values=DynamicCache())
         with pytest.raises(UnsupportedError, match="attached already"), routed(model):
             pass
+        filled = kv.cache(capacity=20)
+        model(ids, past_key_values=filled)
         with pytest.raises(ValueError, match="holds 20 tokens and was given 24"):
-            cache = kv.cache(capacity=20)
-            model(ids, past_key_values=cache)
-            model(ids, past_key_values=cache)
+            model(ids, past_key_values=filled)
         with pytest.raises(UnsupportedError, match="Beam search"):
-            model.generate(ids, past_key_values=kv.cache(capacity=40, batch=2, auto_seal=True), num_beams=2, max_new_tokens=4)
+            generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2, auto_seal=True), num_beams=2)
         with pytest.raises(ValueError, match="1 sequences and was given 2"):
             model(prompt(8, batch=2), past_key_values=kv.cache(capacity=20))
         sealed = kv.cache(capacity=30)
@@ -106,7 +106,7 @@ def test_a_sliding_window_is_refused_only_where_it_is_smaller_than_the_sequence(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     with attached(model, Full()) as kv:
         assert Engine(kv).generate(prompt(28), max_new_tokens=4).tokens
-        with pytest.raises(UnsupportedError, match="sliding window of 32 .* needs 33"):
+        with pytest.raises(UnsupportedError, match=r"sliding window of 32 .* needs 33"):
             Engine(kv).generate(prompt(28), max_new_tokens=5)
 
 

@@ -1,0 +1,135 @@
+"""GSM8K (arXiv:2110.14168): grade-school arithmetic after worked examples, long prompts of short parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.data import Row, Source, open_rows
+from evals.gsm8k_answers import READERS, final_number
+
+# rows of the train split (0-based) that PQCache shows, and the SHA-256 of the prompt file that they make
+PQCACHE_SHOTS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)
+PQCACHE_SHA256 = "840c910d893478051921f2cc46461522157930646af523c97c350746046f0989"
+
+
+class Form(NamedTuple):
+    """How a question follows the worked examples, and where an output ends."""
+
+    question: str
+    stop: tuple[str, ...]
+
+
+FORMS = {
+    "pqcache": Form("\nQuestion: {}\n", ("\nQuestion: ",)),  # the paper generates on and cuts there afterwards
+    "lm_eval": Form("\n\nQ: {}\nA:", ("Q:", "</s>", "<|im_end|>")),
+}
+
+
+@dataclass(frozen=True)
+class Gsm8k(Task):
+    """All four readings of an output are recorded; `extraction` names the one that counts."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "accuracy"
+
+    prompt: str
+    extraction: str
+    samples: int | None
+    max_new_tokens: int
+    chat: bool
+    revision: str
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.prompt not in FORMS:
+            raise TaskError(f"prompt={self.prompt!r} is unknown: choose one of {', '.join(FORMS)}")
+        if self.extraction not in READERS:
+            raise TaskError(f"extraction={self.extraction!r} is unknown: choose one of {', '.join(READERS)}")
+        if self.extraction == "strict" and self.prompt == "pqcache":
+            raise TaskError(
+                "extraction=strict needs a full stop behind the answer, which the examples of prompt=pqcache do not "
+                "have: choose prompt=lm_eval, or another extraction"
+            )
+        if self.samples is not None and self.samples < 1:
+            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows")
+        if self.max_new_tokens < 1:
+            raise TaskError(f"max_new_tokens={self.max_new_tokens} leaves no room for an answer: the papers use 256")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        shots = self._pqcache_shots(env) if self.prompt == "pqcache" else _lm_eval_shots()
+        test = open_rows(self._source("test"), env)
+        self._opened.update(test=test.provenance, prompt_sha256=_sha256(shots))
+        form = FORMS[self.prompt]
+        for index, row in enumerate(test.rows[: self.samples]):
+            question, solution = _fields(row)
+            yield Example(
+                id=f"gsm8k-{index}",
+                group="gsm8k",
+                context=shots,
+                question=form.question.format(question),
+                references=(final_number(solution),),
+                max_new_tokens=self.max_new_tokens,
+                chat=self.chat,
+                stop=form.stop,
+            )
+
+    def score(self, example: Example, output: str) -> Score:
+        for stop in example.stop:
+            output = output.split(stop)[0]
+        details: dict[str, float | str] = {}
+        for name, reader in READERS.items():
+            answer = reader.extract(output)
+            details[name] = float(answer is not None and reader.equal(answer, example.references[0]))
+            details[f"{name}_answer"] = "" if answer is None else answer
+        return Score(float(details[self.extraction]), details)
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._opened)
+
+    def _source(self, split: str) -> Source:
+        return Source(
+            name=f"gsm8k/{split}",
+            local=(f"gsm8k/{split}.jsonl", f"gsm8k/main/{split}-*.parquet"),
+            hub_repo="openai/gsm8k",
+            hub_file=f"main/{split}-00000-of-00001.parquet",
+            hub_revision=self.revision,
+        )
+
+    def _pqcache_shots(self, env: TaskEnv) -> str:
+        train = open_rows(self._source("train"), env)
+        if len(train.rows) <= max(PQCACHE_SHOTS):
+            raise TaskError(f"{train.origin} has {len(train.rows)} rows, not GSM8K's 7473: fetch it again")
+        shots = "\n\n".join(_pqcache_shot(*_fields(train.rows[index])) for index in PQCACHE_SHOTS)
+        if _sha256(shots) != PQCACHE_SHA256:
+            raise TaskError(f"{train.origin} does not make PQCache's prompt (SHA-256 {PQCACHE_SHA256}): fetch it again")
+        self._opened["train"] = train.provenance
+        return shots
+
+
+def _pqcache_shot(question: str, solution: str) -> str:
+    steps, _, final = re.sub(r"<<.*?>>", "", solution).rpartition("\n#### ")
+    return f"Question: {question}\nLet's think step by step\n{steps}\nThe answer is {final}"
+
+
+def _lm_eval_shots() -> str:
+    """The eight examples of gsm8k_cot, from Wei et al. (arXiv:2201.11903)."""
+    shots = json.loads(Path(__file__).with_name("gsm8k_shots.json").read_text(encoding="utf-8"))
+    return "\n\n".join(f"Q: {shot['question']}\nA: {shot['answer']}" for shot in shots)
+
+
+def _fields(row: Row) -> tuple[str, str]:
+    try:
+        return str(row["question"]), str(row["answer"])
+    except KeyError as error:
+        raise TaskError(f"a row of GSM8K lacks {error}: the file is not GSM8K's") from error
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

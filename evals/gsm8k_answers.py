@@ -1,0 +1,85 @@
+"""Four ways in which GSM8K's final number is taken from an output and compared: each paper uses another.
+
+A reader returns the number as text, or None where it finds none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+_CUT = "\nQuestion: "
+
+
+class Reader(NamedTuple):
+    extract: Callable[[str], str | None]
+    equal: Callable[[str, str], bool]  # of what was extracted and the final number of the solution
+
+
+def strict(output: str) -> str | None:
+    """lm-eval gsm8k_cot, strict-match: the first number after `The answer is `, with any one character behind it.
+
+    >>> strict("The answer is 18."), strict("The answer is 18")
+    ('18', '1')
+    """
+    found = re.search(r"The answer is (-?[0-9.,]+).", output)
+    return found[1] if found else None
+
+
+def flexible(output: str) -> str | None:
+    """lm-eval, flexible-extract: the last thing that looks like a number, with its full stop.
+
+    >>> flexible("The answer is $1,234.")
+    '$1,234.'
+    """
+    found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", output)
+    return found[-1] if found else None
+
+
+def pqcache(output: str) -> str | None:
+    """PQCache: the last number before the model asks itself a new question; commas go first, signs are not seen.
+
+    >>> pqcache("It is -1,000.5\\nQuestion: 7?")
+    '1000.5'
+    """
+    found = re.findall(r"\d*\.?\d+", output.split(_CUT)[0].replace(",", ""))
+    return found[-1] if found else None
+
+
+def openai(output: str) -> str | None:
+    """OpenAI's own: the first number after `#### `.
+
+    >>> openai("#### 1,234")
+    '1234'
+    """
+    found = re.search(r"#### (-?[0-9.,]+)", output)
+    return found[1].replace(",", "") if found else None
+
+
+def final_number(solution: str) -> str:
+    """What stands behind `####` in a solution of the data set."""
+    return solution.rpartition("####")[2].strip()
+
+
+def _same_text(answer: str, final: str) -> bool:
+    """lm-eval's exact match: without commas, dollar signs, what precedes `#### `, and one full stop at the end."""
+    return _bare(answer) == _bare(final)
+
+
+def _bare(text: str) -> str:
+    return text.replace(",", "").replace("$", "").rpartition("#### ")[2].removesuffix(".").lower()
+
+
+def _same_value(answer: str, final: str) -> bool:
+    """PQCache reads the reference as it reads the output, so that -10 equals 10."""
+    wanted = pqcache(final)
+    return wanted is not None and float(answer) == float(wanted)
+
+
+READERS = {
+    "pqcache": Reader(pqcache, _same_value),
+    "strict": Reader(strict, _same_text),
+    "flexible": Reader(flexible, _same_text),
+    "openai": Reader(openai, lambda answer, final: answer == final.replace(",", "")),
+}

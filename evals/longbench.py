@@ -1,0 +1,174 @@
+"""LongBench v1 (arXiv:2308.14508): 21 data sets of long documents, with the official prompts, cuts and scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, ClassVar
+
+from evals import metrics
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.data import Row, Rows, Source, open_rows
+from evals.longbench_tables import CATEGORIES, DATASETS, ENGLISH, EVEN, PRESETS, DataSet
+from evals.metrics.chinese import splitter
+
+HUB_REPO = "THUDM/LongBench"
+PLACES = {  # subset: glob patterns below the data root
+    "longbench": ("longbench/{}.jsonl", "LongBench/data/{}.jsonl", "LongBench/data.zip", "longbench/data.zip"),
+    "longbench_e": ("longbench/{}_e.jsonl", "LongBench/data/{}_e.jsonl", "LongBench/data.zip", "longbench/data.zip"),
+    "minilongbench": ("minilongbench/{}.jsonl",),
+}
+_SPARE_TOKENS = 16  # a BOS, and what the two halves of a cut prompt may grow by when they are tokenised anew
+
+
+@dataclass(frozen=True)
+class LongBench(Task):
+    """A value is the best over the references of the data set's own metric."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "LongBench score"
+
+    datasets: str | Sequence[str]
+    subset: str
+    samples: int | None
+    max_prompt_tokens: int | None
+    code_sim: str
+    revision: str
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.subset not in PLACES:
+            raise TaskError(f"subset={self.subset!r} is unknown: choose one of {', '.join(PLACES)}")
+        if self.code_sim not in metrics.CODE_SIM_BACKENDS:
+            raise TaskError(
+                f"code_sim={self.code_sim!r} is unknown: choose one of {', '.join(metrics.CODE_SIM_BACKENDS)}"
+            )
+        if self.samples is not None and self.samples < 1:
+            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 2:
+            raise TaskError(f"max_prompt_tokens={self.max_prompt_tokens} is too small: give 2 or more, or null")
+        self.names()
+
+    def names(self) -> tuple[str, ...]:
+        """The data sets of this run; a preset leaves out what LongBench-E does not have."""
+        offered = EVEN if self.subset == "longbench_e" else tuple(DATASETS)
+        if isinstance(self.datasets, str) and self.datasets in PRESETS:
+            return tuple(name for name in PRESETS[self.datasets] if name in offered)
+        names = (self.datasets,) if isinstance(self.datasets, str) else tuple(dict.fromkeys(self.datasets))
+        wrong = [name for name in names if name not in offered]
+        if wrong or not names:
+            raise TaskError(
+                f"datasets={self.datasets!r} is not what {self.subset} offers: "
+                f"choose {', '.join(PRESETS)}, or a list of {', '.join(offered)}"
+            )
+        return names
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
+            splitter()  # better now than after hours of generation
+        opened = {name: open_rows(self._source(name), env) for name in self.names()}
+        self._opened.update({name: self._origin(name, rows) for name, rows in opened.items()})
+        ids: Counter[str] = Counter()
+        for name, rows in opened.items():
+            limit = self._limit(DATASETS[name], env)
+            for index, row in enumerate(rows.rows[: self.samples]):
+                row_id = str(row.get("_id", f"{name}-{index}"))
+                ids[row_id] += 1
+                yield self._example(name, row_id if ids[row_id] == 1 else f"{row_id}-{ids[row_id]}", row, limit)
+
+    def score(self, example: Example, output: str) -> Score:
+        data_set = DATASETS[example.data["dataset"]]
+        if data_set.first_line:
+            output = output.lstrip("\n").split("\n")[0]  # newlines alone: an output that starts with " \n" is blank
+        if data_set.metric == "code_sim":
+            by_backend = {
+                f"code_sim_{backend}": max(
+                    (metrics.code_sim(output, r, backend) for r in example.references), default=0
+                )
+                for backend in metrics.CODE_SIM_BACKENDS
+            }
+            return Score(by_backend[f"code_sim_{self.code_sim}"], by_backend)
+        if data_set.metric == "classification":
+            classes = example.data["all_classes"]
+            values = [metrics.classification(output, r, classes) for r in example.references]
+        else:
+            values = [getattr(metrics, data_set.metric)(output, r) for r in example.references]
+        return Score(max(values, default=0.0))
+
+    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """`mean` over data sets, as most papers; each category; `avg_leaderboard` over the six of them.
+
+        Averages over a fixed list of data sets appear only where all of them were run.
+        """
+        by_set: dict[str, list[float]] = {}
+        by_bucket: dict[str, list[float]] = {}
+        for group, value in groups.items():
+            name, _, bucket = group.partition("/")
+            by_set.setdefault(name, []).append(value)
+            by_bucket.setdefault(bucket, []).append(value)
+        sets = {name: fmean(values) for name, values in by_set.items()}
+        named = super().averages(groups)
+        named |= {f"mean_{bucket}": fmean(values) for bucket, values in by_bucket.items() if bucket}
+        named |= {f"mean_{key}": fmean(map(sets.__getitem__, p)) for key, p in PRESETS.items() if sets.keys() >= set(p)}
+        for category in CATEGORIES:
+            if values := [value for name, value in sets.items() if DATASETS[name].category == category]:
+                named[category] = fmean(values)
+        if sets.keys() >= set(ENGLISH):
+            named["avg_leaderboard"] = fmean(named[category] for category in CATEGORIES)
+        return named
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._opened)
+
+    def _source(self, name: str) -> Source:
+        return Source(
+            name=f"{self.subset}/{name}",
+            local=tuple(pattern.format(name) for pattern in PLACES[self.subset]),
+            hub_repo=None if self.subset == "minilongbench" else HUB_REPO,
+            hub_file="data.zip",
+            hub_revision=self.revision,
+            member=f"data/{name}{'_e' if self.subset == 'longbench_e' else ''}.jsonl",
+        )
+
+    def _origin(self, name: str, rows: Rows) -> dict[str, Any]:
+        complete = {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
+        return {**rows.provenance, **complete}
+
+    def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
+        """Tokens of the bare prompt; what the chat template adds comes on top, as in the official runner."""
+        if self.max_prompt_tokens is not None or env.window is None:
+            return self.max_prompt_tokens
+        template = env.text.count("", chat=not data_set.plain)
+        limit = env.window - data_set.max_new_tokens - template - _SPARE_TOKENS
+        if limit < 2:
+            raise TaskError(f"the model's window of {env.window} tokens is too small for LongBench: take another model")
+        return limit
+
+    def _example(self, name: str, example_id: str, row: Row, limit: int | None) -> Example:
+        data_set = DATASETS[name]
+        required = ["context", "input", "answers"]
+        required += ["all_classes"] if data_set.metric == "classification" else []
+        required += ["length"] if self.subset == "longbench_e" else []
+        if missing := [key for key in required if row.get(key) is None]:
+            raise TaskError(f"{name}: row {example_id} lacks {', '.join(missing)}: the file is not LongBench's")
+        head, tail = data_set.prompt.split("{context}")
+        return Example(
+            id=example_id,
+            group=f"{name}/{_bucket(row)}" if self.subset == "longbench_e" else name,
+            context=head + row["context"],
+            question=tail.replace("{input}", row["input"]),
+            references=tuple(row["answers"]),
+            max_new_tokens=data_set.max_new_tokens,
+            min_new_tokens=1 if name == "samsum" else 0,
+            chat=not data_set.plain,
+            stop=("\n",) if name == "samsum" else (),
+            max_prompt_tokens=limit,
+            data={"dataset": name, "length": row.get("length"), "all_classes": row.get("all_classes")},
+        )
+
+
+def _bucket(row: Row) -> str:
+    """LongBench-E's length classes, in words."""
+    return "0-4k" if row["length"] < 4000 else "4-8k" if row["length"] < 8000 else "8k+"

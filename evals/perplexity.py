@@ -1,0 +1,102 @@
+"""Perplexity of a text under a compressed cache: the model reads a window's first part, then predicts the rest.
+
+Only the text side is here. The harness feeds the continuation token by token whatever the model would have said
+(`data["teacher_forced"]`) and hands `score` the mean negative log-likelihood of its tokens, in nats, as the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError, TextTools
+from evals.data import Content, Source, open_content, rows_of
+
+_UNDECODED = "\ufffd"
+
+
+@dataclass(frozen=True)
+class WikiText2(Task):
+    """WikiText-2's test split (arXiv:1609.07843), raw. A value is the geometric mean probability, 1 / perplexity.
+
+    Windows start every `stride` tokens; the last `stride` of a window's `window` tokens are scored, so each token but
+    the first `window - stride` is scored once, with at least that many before it. A rest that fills no window is left.
+    """
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "1/perplexity"
+
+    window: int
+    stride: int
+    samples: int | None
+    revision: str
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stride < self.window:
+            raise TaskError(f"stride={self.stride} must be at least 1 and below window={self.window}: part of a window")
+        if self.samples is not None and self.samples < 1:
+            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        if env.window is not None and self.window > env.window:
+            raise TaskError(f"window={self.window} exceeds the model's {env.window} tokens: choose a smaller window")
+        content = open_content(self._source(), env)
+        self._opened.update(content.provenance)
+        ids = env.text.encode(_text(content))
+        if len(ids) < self.window:
+            raise TaskError(f"the text has {len(ids)} tokens, fewer than window={self.window}: choose a smaller window")
+        starts = range(0, len(ids) - self.window + 1, self.stride)
+        for start in starts[: self.samples]:
+            first, middle, last = (
+                _character_start(ids, at, env.text)
+                for at in (start, start + self.window - self.stride, start + self.window)
+            )
+            yield Example(
+                id=f"wikitext2-{start}",
+                group="wikitext2",
+                context=env.text.decode(ids[first:middle]),
+                references=(env.text.decode(ids[middle:last]),),
+                max_new_tokens=self.stride,
+                chat=False,
+                data={"teacher_forced": True, "start": start},
+            )
+
+    def score(self, example: Example, output: str) -> Score:
+        try:
+            nll = float(output)
+        except ValueError:
+            nll = math.nan
+        if not 0 <= nll < math.inf:
+            raise TaskError(
+                f"{example.id}: output {output[:40]!r} is no mean negative log-likelihood: feed the reference by force"
+            )
+        return Score(math.exp(-nll), {"nll": nll})
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._opened)
+
+    def _source(self) -> Source:
+        return Source(
+            name="wikitext2/test",
+            local=("ppl/wikitext2_test_raw.txt", "wikitext-2-raw/wiki.test.raw"),
+            hub_repo="Salesforce/wikitext",
+            hub_file="wikitext-2-raw-v1/test-00000-of-00001.parquet",
+            hub_revision=self.revision,
+        )
+
+
+def _text(content: Content) -> str:
+    """The raw file; the hub keeps its lines as rows, blank ones empty."""
+    if not content.origin.endswith(".parquet"):
+        return content.data.decode()
+    return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test").rows)
+
+
+def _character_start(ids: list[int], at: int, tools: TextTools) -> int:
+    """The next place from `at` on where no character is split between two tokens."""
+    while 0 < at < len(ids) and _UNDECODED in tools.decode(ids[at - 1 : at]) + tools.decode(ids[at : at + 1]):
+        at += 1
+    return at

@@ -1,0 +1,124 @@
+"""RULER: 13 synthetic tasks at any length (Hsieh et al. 2024, arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from evals import haystack
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.ruler import official, scoring
+from evals.ruler.factory import Factory
+from evals.ruler.fitting import SMALLEST
+from evals.ruler.templates import FAMILIES, NEW_TOKENS, Prompt
+
+EAGER = 4096  # tokens; prompts up to here are quick to make, and only there may a task not fit
+
+Group = tuple[str, int, Callable[[], list[Prompt]]]  # task, length, and what makes its prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruler(Task):
+    """Prompts equal those of the official scripts from 1024 tokens on; shorter ones come from a finer generator.
+
+    A length counts chat template, prompt, answer prefix and the tokens kept free for the answer. The context of an
+    example ends where the template's {context} ends. With a chat template, cwe's worked example stays plain here,
+    where the official script wraps it too.
+    """
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "string_match"
+
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    samples: int
+    haystack: str
+    source: str | None
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "lengths"):
+            values = getattr(self, name)
+            if isinstance(values, str | int) or not values or len(set(values)) < len(values):
+                raise ValueError(f"{name}={values!r} must be a list of distinct entries, as in task.{name}=[...]")
+        unknown = [task for task in self.tasks if task not in FAMILIES]
+        if unknown:
+            raise ValueError(f"tasks: {', '.join(unknown)} unknown; RULER has {', '.join(FAMILIES)}")
+        if any(length < 1 for length in self.lengths):
+            raise ValueError(f"lengths={list(self.lengths)} must be positive numbers of tokens")
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be 1 or more")
+        if self.haystack not in haystack.NAMES:
+            raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        """By length, then by task, then by sample. Missing data and short lengths are refused before the first one."""
+        if self.source is not None:
+            files = official.find(Path(self.source), self.tasks, self.lengths)
+            return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
+        self._check(env)
+        factory = Factory(env, self.tasks, self.haystack)
+        self._provenance.update(factory.provenance())
+        groups: list[Group] = []
+        for length in self.lengths:
+            for task in self.tasks:
+                make = partial(factory.prompts, task, length, self.samples)
+                if length <= EAGER:
+                    prompts = make()
+                    make = partial(list, prompts)
+                groups.append((task, length, make))
+        return self._examples(groups)
+
+    def score(self, example: Example, output: str) -> Score:
+        match = scoring.string_match_part if example.data["task"].startswith("qa") else scoring.string_match_all
+        return Score(match(output, example.references), {"null": float(not scoring.clean(output))})
+
+    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """`mean`, then the mean of each length and task, then RULER's summaries where they are defined."""
+        averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
+        by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}
+        if len(by_length) > 1:
+            averages["weighted_rising"], averages["weighted_falling"] = scoring.weighted_averages(by_length)
+        if groups and len(groups) == len(FAMILIES) * len(by_length):
+            averages["effective_length"] = scoring.effective_length(by_length)
+        return averages
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._provenance)
+
+    @cached_property
+    def _provenance(self) -> dict[str, Any]:
+        return {}
+
+    def _check(self, env: TaskEnv) -> None:
+        shortest, longest = min(self.lengths), max(self.lengths)
+        if shortest < SMALLEST:
+            raise TaskError(f"RULER starts at {SMALLEST} tokens: raise task.lengths={list(self.lengths)}")
+        if not 0 <= env.seed < 2**32:
+            raise TaskError(f"seed={env.seed} must be in 0..{2**32 - 1} for RULER")
+        if env.window is not None and longest > env.window:
+            raise TaskError(f"task.lengths has {longest}, the model takes {env.window} tokens: use lengths up to that")
+
+    def _examples(self, groups: Sequence[Group]) -> Iterator[Example]:
+        for task, length, make in groups:
+            digest = hashlib.sha256()
+            for index, prompt in enumerate(make()):
+                digest.update("\0".join((prompt.text, *prompt.references, "")).encode())
+                yield _example(task, length, index, prompt)
+            self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
+
+
+def _example(task: str, length: int, index: int, prompt: Prompt) -> Example:
+    return Example(
+        id=f"{task}/{length}/{index}",
+        group=f"{task}/{length}",
+        context=prompt.context,
+        question=prompt.question,
+        prefix=prompt.prefix,
+        references=prompt.references,
+        max_new_tokens=NEW_TOKENS[FAMILIES[task]],
+        data={"task": task, "length": length, "index": index, **prompt.data},
+    )

@@ -1,0 +1,156 @@
+"""Common and frequent words, cwe and fwe (RULER, arXiv:2404.06654): which words of a long list come up most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from string import ascii_lowercase
+
+import numpy as np
+
+from evals.base import TaskError, TextTools
+from evals.ruler.fitting import Generator, TooShort
+from evals.ruler.gauge import Gauge
+from evals.ruler.templates import NEW_TOKENS, TEMPLATES, Prompt
+from evals.ruler.vocabulary import Streams, distinct_words
+
+COMMON = 10  # words asked for
+ENGLISH_WORDS = "english_words.json"
+
+CODED_LETTERS = 6
+ALPHA = 2.0  # exponent of the zeta distribution
+ZETA = math.pi**2 / 6  # zeta(ALPHA)
+
+
+class CommonWords(Generator):
+    """Ten common words, repeated ten times as often as the others (six times below 4096 tokens); one example first.
+
+    Where a chat template is used, the official script wraps the example in it too, so that it stands twice in a
+    prompt. Here the example is plain and inside the user turn, since a task knows no template; without one the two
+    are equal. `english` is the list of the official repository for lists longer than wonderwords' 8166 words.
+    """
+
+    new_tokens = NEW_TOKENS["cwe"]
+
+    def __init__(self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()) -> None:
+        super().__init__(text, streams, length, unit=10)
+        self._english = english
+        self._tokens_per_word = 0.0  # known once a search began
+        self._words = list(distinct_words())
+        streams.shuffle(self._words)
+        # words of the example, its repeats, then the repeats of the list: common and other words
+        self._shape = (40, (10, 3), (30, 3)) if length >= 4096 else (20, (3, 1), (6, 1))
+
+    def minimum(self, index: int) -> int:
+        return 2 * COMMON if self.is_fine else COMMON
+
+    def largest(self, tokens_per_unit: float) -> int:
+        self._tokens_per_word = tokens_per_unit
+        return max(int(self.length // tokens_per_unit) * 2, self.unit * 2)
+
+    def official(self, samples: int) -> list[Prompt]:
+        size = self.official_size(4096, reserved=self.new_tokens)
+        return [self.stepping_down(size, index) for index in range(samples)]
+
+    def probe(self, size: int, index: int) -> Prompt:
+        example_size, example_repeats, repeats = self._shape
+        example_list, example_answers = self._list(example_size, *example_repeats)
+        example = TEMPLATES["cwe"].fill(example_list, example_answers).text
+        context, answers = self._list(size, *repeats)
+        before = f"{example} {_numbered(example_answers)}\n"
+        return TEMPLATES["cwe"].fill(context, answers, before=before, data={"words": size})
+
+    def _list(self, size: int, common_repeats: int, other_repeats: int) -> tuple[str, tuple[str, ...]]:
+        pool = self._words if size <= len(self._words) else self._english
+        if size > len(pool):
+            raise TaskError(self._shortage(size))
+        words = self.streams.python.sample(pool, size)
+        common, others = words[:COMMON], words[COMMON:]
+        listed = common * common_repeats + others * other_repeats
+        self.streams.shuffle(listed)
+        return _numbered(listed), tuple(common)
+
+    def _shortage(self, size: int) -> str:
+        # the search goes up to one and a half times the size that fits
+        length = int(len(self._words) / 1.5 * self._tokens_per_word) // 1024 * 1024
+        return (
+            f"cwe at {self.length} tokens tries lists of {size} words and wonderwords has {len(self._words)}: put "
+            f"RULER's {ENGLISH_WORDS} into the data root, or use lengths up to {length}"
+        )
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+class FrequentWords(Generator):
+    """Made-up words whose frequencies fall with the square of their rank; the first rank is dots, the next three count.
+
+    Its script searches another way: one vocabulary for the whole search, then a new one for each sample.
+    """
+
+    new_tokens = NEW_TOKENS["fwe"]
+
+    def __init__(self, text: TextTools, streams: Streams, length: int) -> None:
+        self._room = length - self.new_tokens
+        super().__init__(text, streams, length, unit=self._room // 32)
+
+    def minimum(self, index: int) -> int:
+        return 80  # words; ranks 2, 3, 4 then come 12, 5, 3 times and rank 5 once
+
+    def probe(self, size: int, index: int) -> Prompt:
+        return self._coded(self._vocabulary(), size)
+
+    def official(self, samples: int) -> list[Prompt]:
+        size = self._search()
+        return [self._shrinking(size) for _ in range(samples)]
+
+    def fine(self, samples: int) -> list[Prompt]:
+        size, prompts = self.minimum(0), []
+        for _ in range(samples):
+            vocabulary = self._vocabulary()
+            size, prompt = self.largest_prompt(size, partial(self._coded, vocabulary))
+            prompts.append(prompt)
+        return prompts
+
+    def _search(self) -> int:
+        """The last step before the prompt has all the tokens there are; no random draw depends on it."""
+        vocabulary = self._vocabulary()
+        gauge = Gauge(self.count, self._room - 1)
+        size = self._first_over(vocabulary, gauge)
+        if not gauge.guesses_hold():
+            size = self._first_over(vocabulary, Gauge(self.count, self._room - 1, guess=False))
+        return size - self.unit
+
+    def _first_over(self, vocabulary: Sequence[str], gauge: Gauge) -> int:
+        size = self._room // CODED_LETTERS
+        while gauge.fits(self._coded(vocabulary, size)):
+            size += self.unit
+        return size
+
+    def _shrinking(self, size: int) -> Prompt:
+        """A sample keeps its vocabulary while it gets shorter."""
+        vocabulary = self._vocabulary()
+        while size >= self.minimum(0):
+            prompt = self.noted(self._coded(vocabulary, size))
+            if prompt is not None:
+                return prompt
+            size -= self.unit
+        raise TooShort
+
+    def _vocabulary(self) -> list[str]:
+        size = self._room // 50
+        words = [self.streams.letters(ascii_lowercase, CODED_LETTERS) for _ in range(size)]
+        while len(set(words)) < size:
+            words.append(self.streams.letters(ascii_lowercase, CODED_LETTERS))
+        vocabulary = sorted(set(words))
+        self.streams.shuffle(vocabulary)
+        return ["...", *vocabulary[1:]]
+
+    def _coded(self, vocabulary: Sequence[str], size: int) -> Prompt:
+        ranks = np.arange(1, len(vocabulary) + 1)
+        repeats = (size * (ranks**-ALPHA) / ZETA).astype(int)
+        words = [word for word, count in zip(vocabulary, repeats, strict=True) for _ in range(count)]
+        self.streams.shuffle(words)
+        return TEMPLATES["fwe"].fill(" ".join(words), tuple(vocabulary[1:4]), data={"words": size})

@@ -1,0 +1,127 @@
+"""From a task and a length to its prompts: which generator, over which data, and what shapes the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from evals import cache, haystack
+from evals.base import TaskEnv, TaskError
+from evals.ruler import qa
+from evals.ruler.aggregation import ENGLISH_WORDS, CommonWords, FrequentWords
+from evals.ruler.fitting import OFFICIAL_FROM, Generator, TooShort
+from evals.ruler.niah import KINDS, Niah, essay_words
+from evals.ruler.templates import FAMILIES, Prompt
+from evals.ruler.tracing import Tracing
+from evals.ruler.vocabulary import Streams, words_sha256
+
+OFFICIAL = "official"  # prompts of the official scripts, string by string
+FINE = "fine-1"  # our own below OFFICIAL_FROM; goes up when they change
+GENERATOR = f"{OFFICIAL}-1 {FINE}"  # goes up when any prompt changes: cached ones are then made again
+
+
+class Factory:
+    """Makes the prompts of one run. Data sets are read at once, and only those that its tasks need."""
+
+    def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str) -> None:
+        self._env = env
+        self._haystack = haystack.load(haystack_name, env) if any(map(_uses_essay, tasks)) else None
+        self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
+
+    def prompts(self, task: str, length: int, samples: int) -> list[Prompt]:
+        """Taken from the cache where they are; then the tokenizer is not asked."""
+        folder = None if self._env.cache_dir is None else self._env.cache_dir / "ruler"
+        key = self._key(task, length, samples)
+        rows = cache.load_or_make(folder, f"{task}-{length}", key, lambda: self._rows(task, length, samples))
+        return [Prompt.from_row(row) for row in rows]
+
+    def provenance(self) -> dict[str, Any]:
+        provenance: dict[str, Any] = {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint}
+        provenance["words_sha256"] = words_sha256()
+        if self._haystack is not None:
+            provenance |= {"haystack": self._haystack.name, "haystack_sha256": self._haystack.sha256}
+            provenance["splitter"] = haystack.SPLITTER
+        for task, corpus in self._corpora.items():
+            provenance[task] = {"origin": corpus.origin, "sha256": corpus.sha256}
+        return provenance
+
+    def _rows(self, task: str, length: int, samples: int) -> list[cache.Row]:
+        try:
+            prompts = self._generator(task, length).prompts(samples)
+        except TooShort as error:
+            raise TaskError(self._advice(task, length, samples)) from error
+        stamp = {"generator": OFFICIAL if length >= OFFICIAL_FROM else FINE, "haystack": self._haystack_name(task)}
+        return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
+
+    def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
+        """All that shapes the prompts."""
+        key: dict[str, Any] = {"generator": GENERATOR, "task": task, "length": length, "samples": samples}
+        key |= {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint, "words": words_sha256()}
+        if self._haystack is not None and _uses_essay(task):
+            key |= {"haystack": self._haystack.name, "text": self._haystack.sha256, "splitter": haystack.SPLITTER}
+        if task in self._corpora:
+            key["corpus"] = self._corpora[task].sha256
+        if task == "cwe":
+            key["english_words"] = hashlib.sha256("\n".join(self._english).encode()).hexdigest()
+        return key
+
+    def _haystack_name(self, task: str) -> str:
+        if self._haystack is not None and _uses_essay(task):
+            return self._haystack.name
+        if task in KINDS:
+            return KINDS[task].haystack
+        return {"vt": "noise", "cwe": "words", "fwe": "words", "qa": "documents"}[FAMILIES[task]]
+
+    def _generator(self, task: str, length: int) -> Generator:
+        """A generator at the start of its random stream."""
+        text, streams = self._env.text, Streams(self._env.seed)
+        match FAMILIES[task]:
+            case "niah":
+                essay = self._essay if _uses_essay(task) else ()
+                return Niah(text, streams, length, kind=KINDS[task], essay=essay)
+            case "vt":
+                return Tracing(text, streams, length)
+            case "cwe":
+                return CommonWords(text, streams, length, english=self._english)
+            case "fwe":
+                return FrequentWords(text, streams, length)
+            case _:
+                return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
+
+    def _advice(self, task: str, length: int, samples: int) -> str:
+        """From `OFFICIAL_FROM` tokens on a task may need more, since the official units are coarser."""
+        works = self._generator(task, length).smallest_length(samples)
+        if length < OFFICIAL_FROM <= works:
+            works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))
+        return f"{task} does not fit {length} tokens: the smallest length that is sure to work is {works}"
+
+    @cached_property
+    def _essay(self) -> list[str]:
+        assert self._haystack is not None
+        return essay_words(self._haystack.text)
+
+    @cached_property
+    def _english(self) -> list[str]:
+        path = _english_file(self._env.data_root)
+        if path is None:
+            return []
+        try:
+            return [str(word) for word in json.loads(path.read_text(encoding="utf-8")).values()]
+        except (ValueError, AttributeError) as error:
+            raise TaskError(f"{path} is not a JSON object of words (a git-lfs pointer?): fetch it again") from error
+
+
+def _uses_essay(task: str) -> bool:
+    return task in KINDS and KINDS[task].haystack == "essay"
+
+
+def _english_file(root: Path | None) -> Path | None:
+    if root is None:
+        return None
+    places = (root / "words" / ENGLISH_WORDS, root / ENGLISH_WORDS)
+    return next((path for path in places if path.is_file()), None)

@@ -1,0 +1,130 @@
+"""How large a haystack fits a length: RULER's own search, and a finer one for lengths that it cannot fill."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from evals.base import TaskError, TextTools
+from evals.ruler.gauge import Gauge, bisect_size
+from evals.ruler.templates import Prompt
+from evals.ruler.vocabulary import Streams
+
+OFFICIAL_FROM = 1024  # tokens; below, the official units are too coarse
+SMALLEST = 512
+REDRAWS = 20  # at the smallest size, where the official scripts draw for ever
+
+
+class TooShort(TaskError):
+    """Not even the smallest haystack fits the length."""
+
+
+class Generator(ABC):
+    """Draws the prompts of one task at one length; the size of a haystack counts words, lines or documents.
+
+    Below `OFFICIAL_FROM` tokens the unit is one and every sample has a size of its own; from there on, units, random
+    draws and their order are those of the official scripts.
+    """
+
+    new_tokens: ClassVar[int]
+    chat: ClassVar[bool] = True  # prompts are counted inside the chat template
+
+    def __init__(self, text: TextTools, streams: Streams, length: int, unit: int) -> None:
+        self.text = text
+        self.streams = streams
+        self.length = length
+        self.is_fine = length < OFFICIAL_FROM
+        self.unit = 1 if self.is_fine else unit
+
+    @abstractmethod
+    def probe(self, size: int, index: int) -> Prompt:
+        """A newly drawn prompt as the size search looks at it."""
+
+    def sample(self, size: int, index: int) -> Prompt:
+        """A newly drawn prompt as it is asked."""
+        return self.probe(size, index)
+
+    def minimum(self, index: int) -> int:
+        """Below this size a prompt is not the task any more."""
+        return 1
+
+    def prompts(self, samples: int) -> list[Prompt]:
+        return self.fine(samples) if self.is_fine else self.official(samples)
+
+    def count(self, prompt: Prompt) -> int:
+        return self.text.count(prompt.user, prompt.prefix, chat=self.chat)
+
+    def largest(self, tokens_per_unit: float) -> int:
+        """Where the official search ends."""
+        return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
+
+    def official(self, samples: int) -> list[Prompt]:
+        size = self.official_size(self.unit, reserved=self.new_tokens)
+        return [self.stepping_down(size, index) for index in range(samples)]
+
+    def official_size(self, first: int, reserved: int) -> int:
+        """One size for all samples, found with the first question; each probe is a new prompt."""
+        gauge = Gauge(self.count, self.length - reserved)
+        largest = self.largest(gauge.tokens(self.probe(first, 0)) / first)
+        state = self.streams.state()
+        size = bisect_size(self.unit, largest, lambda size: gauge.fits(self.probe(size, 0)))
+        if not gauge.guesses_hold():
+            self.streams.restore(state)
+            exact = Gauge(self.count, self.length - reserved, guess=False)
+            size = bisect_size(self.unit, largest, lambda size: exact.fits(self.probe(size, 0)))
+        return size or self.unit
+
+    def fine(self, samples: int) -> list[Prompt]:
+        size, prompts = self.minimum(0), []
+        for index in range(samples):
+            size, prompt = self.largest_prompt(size, partial(self.sample, index=index))
+            prompts.append(prompt)
+        return prompts
+
+    def largest_prompt(self, start: int, draw: Callable[[int], Prompt]) -> tuple[int, Prompt]:
+        """The largest size that fits and the prompt drawn with it; gallops from `start`, then bisects."""
+        low, high = self.minimum(0) - 1, self.length + 1  # a unit has a token at least
+        best, size, step = None, start, 1
+        while high - low > 1:
+            prompt = self.noted(draw(size))
+            if prompt is None:
+                high = size
+            else:
+                best, low = prompt, size
+            if best is not None and high <= self.length:
+                size = (low + high) // 2
+            else:
+                size = min(max(high - step if best is None else low + step, low + 1), high - 1)
+            step *= 2
+        if best is None:
+            raise TooShort
+        return low, best
+
+    def noted(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with its tokens written down, or None where it is too long."""
+        tokens = self.count(prompt) + self.new_tokens
+        return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
+
+    def smallest(self, index: int) -> Prompt:
+        """A new sample of the smallest size that a search would end with."""
+        return self.sample(max(self.unit, self.minimum(index)), index)
+
+    def smallest_length(self, samples: int) -> int:
+        """Tokens at which the smallest prompts fit, with 3 % to spare for other random draws."""
+        needed = max(self.count(self.smallest(index)) for index in range(samples)) + self.new_tokens
+        return max(SMALLEST, math.ceil(needed * 1.03 / 32) * 32)
+
+    def stepping_down(self, size: int, index: int) -> Prompt:
+        """Draws anew until the prompt fits, each time one unit smaller where that is possible."""
+        attempts = size // self.unit + REDRAWS
+        for _ in range(attempts):
+            prompt = self.noted(self.sample(size, index))
+            if prompt is not None:
+                return prompt
+            if size > self.unit:
+                size = max(size - self.unit, self.minimum(index))
+        raise TooShort

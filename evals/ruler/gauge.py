@@ -1,0 +1,69 @@
+"""Searching a size with few tokenizer calls, and with the outcome that counting every prompt would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from evals.ruler.templates import Prompt
+
+MARGIN = 0.005  # of the limit: what random keys may add to or take from a haystack's tokens
+MARGIN_TOKENS = 200  # at least
+DOUBT = 0.15  # of the tokens between a prompt and the counted one nearest to it
+
+
+class Gauge:
+    """Says whether prompts hold at most `limit` tokens, and counts only those near it.
+
+    Sizes far off are judged by the nearest prompt that was counted. Every prompt draws from the random stream, so a
+    wrong guess would change all that follows: `guesses_hold` looks back whether each rests on a counted prompt, one
+    that is shorter and yet too long, or longer and yet short enough. Prompts of a search differ in the size of their
+    haystack only, so that settles it; where it fails, the caller restores the stream and searches with `guess=False`.
+    """
+
+    def __init__(self, count: Callable[[Prompt], int], limit: int, *, guess: bool = True) -> None:
+        self._count = count
+        self._limit = limit
+        self._guess = guess
+        self._margin = max(MARGIN, MARGIN_TOKENS / max(limit, 1))
+        self._counted: list[tuple[int, int]] = []  # characters, tokens
+        self._guessed: list[tuple[int, bool]] = []  # characters, held to fit
+
+    def tokens(self, prompt: Prompt) -> int:
+        """Counts, and remembers for later guesses."""
+        tokens = self._count(prompt)
+        self._counted.append((len(prompt.text), tokens))
+        return tokens
+
+    def fits(self, prompt: Prompt) -> bool:
+        guess = self._verdict(len(prompt.text)) if self._guess and self._counted else None
+        if guess is None:
+            return self.tokens(prompt) <= self._limit
+        self._guessed.append((len(prompt.text), guess))
+        return guess
+
+    def guesses_hold(self) -> bool:
+        shortest_over = min((size for size, tokens in self._counted if tokens > self._limit), default=float("inf"))
+        longest_fit = max((size for size, tokens in self._counted if tokens <= self._limit), default=0)
+        spread = 1 + self._margin
+        return all(
+            size * spread <= longest_fit if fits else size >= shortest_over * spread for size, fits in self._guessed
+        )
+
+    def _verdict(self, size: int) -> bool | None:
+        """What the nearest counted prompt implies, None where that is in doubt."""
+        near_size, near_tokens = min(self._counted, key=lambda known: abs(known[0] - size))
+        expected = near_tokens * size / near_size
+        doubt = self._margin * self._limit + DOUBT * abs(expected - near_tokens)
+        return None if abs(expected - self._limit) <= doubt else expected < self._limit
+
+
+def bisect_size(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """The official binary search; the last size that fitted, None if none did."""
+    best = None
+    while low <= high:
+        middle = (low + high) // 2
+        if fits(middle):
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best

@@ -1,0 +1,122 @@
+"""Needle in a haystack, eight ways: niah_single, _multikey, _multivalue, _multiquery (RULER, arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from evals.base import TextTools
+from evals.haystack import split_sentences
+from evals.ruler.fitting import Generator
+from evals.ruler.templates import NEW_TOKENS, NIAH_NEEDLE, NOISE, TEMPLATES, Prompt
+from evals.ruler.vocabulary import Streams, keys
+
+DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  # percent of the sentences
+
+
+@dataclass(frozen=True, slots=True)
+class Needles:
+    """What is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked."""
+
+    haystack: Literal["noise", "essay", "needle"]
+    key_type: Literal["words", "uuids"] = "words"
+    value_type: Literal["numbers", "uuids"] = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+
+KINDS = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", value_type="uuids"),
+    "niah_multikey_1": Needles("essay", keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", key_type="uuids", value_type="uuids"),
+    "niah_multivalue": Needles("essay", values=4),
+    "niah_multiquery": Needles("essay", keys=4, queries=4),
+}
+
+
+def essay_words(text: str) -> list[str]:
+    """The unit of the essay haystack."""
+    return re.sub(r"\s+", " ", text).split(" ")
+
+
+class Niah(Generator):
+    """`essay` is the haystack in words, used by the kinds that hide their needles in essays."""
+
+    new_tokens = NEW_TOKENS["niah"]
+
+    def __init__(
+        self, text: TextTools, streams: Streams, length: int, *, kind: Needles, essay: Sequence[str] = ()
+    ) -> None:
+        unit = 500 if kind.haystack == "essay" else 25 if length >= 4096 else 5
+        super().__init__(text, streams, length, unit)
+        self.kind = kind
+        self.essay = essay
+        single = kind.queries * kind.values == 1
+        self.template = TEMPLATES["niah"].singular() if single else TEMPLATES["niah"]
+        self.noun = kind.value_type[:-1] if single else kind.value_type
+
+    def minimum(self, index: int) -> int:
+        return self.kind.keys * self.kind.values  # a line each
+
+    def probe(self, size: int, index: int) -> Prompt:
+        names, values, needles = self._needles()
+        self.streams.shuffle(needles)
+        context = self._in_essay(size, needles) if self.kind.haystack == "essay" else self._in_lines(size, needles)
+        asked = self.streams.python.sample(range(self.kind.keys), self.kind.queries)
+        answers = tuple(value for i in asked for value in values[i])
+        depth = context.index(answers[0]) / len(context)
+        query = _enumeration([names[i] for i in asked])
+        return self.template.fill(
+            context, answers, data={"depth": round(depth, 4)}, type_needle_v=self.noun, query=query
+        )
+
+    def _draw(self, kind: str) -> str:
+        if kind == "words":
+            return self.streams.python.choice(keys())
+        return self.streams.number() if kind == "numbers" else self.streams.uuid()
+
+    def _needle(self, key: str, value: str) -> str:
+        return NIAH_NEEDLE.format(type_needle_v=self.kind.value_type, key=key, value=value)
+
+    def _needles(self) -> tuple[list[str], list[list[str]], list[str]]:
+        names, values, needles = [], [], []
+        for _ in range(self.kind.keys):
+            names.append(self._draw(self.kind.key_type))
+            values.append([self._draw(self.kind.value_type) for _ in range(self.kind.values)])
+            needles += [self._needle(names[-1], value) for value in values[-1]]
+        return names, values, needles
+
+    def _in_essay(self, size: int, needles: list[str]) -> str:
+        """Needles between sentences at distinct depths; text that is too short is repeated."""
+        words = self.essay if size <= len(self.essay) else list(self.essay) * -(-size // len(self.essay))
+        sentences = split_sentences(" ".join(words[:size]).strip())
+        depths = self.streams.python.sample(DEPTHS, len(needles))
+        places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
+        pieces = []
+        for start, stop, needle in zip([0, *places], places, needles, strict=False):
+            pieces += [" ".join(sentences[start:stop]), needle]
+        return " ".join([*pieces, " ".join(sentences[places[-1] :])])
+
+    def _in_lines(self, size: int, needles: list[str]) -> str:
+        """Needles as lines between lines of noise, or between other needles."""
+        if self.kind.haystack == "noise":
+            lines = [NOISE] * size
+        else:
+            kinds = self.kind.key_type, self.kind.value_type
+            lines = [self._needle(*map(self._draw, kinds)) for _ in range(size)]
+        places = sorted(self.streams.python.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+
+def _enumeration(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]

@@ -1,0 +1,115 @@
+"""Files that RULER's own scripts wrote, of the current layout (`answer_prefix` apart) and of the older one (inside)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evals.base import TaskError
+from evals.ruler.templates import FAMILIES, TEMPLATES, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class OfficialFile:
+    path: Path
+    task: str
+    length: int
+
+    def prompts(self, samples: int) -> list[Prompt]:
+        """The first `samples` records."""
+        content = self.path.read_bytes()
+        lines = _decoded(content, self.path).split("\n")  # other line separators may stand inside a record
+        numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        if samples > len(numbered):
+            raise TaskError(f"{self.path} has {len(numbered)} records: set task.samples={len(numbered)} or less")
+        stamp = f"official file {hashlib.sha256(content).hexdigest()[:16]}"
+        return [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
+
+    def _prompt(self, line: str, number: int, stamp: str) -> Prompt:
+        record = self._record(line, number)
+        template = TEMPLATES[FAMILIES[self.task]]
+        user, prefix = record["input"], record.get("answer_prefix")
+        if prefix is None:
+            cut = template.prefix_start(user)
+            if cut < 0:
+                raise self._error(number, f"does not end with the answer prefix of {self.task}")
+            user, prefix = user[:cut], user[cut:]
+        start = template.question_start(user)
+        if start < 0 or not template.opens(user):
+            raise self._error(number, f"is no {self.task} prompt, or stands in a chat template: write it with `base`")
+        data = {"generator": stamp}
+        if isinstance(record.get("length"), int):
+            data["tokens"] = record["length"]
+        return Prompt(user[:start], user[start:], prefix, tuple(record["outputs"]), data)
+
+    def _record(self, line: str, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise self._error(number, "is not JSON (cut short?): write or copy the file again") from error
+        if not isinstance(record, dict) or not isinstance(record.get("input"), str):
+            raise self._error(number, "has no text 'input'")
+        outputs = record.get("outputs")
+        if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
+            raise self._error(number, "has no list of texts 'outputs'")
+        if not isinstance(record.get("answer_prefix", ""), str):
+            raise self._error(number, "has an 'answer_prefix' that is no text")
+        return record
+
+    def _error(self, number: int, what: str) -> TaskError:
+        return TaskError(f"{self.path}, line {number}: {what}")
+
+
+def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
+    """One file for each length and task; a source that is one file serves the task and length it was written for."""
+    if source.is_file():
+        yield _single(source, tasks, lengths)
+        return
+    if not source.is_dir():
+        raise TaskError(f"task.source={source} is neither a file nor a folder")
+    for length in lengths:
+        for task in tasks:
+            yield OfficialFile(_in_folder(source, task, length, only_length=len(lengths) == 1), task, length)
+
+
+def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Path:
+    """Files outside a folder of their length are taken for the one length that is asked for."""
+    places = [source / str(length) / task / "validation.jsonl", source / str(length) / f"{task}.jsonl"]
+    if only_length:
+        places += [source / task / "validation.jsonl", source / f"{task}.jsonl"]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        looked = " or ".join(str(place.relative_to(source)) for place in places)
+        there = sorted({str(file.relative_to(source)) for file in source.rglob("*.jsonl")})
+        raise TaskError(
+            f"task.source={source} has no {task} at {length} ({looked}); it holds {', '.join(there) or 'no .jsonl'}: "
+            "set task.tasks and task.lengths to that"
+        )
+    return path
+
+
+def _single(path: Path, tasks: Sequence[str], lengths: Sequence[int]) -> OfficialFile:
+    """Task and length are read off `4096/vt/validation.jsonl`, `4096/vt.jsonl` or `vt_4096.jsonl`."""
+    parts = [path.stem, *(parent.name for parent in path.parents[:2])]
+    named = [task for part in parts for task in FAMILIES if re.match(rf"{task}(?![a-z0-9])", part)]
+    task = named[0] if named else tasks[0]
+    if task not in tasks or not (named or len(tasks) == 1):
+        raise TaskError(f"task.source={path} is a file of {task if named else 'one task'}: name it in task.tasks")
+    numbers = [int(number) for part in parts for number in re.findall(r"(?:^|_)([0-9]{3,7})(?=_|$)", part)]
+    length = numbers[0] if numbers else lengths[0]
+    if length not in lengths or not (numbers or len(lengths) == 1):
+        what = length if numbers else "one length"
+        raise TaskError(f"task.source={path} is a file of {what}: set task.lengths to it")
+    return OfficialFile(path, task, length)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 text: copy it again") from error

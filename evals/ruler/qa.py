@@ -1,0 +1,164 @@
+"""Question answering among many documents, qa_1 (SQuAD 2.0) and qa_2 (HotpotQA) (RULER, arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from evals.base import TaskEnv, TaskError, TextTools
+from evals.data import Source, open_content
+from evals.ruler.fitting import Generator, TooShort
+from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, Prompt
+from evals.ruler.vocabulary import Streams
+
+SOURCES = {
+    "qa_1": Source(
+        name="SQuAD 2.0 dev (https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json)",
+        local=("squad/dev-v2.0.json", "squad/squad_v2_dev*.json", "dev-v2.0.json", "squad.json"),
+    ),
+    "qa_2": Source(
+        name="HotpotQA dev distractor",
+        local=("hotpotqa/hotpot_dev_distractor*.json", "hotpot_dev_distractor*.json", "hotpotqa.json"),
+        hub_repo="namlh2004/hotpotqa",  # the copy that RULER names, the original's host being gone
+        hub_file="hotpot_dev_distractor_v1.json",
+        hub_revision="7e54db4656209750ff487f6fdf8e39a66dba136b",
+    ),
+}
+TRIED = 40  # documents that the finer generator tries to add
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`gold`, `own`, `related` number documents: those with the answer, those always shown, those next in line."""
+
+    query: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    own: tuple[int, ...]
+    related: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Questions in file order over sorted distinct documents; `origin` and `sha256` say where they are from."""
+
+    questions: tuple[Question, ...]
+    documents: tuple[str, ...]
+    origin: str
+    sha256: str
+
+
+def load(task: str, env: TaskEnv) -> Corpus:
+    """The data of `qa_1` or `qa_2`: from the data root, or the hub where it has them."""
+    content = open_content(SOURCES[task], env)
+    read = _read_squad if task == "qa_1" else _read_hotpotqa
+    try:
+        questions, documents = read(json.loads(content.data))
+    except (ValueError, KeyError, TypeError) as error:
+        name = SOURCES[task].name
+        raise TaskError(f"{content.origin} is not in the layout of {name} ({error!r}): fetch it again") from error
+    return Corpus(tuple(questions), tuple(documents), content.origin, content.sha256)
+
+
+def _read_squad(data: Any) -> tuple[list[Question], list[str]]:
+    """Answerable questions; the other paragraphs of an article are related."""
+    articles = [article["paragraphs"] for article in data["data"]]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    number = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for article in articles:
+        numbers = [number[paragraph["context"]] for paragraph in article]
+        for paragraph, own in zip(article, numbers, strict=True):
+            related = tuple(other for other in numbers if other != own)
+            for entry in paragraph["qas"]:
+                if not entry["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in entry["answers"])
+                    questions.append(Question(entry["question"], answers, (own,), (own,), related))
+    return questions, documents
+
+
+def _read_hotpotqa(data: Any) -> tuple[list[Question], list[str]]:
+    """A question's own paragraphs are ten, two of them gold."""
+    paragraphs = [[(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]] for entry in data]
+    documents = sorted({document for entry in paragraphs for _, document in entry})
+    number = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for entry, shown in zip(data, paragraphs, strict=True):
+        titles = {title for title, _ in entry["supporting_facts"]}
+        gold = tuple(number[document] for title, document in shown if title in titles)
+        own = tuple(number[document] for _, document in shown)
+        questions.append(Question(entry["question"], (entry["answer"],), gold, own))
+    return questions, documents
+
+
+class QuestionAnswering(Generator):
+    """`size` documents, those of the question among them, in an order that is the same for all samples of a size.
+
+    The finer generator starts from the gold documents, adds others as long as one fits, and passes over questions
+    whose gold documents do not.
+    """
+
+    new_tokens = NEW_TOKENS["qa"]
+
+    def __init__(self, text: TextTools, streams: Streams, length: int, *, corpus: Corpus) -> None:
+        super().__init__(text, streams, length, unit=10)
+        self.corpus = corpus
+
+    def minimum(self, index: int) -> int:
+        return len(self.corpus.questions[index].own)
+
+    def prompts(self, samples: int) -> list[Prompt]:
+        available = len(self.corpus.questions)
+        if samples > available:
+            raise TaskError(f"{self.corpus.origin} has {available} questions: set task.samples={available} or less")
+        return super().prompts(samples)
+
+    def smallest(self, index: int) -> Prompt:
+        return self._ask(index, self.corpus.questions[index].gold) if self.is_fine else super().smallest(index)
+
+    def fine(self, samples: int) -> list[Prompt]:
+        filled = (self._filled(index) for index in range(len(self.corpus.questions)))
+        prompts = list(islice((prompt for prompt in filled if prompt is not None), samples))
+        if len(prompts) < samples:
+            raise TooShort
+        return prompts
+
+    def probe(self, size: int, index: int) -> Prompt:
+        count = len(self.corpus.documents)
+        if size < count:
+            return self._ask(index, self._choose(size, self.corpus.questions[index]))
+        return self._ask(index, [i % count for i in range(size)])
+
+    def _ask(self, index: int, numbers: Sequence[int]) -> Prompt:
+        question = self.corpus.questions[index]
+        shown = [self.corpus.documents[number] for number in numbers]
+        self.streams.shuffle(shown)
+        context = "\n\n".join(DOCUMENT.format(i=i, document=document) for i, document in enumerate(shown, start=1))
+        data = {"question": index, "documents": len(shown)}
+        return TEMPLATES["qa"].fill(context, question.answers, data=data, query=question.query)
+
+    def _choose(self, size: int, question: Question) -> list[int]:
+        own, related = list(question.own), list(question.related)
+        if size - len(own) <= len(related):
+            return own + self.streams.python.sample(related, max(0, size - len(own)))
+        near = {*own, *related}
+        others = [number for number in range(len(self.corpus.documents)) if number not in near]
+        return own + related + self.streams.python.sample(others, size - len(own) - len(related))
+
+    def _filled(self, index: int) -> Prompt | None:
+        """The gold documents and as many of `TRIED` others, in random order, as there is room for."""
+        question = self.corpus.questions[index]
+        chosen, best = list(question.gold), self.noted(self._ask(index, question.gold))
+        if best is None:
+            return None
+        near, others = [*question.own, *question.related], range(len(self.corpus.documents))
+        candidates = [*self.streams.python.sample(near, len(near)), *self.streams.python.choices(others, k=TRIED)]
+        for number in [number for number in dict.fromkeys(candidates) if number not in question.gold][:TRIED]:
+            longer = self.noted(self._ask(index, [*chosen, number]))
+            if longer is not None:
+                best = longer
+                chosen.append(number)
+        return best

@@ -1,0 +1,151 @@
+"""RULER's prompt templates (arXiv:2404.06654), split where the context ends, and the table of its 13 tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NIAH_NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DOCUMENT = "Document {i}:\n{document}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
+
+    context: str
+    question: str
+    prefix: str
+    references: tuple[str, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def user(self) -> str:
+        return self.context + self.question
+
+    @property
+    def text(self) -> str:
+        return self.context + self.question + self.prefix
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Prompt:
+        return cls(**{**row, "references": tuple(row["references"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """`text` is the user turn, `prefix` goes behind the assistant header and starts with a space."""
+
+    text: str
+    prefix: str
+
+    @property
+    def head(self) -> str:
+        return self.text.partition("{context}")[0]
+
+    @property
+    def tail(self) -> str:
+        return self.text.partition("{context}")[2]
+
+    def singular(self) -> Template:
+        """The wording for one value of one key: edits of the task's own text, before a chat template surrounds it."""
+
+        def edit(text: str) -> str:
+            for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+                text = text.replace(old, new)
+            return text
+
+        return Template(edit(self.text), edit(self.prefix))
+
+    def fill(
+        self,
+        context: str,
+        references: tuple[str, ...],
+        *,
+        before: str = "",
+        data: Mapping[str, Any] | None = None,
+        **fields: str,
+    ) -> Prompt:
+        """`before` is an example that goes in front, inside the user turn."""
+        head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
+        return Prompt(before + head + context, tail, prefix, references, data or {})
+
+    def opens(self, text: str) -> bool:
+        """Whether `text` starts with this template, in either number: no chat template is in front of it."""
+        starts = (self.head[:18], self.singular().head[:15])
+        return text.lstrip().startswith(starts)
+
+    def question_start(self, text: str) -> int:
+        """Where the question begins in a filled user turn, -1 if it does not."""
+        marker = "\nWhat " if self.tail.startswith("\nWhat ") else self.tail.partition("{")[0]
+        return text.rfind(marker)
+
+    def prefix_start(self, text: str) -> int:
+        """Where the answer prefix begins at the end of `text`, -1 if there is none; old spelling included."""
+        start = text.rfind(self.prefix[:10])
+        forms = (_prefix_pattern(template.prefix) for template in (self, self.singular()))
+        return start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
+
+
+def _prefix_pattern(prefix: str) -> str:
+    """`{field}` stands for any text; the old generator writes `assgined`; trailing spaces may be lost."""
+    pattern = re.sub(r"\\\{\w+\\\}", ".+?", re.escape(prefix.rstrip()))
+    return pattern.replace("assigned", "ass(?:igned|gined)") + r"\s*"
+
+
+TEMPLATES = {
+    "niah": Template(
+        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will "
+        "quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for "
+        "{query} mentioned in the provided text?",
+        " The special magic {type_needle_v} for {query} mentioned in the provided text are",
+    ),
+    "vt": Template(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
+        "Find all variables that are assigned the value {query} in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned "
+        "the value {query}, they are: ",
+    ),
+    "cwe": Template(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
+    ),
+    "fwe": Template(
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+    ),
+    "qa": Template(
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+        "\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only "
+        "give me the answer and do not output any other words.\n\nQuestion: {query}",
+        " Answer:",
+    ),
+}
+
+# tokens kept free for the answer; they count towards the length
+NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+
+FAMILIES = {
+    "niah_single_1": "niah",
+    "niah_single_2": "niah",
+    "niah_single_3": "niah",
+    "niah_multikey_1": "niah",
+    "niah_multikey_2": "niah",
+    "niah_multikey_3": "niah",
+    "niah_multivalue": "niah",
+    "niah_multiquery": "niah",
+    "vt": "vt",
+    "cwe": "cwe",
+    "fwe": "fwe",
+    "qa_1": "qa",
+    "qa_2": "qa",
+}

@@ -1,0 +1,101 @@
+"""Variable tracking, vt (RULER, arXiv:2404.06654): a chain of five assignments between lines of noise."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from string import ascii_uppercase
+
+from evals.base import TextTools
+from evals.ruler.fitting import Generator, TooShort
+from evals.ruler.templates import NEW_TOKENS, NOISE, TEMPLATES, Prompt
+from evals.ruler.vocabulary import Streams
+
+HOPS = 4
+EXAMPLE_TOKENS = 500  # the cap of the worked example; its answer is not counted
+EXAMPLE_VALUE = "12345"
+
+
+class _Chain(Generator):
+    """One chain in `size` lines of noise."""
+
+    letters: int
+
+    def minimum(self, index: int) -> int:
+        return HOPS + 1  # the assignments stand at distinct lines
+
+    def probe(self, size: int, index: int) -> Prompt:
+        return self.fill(size, before="")
+
+    def fill(self, size: int, before: str) -> Prompt:
+        names = self._names()
+        value = self.value()
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {name} = VAR {source} " for source, name in pairwise(names)]
+        lines = [NOISE] * size
+        places = sorted(self.streams.python.sample(range(size), len(chain)))
+        for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + shift, assignment)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        return TEMPLATES["vt"].fill(context, tuple(names), before=before, query=value, num_v=str(HOPS + 1))
+
+    def value(self) -> str:
+        return self.streams.value()
+
+    def _names(self) -> list[str]:
+        """Distinct names, further ones being drawn behind; here the official script breaks off (once in 10^6 draws)."""
+        names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
+        while len(set(names)) <= HOPS:
+            names.append(self.streams.letters(ascii_uppercase, self.letters))
+        return list(dict.fromkeys(names))
+
+
+class _Example(_Chain):
+    """The worked example: short names, a fixed value, never in a chat template of its own."""
+
+    new_tokens = 0
+    letters = 3
+    chat = False
+
+    def __init__(self, text: TextTools, streams: Streams) -> None:
+        super().__init__(text, streams, EXAMPLE_TOKENS, unit=5)
+        self.is_fine, self.unit = False, 5
+
+    def draw(self, *, smallest: bool) -> Prompt:
+        """A tokenizer that needs more than the cap for five lines gets those; the official script never ends there."""
+        if not smallest:
+            try:
+                return self.official(1)[0]
+            except TooShort:
+                pass
+        return self.probe(self.minimum(0), 0)
+
+    def value(self) -> str:
+        return EXAMPLE_VALUE
+
+
+class Tracing(_Chain):
+    """The example stands in front, inside the user turn, with new names and a new value in every sample."""
+
+    new_tokens = NEW_TOKENS["vt"]
+    letters = 5
+
+    def __init__(self, text: TextTools, streams: Streams, length: int) -> None:
+        super().__init__(text, streams, length, unit=10 if length >= 4096 else 5)
+        example = _Example(text, streams).draw(smallest=self.is_fine)
+        self._example = f"{example.text} {' '.join(example.references)}\n"
+
+    def official(self, samples: int) -> list[Prompt]:
+        reserved = self.new_tokens + self.text.count(self._example, chat=False)
+        size = self.official_size(self.unit, reserved)
+        return [self.stepping_down(size, index) for index in range(samples)]
+
+    def sample(self, size: int, index: int) -> Prompt:
+        """The chain is drawn before the example changes."""
+        prompt = self.fill(size, before="")
+        return Prompt(f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references)
+
+    def _fresh_example(self) -> str:
+        example = self._example
+        for name in example.split()[-HOPS - 1 :]:
+            example = example.replace(name, self.streams.letters(ascii_uppercase, len(name)))
+        return example.replace(EXAMPLE_VALUE, self.streams.value())

@@ -1,0 +1,38 @@
+"""The composed configuration outside `python -m harness`: for `harness.lint` and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from harness import plugins
+from harness.catalogue import CONF, GROUPS, names
+from harness.config import RunConfig, Settings, SettingsError, settings_of
+from harness.errors import check_overrides, default_keys, explain
+
+
+def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
+    ConfigStore.instance().store("schema", RunConfig)
+    flags = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
+    check_overrides(list(overrides), {group: names(group, flags) for group in GROUPS})
+    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    extra = [f"hydra.searchpath=[{path}]"] if path else []
+    try:
+        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+            config = compose("config", overrides=[*overrides, *extra])
+    except HydraException as error:
+        raise SettingsError(explain(error, default_keys(CONF, list(overrides)))) from error
+    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+
+
+def built(config: dict[str, Any]) -> tuple[Any, Any, Any, Settings]:
+    """Method, task, model and settings of a composed configuration."""
+    method, task, model = (plugins.build(config[kind], kind) for kind in GROUPS)
+    return method, task, model, settings_of(config)

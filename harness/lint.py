@@ -1,0 +1,68 @@
+"""`python -m harness.lint task=ruler model=smollm2 [--show N]`: look at the prompts, run no model.
+
+What it finds stops a run (errors) or stands in its record (warnings): BOS twice, special tokens inside the text, an
+answer prefix in the wrong place, tokens cut, prompts beyond the window, budgets too small for a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.compose import built, composed
+from harness.errors import is_known, sentence
+from harness.preparation import Item, budget_of, check_budget, effective, prepare
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return _lint(options.overrides, options.config_dir, options.show)
+    except Exception as error:
+        if not is_known(error):
+            raise
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> int:
+    method, task, model, wanted = built(composed(overrides, config_dirs))
+    settings, info = effective(wanted, method), model.describe()
+    items = prepare(task, model, settings)
+    for item in items[:shown]:
+        print(f"--- {item.example.id}\n{_marked(item)}\n")
+    lengths = [len(item.prompt.ids) for item in items]
+    print(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
+    check_budget(items, method, budget_of(settings, method, info), settings, info.num_layers)
+    kinds = Counter((f.level, f.code) for item in items for f in item.findings)
+    first = {(f.level, f.code): (item, f) for item in reversed(items) for f in item.findings}
+    for (level, code), count in sorted(kinds.items()):
+        item, finding = first[level, code]
+        print(f"{level}: {count} of {len(items)} prompts, first {item.example.id}: {finding.message}")
+    if not kinds:
+        print("nothing found")
+    return int(any(level == "error" for level, _ in kinds))
+
+
+def _marked(item: Item) -> str:
+    """The whole prompt, with the place where protocol=context seals and the expected answers."""
+    context_end = item.prompt.text.rfind(item.example.question) if item.example.question else -1
+    text = item.prompt.text
+    if context_end > 0:
+        text = f"{text[:context_end]}<<context ends>>{text[context_end:]}"
+    return f"{text}\n>>> expects {list(item.example.references)}, {item.new_tokens} new tokens at most"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.lint", description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for python -m harness")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N prompts whole")
+    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

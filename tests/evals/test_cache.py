@@ -1,0 +1,70 @@
+"""Generated data on disk: made once, made again when damaged, never half there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.cache import key_hash, load_or_make
+
+KEY = {"task": "vt", "length": 1024, "seed": 42}
+ROWS = [{"context": "a\u2028b\r\nc", "references": ["é", "x"]}, {"context": "", "references": []}]
+
+
+def never() -> list[dict[str, Any]]:
+    raise AssertionError("made again")
+
+
+def make_many(folder: Path) -> int:
+    rows = [{"text": "x" * 1000, "number": number} for number in range(2000)]
+    return len(load_or_make(folder, "big", KEY, lambda: rows))
+
+
+def test_rows_come_back_as_made_and_are_made_once(tmp_path: Path) -> None:
+    assert load_or_make(tmp_path / "new", "vt", KEY, lambda: ROWS) == ROWS
+    assert load_or_make(tmp_path / "new", "vt", dict(reversed(KEY.items())), never) == ROWS
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".jsonl"]
+
+
+@pytest.mark.parametrize("field", ["task", "length", "seed"])
+def test_every_field_of_the_key_counts(tmp_path: Path, field: str) -> None:
+    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
+    other = {**KEY, field: 7}
+    assert key_hash(other) != key_hash(KEY)
+    assert load_or_make(tmp_path, "vt", other, list) == []
+
+
+@pytest.mark.parametrize("keep", [0, 10, -2, -30])
+def test_a_file_cut_short_is_made_again(tmp_path: Path, keep: int) -> None:
+    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+    assert path.read_bytes() == whole
+
+
+def test_a_file_that_lost_its_last_row_is_made_again(tmp_path: Path) -> None:
+    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
+    (path,) = tmp_path.iterdir()
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+
+
+def test_failing_to_make_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        load_or_make(tmp_path, "vt", KEY, lambda: [{"context": object()}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    assert load_or_make(None, "vt", KEY, lambda: ROWS) == ROWS
+
+
+def test_two_processes_may_make_the_same(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2) as pool:
+        assert list(pool.map(make_many, [tmp_path] * 4)) == [2000] * 4
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,220 @@
+"""Data files: the order of places, damage that is noticed, the hub's layout served on this machine, sentences."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, cast
+
+import pytest
+
+from evals.base import TaskEnv, TaskError
+from evals.data import Source, open_content, open_rows
+
+COMMIT = "5" * 40
+REPO = "someone/some-set"
+ROWS = [{"input": "who?", "n": 1}, {"input": "line\r separators \u2028 inside", "n": 2}]
+JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+FETCH = """
+import json, sys
+from evals.base import TaskEnv, TaskError
+from evals.data import Source, open_rows
+try:
+    rows = open_rows(Source(**json.loads(sys.argv[1])), TaskEnv(text=None, seed=0))
+    print(json.dumps({**rows.provenance, "rows": rows.rows}))
+except TaskError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+def env_of(root: Path | None) -> TaskEnv:
+    return TaskEnv(text=cast(Any, None), seed=0, data_root=root)
+
+
+def source(**changes: Any) -> Source:
+    return Source(**{"name": "set/test", "local": ("set/test.jsonl", "Set/*/test.json"), **changes})
+
+
+class TestLocal:
+    def test_first_pattern_wins_and_rows_come_whole(self, tmp_path: Path) -> None:
+        (tmp_path / "Set" / "deep").mkdir(parents=True)
+        (tmp_path / "Set" / "deep" / "test.json").write_text('[{"n": 9}]')
+        assert open_rows(source(), env_of(tmp_path)).origin == "local:Set/deep/test.json"
+        (tmp_path / "set").mkdir()
+        (tmp_path / "set" / "test.jsonl").write_bytes(JSONL)
+        rows = open_rows(source(), env_of(tmp_path))
+        assert rows.rows == ROWS
+        assert rows.provenance == {
+            "origin": "local:set/test.jsonl",
+            "sha256": hashlib.sha256(JSONL).hexdigest(),
+            "rows": 2,
+        }
+
+    @pytest.mark.parametrize("content", [JSONL[:-9], b"", b"[1]\n", b"\xff\xfe", b'{"a": "\xff"}'])
+    def test_damaged_lines_are_refused(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "test.jsonl").write_bytes(content)
+        with pytest.raises(TaskError, match=r"set/test: local:test.jsonl .*fetch it again"):
+            open_rows(source(local=("test.jsonl",)), env_of(tmp_path))
+
+    def test_zip_member_has_the_hash_of_the_plain_file(self, tmp_path: Path) -> None:
+        with zipfile.ZipFile(tmp_path / "data.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("data/test.jsonl", JSONL * 50)
+        found = open_content(source(local=("data.zip",), member="data/test.jsonl"), env_of(tmp_path))
+        assert found.origin == "local:data.zip/data/test.jsonl"
+        assert found.sha256 == hashlib.sha256(JSONL * 50).hexdigest()
+        with pytest.raises(TaskError, match="holds no file other"):
+            open_rows(source(local=("data.zip",), member="other"), env_of(tmp_path))
+
+    def test_damaged_zip_is_refused(self, tmp_path: Path) -> None:
+        with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+            archive.writestr("test.jsonl", JSONL)
+        whole = (tmp_path / "data.zip").read_bytes()
+        for damaged in (whole[:-30], whole.replace(b"who?", b"why?")):
+            (tmp_path / "data.zip").write_bytes(damaged)
+            with pytest.raises(TaskError, match=r"data.zip is cut short or damaged"):
+                open_rows(source(local=("data.zip",), member="test.jsonl"), env_of(tmp_path))
+
+    def test_parquet(self, tmp_path: Path) -> None:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "test.parquet")
+        assert open_rows(source(local=("test.parquet",)), env_of(tmp_path)).rows == ROWS
+        (tmp_path / "test.parquet").write_bytes((tmp_path / "test.parquet").read_bytes()[:-20])
+        with pytest.raises(TaskError, match="fetch it again"):
+            open_rows(source(local=("test.parquet",)), env_of(tmp_path))
+
+    def test_missing_names_set_places_and_remedy(self, tmp_path: Path) -> None:
+        with pytest.raises(TaskError, match=r"set/test is not on the hub .*set/test.jsonl or Set.*put the file there"):
+            open_rows(source(), env_of(tmp_path))
+        with pytest.raises(TaskError, match=r"data_root=.*absent is not a folder"):
+            open_rows(source(), env_of(tmp_path / "absent"))
+
+
+@dataclass
+class Hub:
+    """Files under /datasets/REPO/resolve/REVISION/FILE, with the headers of the real hub."""
+
+    files: dict[str, bytes]
+    sent: dict[str, bytes] = field(default_factory=dict)  # what the body really is, where a file is spoilt
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        self.requests.append(f"{handler.command} {handler.path}")
+        _, _, tail = handler.path.partition(f"/datasets/{REPO}/resolve/")
+        revision, _, name = tail.partition("/")
+        if revision not in ("main", COMMIT) or name not in self.files:
+            code = "EntryNotFound" if revision in ("main", COMMIT) else "RevisionNotFound" if tail else "RepoNotFound"
+            handler.send_response(404)
+            handler.send_header("X-Error-Code", code)
+            handler.send_header("X-Repo-Commit", COMMIT)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+            return
+        promised = self.files[name]
+        body = self.sent.get(name, promised)
+        handler.send_response(200)
+        handler.send_header("X-Repo-Commit", COMMIT)
+        handler.send_header("ETag", f'"{hashlib.sha256(promised).hexdigest()}"')
+        handler.send_header("Content-Length", str(len(body if handler.command == "GET" else promised)))
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("data/test.jsonl", JSONL)
+    served = Hub({"test.jsonl": JSONL, "data.zip": packed.getvalue()})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            served.serve(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served.url = f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield served
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(cache: Path, endpoint: str, **changes: Any) -> dict[str, Any]:
+    """In a process of its own: the client reads its environment when it is imported."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
+    offline = changes.pop("offline", "0")
+    environ |= {
+        "HF_HOME": str(cache),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    wanted = {"name": "set/test", "local": ["x.jsonl"], "hub_repo": REPO, "hub_file": "test.jsonl", **changes}
+    command = [sys.executable, "-c", FETCH, json.dumps(wanted)]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    return cast(dict[str, Any], json.loads(done.stdout))
+
+
+class TestHub:
+    def test_fetched_once_then_offline(self, hub: Hub, tmp_path: Path) -> None:
+        first = fetch(tmp_path, hub.url)
+        assert first["rows"] == ROWS
+        assert first["origin"] == f"hub:{REPO}@{COMMIT}:test.jsonl"
+        asked = [request for request in hub.requests if "resolve" in request]
+        assert fetch(tmp_path, hub.url) == first == fetch(tmp_path, hub.url, offline="1")
+        assert [request for request in hub.requests if "resolve" in request] == asked
+
+    def test_zip_member_at_a_pinned_commit(self, hub: Hub, tmp_path: Path) -> None:
+        got = fetch(tmp_path, hub.url, hub_file="data.zip", member="data/test.jsonl", hub_revision=COMMIT)
+        assert got["origin"] == f"hub:{REPO}@{COMMIT}:data.zip/data/test.jsonl"
+        assert got["sha256"] == hashlib.sha256(JSONL).hexdigest()
+
+    def test_spoilt_downloads_are_refused(self, hub: Hub, tmp_path: Path) -> None:
+        hub.sent["test.jsonl"] = JSONL.replace(b"who", b"why")  # the right size, the wrong content
+        assert "is damaged (delete that file first)" in fetch(tmp_path, hub.url)["error"]
+
+    def test_cut_downloads_are_refused(self, hub: Hub, tmp_path: Path) -> None:
+        hub.sent["test.jsonl"] = JSONL[: JSONL.index(b"\n") + 1]  # ends behind a line, so only the size can tell
+        assert "its download failed" in fetch(tmp_path, hub.url)["error"]
+        assert not list(tmp_path.rglob("snapshots/*/test.jsonl"))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"hub_file": "absent.jsonl"}, f"{REPO} on the hub has no file absent.jsonl at revision main"),
+            ({"hub_revision": "v9"}, f"{REPO} on the hub has no revision v9"),
+            ({"hub_repo": "no/where"}, "shows no data set no/where to you"),
+        ],
+    )
+    def test_what_the_hub_lacks(self, hub: Hub, tmp_path: Path, changes: dict[str, str], message: str) -> None:
+        assert message in fetch(tmp_path, hub.url, **changes)["error"]
+
+    @pytest.mark.parametrize("offline", ["0", "1"])
+    def test_without_network_one_sentence(self, tmp_path: Path, offline: str) -> None:
+        error = fetch(tmp_path, "http://127.0.0.1:9", offline=offline)["error"]
+        reason = "HF_HUB_OFFLINE forbids to fetch it" if offline == "1" else "http://127.0.0.1:9 does not answer"
+        assert error == (
+            "set/test was not found below data_root=null (as x.jsonl) nor in the hub's cache, and "
+            f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "
+            "--revision main` where the hub can be reached"
+        )

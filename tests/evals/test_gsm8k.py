@@ -1,0 +1,145 @@
+"""GSM8K: prompts rebuilt from the data, and four readings of an answer."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals import gsm8k_answers
+from evals.base import Example, TaskEnv, TaskError
+from evals.gsm8k import PQCACHE_SHOTS, Gsm8k
+from evals.gsm8k_answers import READERS, final_number
+
+
+def task(**changes: Any) -> Gsm8k:
+    fields = {"prompt": "lm_eval", "extraction": "flexible", "samples": None, "max_new_tokens": 256, "chat": False}
+    return Gsm8k(**{**fields, "revision": "main", **changes})
+
+
+def env(root: Path) -> TaskEnv:
+    return TaskEnv(text=cast(Any, None), seed=0, data_root=root)
+
+
+def example(gold: str, **changes: Any) -> Example:
+    return Example(id="", group="gsm8k", context="", references=(gold,), max_new_tokens=1, **changes)
+
+
+def write(root: Path, split: str, rows: list[dict[str, str]]) -> None:
+    (root / "gsm8k").mkdir(exist_ok=True)
+    (root / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(gsm8k_answers).failed == 0
+
+
+class TestPrompt:
+    def test_pqcaches_ten_examples(self, shared_data: Path) -> None:
+        recipe = json.loads((shared_data / "gsm8k" / "pqcache_prompt_recipe.json").read_text())
+        assert tuple(recipe["train_indices_0based"]) == PQCACHE_SHOTS
+        wanted = task(prompt="pqcache", extraction="pqcache")
+        examples = list(wanted.examples(env(shared_data)))
+        assert len(examples) == 1319
+        assert len(examples[0].context.encode()) == recipe["bytes"]
+        assert wanted.provenance()["prompt_sha256"] == recipe["sha256_of_result"]
+        assert wanted.provenance()["test"]["sha256"].startswith("3730d312f6e3440559ac")
+        assert examples[1].question.startswith("\nQuestion: A robe takes 2 bolts")
+        assert (examples[1].question[-1], examples[1].references, examples[1].chat) == ("\n", ("3",), False)
+
+    def test_other_train_rows_do_not_pass_for_pqcaches(self, tmp_path: Path) -> None:
+        write(tmp_path, "test", [{"question": "1+1?", "answer": "#### 2"}])
+        for count, message in ((3, "has 3 rows"), (7473, "does not make PQCache's prompt")):
+            write(tmp_path, "train", [{"question": "1+1?", "answer": "It is <<1+1=2>>2\n#### 2"}] * count)
+            with pytest.raises(TaskError, match=message):
+                next(task(prompt="pqcache").examples(env(tmp_path)))
+
+    def test_lm_evals_eight_need_no_train_split(self, tmp_path: Path) -> None:
+        write(tmp_path, "test", [{"question": "1+1?", "answer": "<<1+1=2>>\n#### 1,002"}] * 3)
+        first, second = task(samples=2).examples(env(tmp_path))
+        assert first.context.count("The answer is") == first.context.count("\nA: ") == 8
+        assert first.context.startswith("Q: There are 15 trees in the grove. Grove workers")
+        assert first.context.endswith("The answer is 8.")
+        assert (first.question, first.references) == ("\n\nQ: 1+1?\nA:", ("1,002",))
+        assert first.id != second.id
+
+    def test_rows_of_another_data_set(self, tmp_path: Path) -> None:
+        write(tmp_path, "test", [{"question": "1+1?"}])
+        with pytest.raises(TaskError, match="lacks 'answer'"):
+            list(task().examples(env(tmp_path)))
+
+
+class TestReadings:
+    def test_vectors(self, shared_data: Path) -> None:
+        vectors = json.loads((shared_data / "golden" / "gsm8k_extraction_vectors.json").read_text())
+        assert len(vectors) == 8
+        for vector in vectors:
+            gold = final_number(vector["gold"])
+            for name, reader in READERS.items():
+                answer = reader.extract(vector["output"])
+                assert answer == (None if vector[name] == "[invalid]" else vector[name]), (name, vector)
+                if name != "openai":
+                    assert (answer is not None and reader.equal(answer, gold)) == vector[f"{name}_ok"], (name, vector)
+
+    @pytest.mark.parametrize(
+        ("output", "gold", "right"),
+        [
+            ("She has 9+9. The answer is 18.", "18", {"strict", "flexible", "pqcache"}),
+            ("The answer is 18", "18", {"flexible", "pqcache"}),
+            ("so $1,234\n#### 1,234", "1234", {"flexible", "pqcache", "openai"}),
+            ("The answer is 12.50.", "12.5", {"pqcache"}),
+            ("The answer is 10.", "-10", {"pqcache"}),
+            ("The answer is -10.", "-10", {"strict", "flexible", "pqcache"}),
+            ("The answer is 18. Then 5.", "18", {"strict"}),
+            ("The answer is 18\nQuestion: How many 99?", "18", {"pqcache"}),
+            ("no number", "3", set()),
+        ],
+    )
+    def test_each_paper_reads_its_way(self, output: str, gold: str, right: set[str]) -> None:
+        details = task().score(example(gold), output).details
+        assert {name for name in READERS if details[name]} == right
+
+    @pytest.mark.parametrize("extraction", READERS)
+    def test_the_chosen_reading_counts(self, extraction: str) -> None:
+        score = task(extraction=extraction).score(example("18"), "The answer is 18\n#### 1")
+        assert score.value == score.details[extraction]
+
+    def test_output_ends_at_the_stop_of_its_prompt(self) -> None:
+        output = "The answer is 18. \n\nQ: What of 7?"
+        assert task().score(example("18", stop=("Q:",)), output).value == 1.0
+        assert task().score(example("18"), output).value == 0.0
+
+    @given(
+        output=st.text() | st.text("0123456789.,$-# \n"),
+        gold=st.from_regex(r"-?[0-9]{1,3}(,[0-9]{3})*", fullmatch=True),
+    )
+    def test_pure_and_binary(self, output: str, gold: str) -> None:
+        score = task().score(example(gold), output)
+        assert score.value in (0.0, 1.0)
+        assert task().score(example(gold), output) == score
+
+    @pytest.mark.parametrize(
+        "output", ["1" * 200_000, "." * 100_000, "$-" * 100_000, "The answer is " * 20_000, "٣" * 999]
+    )
+    def test_adversarial_outputs(self, output: str) -> None:
+        assert task().score(example("3"), output).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "zero"}, "choose one of pqcache, lm_eval"),
+        ({"extraction": "last"}, "choose one of pqcache, strict, flexible, openai"),
+        ({"prompt": "pqcache", "extraction": "strict"}, "choose prompt=lm_eval"),
+        ({"samples": 0}, "samples=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_wrong_settings_say_what_is_right(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        task(**changes)

@@ -1,0 +1,214 @@
+"""LongBench: official prompts, rules and averages; the predictions of a published run scored end to end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import Example, TaskEnv, TaskError
+from evals.longbench import LongBench
+from evals.longbench_tables import DATASETS, ENGLISH, PRESETS
+
+# of all 21 templates of LongBench's dataset2prompt.json
+PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
+FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
+
+
+class Words:
+    """One token a word; a template costs three."""
+
+    fingerprint = "words"
+
+    def encode(self, text: str) -> list[int]:
+        return list(range(len(text.split())))
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return len((user + prefix + system).split()) + 3 * chat
+
+
+def task(**changes: Any) -> LongBench:
+    fields = {"datasets": "english", "subset": "longbench", "samples": None, "max_prompt_tokens": None}
+    return LongBench(**{**fields, "code_sim": "levenshtein", "revision": "main", **changes})
+
+
+def env(root: Path | None, window: int | None = None) -> TaskEnv:
+    return TaskEnv(text=Words(), seed=0, data_root=root, window=window)
+
+
+def row(name: str, **changes: Any) -> dict[str, Any]:
+    fields = {"context": f"{{input}} of {name}", "input": "Q {context}?", "answers": ["Paragraph 3 段落3"], "length": 5}
+    return {**fields, "all_classes": ["Date", "City"], "_id": f"{name}-id", **changes}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A data root with one row of every data set, or the rows given."""
+
+    def put(subset: str = "longbench", suffix: str = "", **rows: list[dict[str, Any]]) -> Path:
+        (tmp_path / subset).mkdir(exist_ok=True)
+        for name in DATASETS:
+            lines = rows.get(name, [row(name)])
+            text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+            (tmp_path / subset / f"{name}{suffix}.jsonl").write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return put
+
+
+def test_prompts_are_the_published_ones() -> None:
+    prompts = {name: data_set.prompt for name, data_set in DATASETS.items()}
+    assert prompts["narrativeqa"].count("asconcisely") == 2
+    assert prompts["passage_count"].endswith("The final answer is: ")
+    text = json.dumps(prompts, sort_keys=True, ensure_ascii=False)
+    assert hashlib.sha256(text.encode()).hexdigest() == PROMPTS_SHA256
+
+
+class TestExamples:
+    def test_prompt_is_the_filled_template(self, write: Callable[..., Path]) -> None:
+        wanted = task(datasets=[name for name in DATASETS if not DATASETS[name].metric.endswith("_zh")])
+        examples = list(wanted.examples(env(write())))
+        assert [example.group for example in examples] == list(wanted.names())
+        for example in examples:
+            template = DATASETS[example.group].prompt
+            assert example.context + example.question == template.format(**row(example.group))
+            assert example.context.endswith(f"of {example.group}")
+            assert (example.id, example.system, example.prefix) == (f"{example.group}-id", "", "")
+            assert example.max_prompt_tokens is None
+
+    def test_official_exceptions(self, write: Callable[..., Path]) -> None:
+        examples = {e.group: e for e in task(datasets=[*ENGLISH, "lsht"]).examples(env(write()))}
+        assert {name for name, e in examples.items() if not e.chat} == {*FEW_SHOT, "lcc", "repobench-p"}
+        assert {name for name, e in examples.items() if e.stop or e.min_new_tokens} == {"samsum"}
+        assert (examples["samsum"].stop, examples["samsum"].min_new_tokens) == (("\n",), 1)
+        assert {e.max_new_tokens for e in examples.values()} == {32, 64, 128, 512}
+
+    def test_window_leaves_room_for_template_and_answer(self, write: Callable[..., Path]) -> None:
+        root = write()
+        qasper, trec = task(datasets=["qasper", "trec"]).examples(env(root, window=4096))
+        assert qasper.max_prompt_tokens == 4096 - 128 - 3 - 16
+        assert trec.max_prompt_tokens == 4096 - 64 - 16
+        (fixed,) = task(datasets="qasper", max_prompt_tokens=3500).examples(env(root, window=4096))
+        assert fixed.max_prompt_tokens == 3500
+        with pytest.raises(TaskError, match="window of 140 tokens is too small"):
+            list(task(datasets="qasper").examples(env(root, window=140)))
+
+    def test_samples_ids_and_provenance(self, write: Callable[..., Path]) -> None:
+        rows = [row("qasper", _id="x"), row("qasper", _id="x"), row("qasper"), row("qasper")]
+        del rows[2]["_id"]
+        wanted = task(datasets="qasper", samples=3)
+        assert [example.id for example in wanted.examples(env(write(qasper=rows)))] == ["x", "x-2", "qasper-2"]
+        found = wanted.provenance()["qasper"]
+        assert (found["origin"], found["rows"], found["published_rows"]) == ("local:longbench/qasper.jsonl", 4, 200)
+
+    def test_even_lengths(self, write: Callable[..., Path]) -> None:
+        rows = [row("qasper", length=n, _id=str(n)) for n in (3999, 4000, 8000)]
+        wanted = task(subset="longbench_e", datasets=["qasper"])
+        groups = [example.group for example in wanted.examples(env(write("longbench", "_e", qasper=rows)))]
+        assert groups == ["qasper/0-4k", "qasper/4-8k", "qasper/8k+"]
+        assert wanted.averages(dict(zip(groups, (0.1, 0.2, 0.6), strict=True)))["mean_8k+"] == 0.6
+        assert len(task(subset="longbench_e").names()) == 13
+
+    def test_all_files_are_looked_for_before_the_first_example(self, write: Callable[..., Path]) -> None:
+        root = write("minilongbench")
+        (root / "minilongbench" / "lcc.jsonl").unlink()
+        with pytest.raises(TaskError, match=r"minilongbench/lcc is not on the hub .* minilongbench/lcc\.jsonl"):
+            next(task(subset="minilongbench").examples(env(root)))
+
+    def test_chinese_needs_jieba_before_the_first_example(
+        self, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "jieba", None)
+        with pytest.raises(TaskError, match="pip install 'jieba"):
+            next(task(datasets="all").examples(env(write())))
+        assert len(list(task(datasets=["lsht", "passage_retrieval_zh"]).examples(env(write())))) == 2
+
+    @pytest.mark.parametrize("missing", ["context", "answers", "all_classes"])
+    def test_rows_of_another_kind(self, write: Callable[..., Path], missing: str) -> None:
+        with pytest.raises(TaskError, match=f"trec: row trec-id lacks {missing}"):
+            list(task(datasets="trec").examples(env(write(trec=[row("trec", **{missing: None})]))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"datasets": "qaspr"}, "datasets='qaspr' is not what longbench offers: choose english, pqcache14"),
+        ({"datasets": []}, "choose english"),
+        ({"datasets": ["musique"], "subset": "longbench_e"}, "is not what longbench_e offers"),
+        ({"subset": "v2"}, "subset='v2' is unknown"),
+        ({"samples": 0}, "samples=0"),
+        ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
+        ({"code_sim": "jaro"}, "choose one of levenshtein, difflib"),
+    ],
+)
+def test_wrong_settings_say_what_is_right(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        task(**changes)
+
+
+class TestScore:
+    def example(self, name: str, *references: str) -> Example:
+        data = {"dataset": name, "all_classes": ["Date", "City"]}
+        return Example(id="", group=name, context="", references=references, max_new_tokens=1, data=data)
+
+    def test_best_reference_counts(self) -> None:
+        assert task().score(self.example("qasper", "Rome", "the city of Paris"), "Paris city of").value == 1.0
+        assert task().score(self.example("qasper"), "anything").value == 0.0
+
+    @pytest.mark.parametrize("name", FEW_SHOT[:3])
+    def test_first_line_after_newlines_only(self, name: str) -> None:
+        example = self.example(name, "City")
+        assert task().score(example, "\n\nCity\nDate").value > 0.99
+        assert task().score(example, " \nCity").value == 0.0
+
+    def test_both_readings_of_code_are_kept(self) -> None:
+        example = self.example("lcc", "return None if default is value")
+        for backend in ("levenshtein", "difflib"):
+            score = task(code_sim=backend).score(example, "if value is None: return default")
+            assert score.value == score.details[f"code_sim_{backend}"]
+        assert score.details == {"code_sim_levenshtein": 0.48, "code_sim_difflib": 0.44}
+
+
+class TestAverages:
+    def test_leaderboard_of_llama_2_chat(self) -> None:
+        published = [18.7, 19.2, 36.8, 25.4, 32.8, 9.4, 27.3, 20.8, 25.8, 61.5, 77.8, 40.7, 2.1, 9.8, 52.4, 43.8]
+        named = task().averages(dict(zip(ENGLISH, published, strict=True)))
+        assert round(named["avg_leaderboard"], 1) == 31.0
+        assert [named["mean"], named["mean_english"]] == pytest.approx([sum(published) / 16] * 2)
+        assert named["mean_pqcache14"] == pytest.approx(sum(published[:14]) / 14)
+        assert (round(named["single_doc_qa"], 1), round(named["code"], 1)) == (24.9, 48.1)
+
+    def test_no_average_over_sets_that_were_not_run(self) -> None:
+        assert task().averages({"lcc": 0.5, "qasper": 0.3}) == {"mean": 0.4, "code": 0.5, "single_doc_qa": 0.3}
+        assert task().averages({}) == {}
+        assert [len(PRESETS[name]) for name in ("english", "pqcache14", "chinese", "all")] == [16, 14, 5, 21]
+
+
+@pytest.mark.parametrize("backend", ["levenshtein", "difflib"])
+def test_scores_of_a_published_run(shared_data: Path, backend: str) -> None:
+    golden = json.loads((shared_data / "golden" / "minilongbench_example_scores.json").read_text())
+    wanted = task(datasets=list(golden["predictions"]), subset="minilongbench", code_sim=backend)
+    scores: dict[str, list[float]] = {}
+    for example in wanted.examples(env(shared_data)):
+        ours = scores.setdefault(example.group, [])
+        ours.append(wanted.score(example, golden["predictions"][example.group][len(ours)]).value)
+    rounded = {name: round(100 * sum(values) / len(values), 2) for name, values in scores.items()}
+    assert rounded == golden[f"scores_{backend}"]
+    assert {name: len(values) for name, values in scores.items()} == {
+        k: len(v) for k, v in golden["predictions"].items()
+    }
+
+
+def test_complete_official_file(shared_data: Path) -> None:
+    wanted = task(datasets="multi_news")
+    examples = list(wanted.examples(env(shared_data)))
+    assert len({example.id for example in examples}) == len(examples) == 200
+    assert wanted.provenance()["multi_news"]["sha256"].startswith("f8817c00af317c2d")

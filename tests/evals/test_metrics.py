@@ -1,0 +1,160 @@
+"""LongBench's metrics: official vectors, the package they come from, and texts nobody expects."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from evals import metrics
+from evals.base import TaskError
+from evals.metrics import answers, code, rouge
+
+CLASSES = ("Date", "Other location", "City", "人物", "")
+NASTY = [
+    "",
+    ".",
+    "...",
+    "\n" * 50,
+    " ",
+    "\u2028.\r",
+    "a" * 20000,
+    "1" * 5000,
+    "é\ud800",
+    "𝔘𝔫𝔦",
+    "the a an",
+    "٣ 3",
+    "`" * 99,
+]
+
+words = st.sampled_from(["a", "b", "the", "cat", ".", ". ", "\n", "  ", "3.5", "é", "段落", "B"])
+sentences = st.lists(words, max_size=40).map(" ".join) | st.lists(words, max_size=40).map("".join)
+
+
+@pytest.mark.parametrize("module", [answers, code, rouge])
+def test_doctests(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_official_vectors(shared_data: Path) -> None:
+    vectors = json.loads((shared_data / "golden" / "longbench_metric_vectors.json").read_text())
+    assert len(vectors) == 38
+    for vector in vectors:
+        arguments = (vector["prediction"], vector["reference"])
+        if vector["metric"] == "classification":
+            assert metrics.classification(*arguments, vector["all_classes"]) == vector["score"], vector
+        else:
+            assert getattr(metrics, vector["metric"])(*arguments) == vector["score"], vector
+
+
+# official results, kept here for where the vectors are not
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        (metrics.qa_f1("it is 3.5 million", "3.5 million"), 2 / 3),
+        (metrics.qa_f1("the", "the"), 0.0),
+        (metrics.qa_f1("cat cat dog", "cat dog dog"), 2 / 3),
+        (metrics.rouge_l("a b c. d e f", "a b c d e f"), 0.999999995),
+        (metrics.rouge_l("w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5"), 0.6153846106508877),
+        (metrics.rouge_l("...", "reference text"), 0.0),
+        (metrics.classification("Other location, City", "City", CLASSES[:3]), 0.5),
+        (metrics.retrieval("Paragraph 12 and Paragraph 3", "Paragraph 12"), 0.5),
+        (metrics.retrieval_zh("段落12", "段落12"), 1.0),
+        (metrics.count("012", "12"), 0.0),
+        (metrics.code_sim("// c\n# d", "foo"), 0.0),
+        (metrics.code_sim("  \nfoo", "foo"), 0.0),
+        (metrics.code_sim("x = foo(1, 2, 3)", "y = foo(3, 2, 1)"), 0.81),
+        (metrics.code_sim("return x + 1", "    return x + 1", "difflib"), 0.86),
+    ],
+)
+def test_official_results(score: float, expected: float) -> None:
+    assert score == expected
+
+
+class TestRouge:
+    @given(sentences, sentences)
+    @example("x . y. ", "y . x .")
+    def test_is_the_package(self, prediction: str, reference: str) -> None:
+        package = pytest.importorskip("rouge", reason="the official package serves as the oracle: pip install rouge")
+        try:
+            theirs = package.Rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
+        except ValueError:
+            theirs = 0.0
+        assert metrics.rouge_l(prediction, reference) == theirs
+
+    @pytest.mark.parametrize(("length", "score"), [(990, 0.999999995), (991, 0.0)])
+    def test_fails_where_the_package_runs_out_of_stack(self, length: int, score: float) -> None:
+        text = " ".join(map(str, range(length)))
+        assert metrics.rouge_l(text, text) == score
+
+    def test_a_walk_along_one_side_is_too_long_as_well(self) -> None:
+        far = " ".join(["needle", *map(str, range(2000))])
+        near = " ".join([*map(str, range(2000)), "needle"])
+        assert metrics.rouge_l(far, "needle") == 0.0
+        assert metrics.rouge_l(near, "needle") > 0.0
+
+    def test_score_does_not_depend_on_the_stack_of_the_caller(self) -> None:
+        text = " ".join(map(str, range(900)))
+
+        def deeper(levels: int) -> float:
+            return deeper(levels - 1) if levels else metrics.rouge_l(text, text)
+
+        assert deeper(sys.getrecursionlimit() - len(inspect.stack()) - 60) == metrics.rouge_l(text, text) > 0.9
+
+
+BOUNDED: list[Callable[[str, str], float]] = [
+    metrics.qa_f1,
+    metrics.rouge_l,
+    metrics.count,
+    metrics.code_sim,
+    lambda prediction, _: metrics.retrieval(prediction, "Paragraph 3"),
+    lambda prediction, reference: metrics.classification(prediction, reference, (reference, *CLASSES)),
+    lambda prediction, reference: metrics.code_sim(prediction, reference, "difflib"),
+]
+
+
+@pytest.mark.parametrize("metric", BOUNDED)
+class TestRobust:
+    @given(prediction=st.text() | sentences, reference=st.text() | sentences)
+    def test_pure_and_bounded(self, metric: Callable[[str, str], float], prediction: str, reference: str) -> None:
+        score = metric(prediction, reference)
+        assert 0.0 <= score <= 1.0
+        assert metric(prediction, reference) == score
+
+    def test_nasty_texts(self, metric: Callable[[str, str], float]) -> None:
+        for text in (*NASTY, "word. " * 10000, " ".join(map(str, range(10000)))):
+            for reference in ("3", "the cat sat. on the mat", *NASTY[:3]):
+                assert 0.0 <= metric(text, reference) <= 1.0
+
+
+class TestChinese:
+    def test_without_jieba_the_remedy_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "jieba", None)
+        for metric in (metrics.qa_f1_zh, metrics.rouge_zh):
+            with pytest.raises(TaskError, match=r"pip install 'jieba>=0\.42'"):
+                metric("厦门", "厦门")
+
+    def test_over_the_splitters_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        by_letter = SimpleNamespace(cut=lambda text, cut_all: iter(text), setLogLevel=lambda level: None)
+        monkeypatch.setitem(sys.modules, "jieba", by_letter)
+        assert metrics.qa_f1_zh("厦门大学。", "“厦门” 大学") == 1.0
+        assert metrics.qa_f1_zh("A厦", "a门") == 0.5
+        assert metrics.qa_f1_zh("。！", "。！") == 0.0
+        assert metrics.rouge_zh("厦门大学", "厦门") == metrics.rouge_l("厦 门 大 学", "厦 门")
+
+    def test_real_splitter(self) -> None:
+        pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
+        assert metrics.qa_f1_zh("厦门大学。", "在厦门大学") == 2 / 3
+
+
+def test_a_reference_of_another_data_set_is_named() -> None:
+    with pytest.raises(ValueError, match="'Absatz 3' does not match"):
+        metrics.retrieval("3", "Absatz 3")

@@ -1,0 +1,95 @@
+"""Needle in a haystack: where the needle stands, how long the prompt is, when it counts as found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from evals.base import TaskEnv, TaskError
+from evals.needles import SANDWICH
+from tests.fast import niah
+
+
+class Words:
+    """A token is a word with the white space before it."""
+
+    fingerprint = "words"
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+        self.index: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.findall(r"\s*\S+|\s+$", text)
+        for piece in pieces:
+            if piece not in self.index:
+                self.index[piece] = len(self.known)
+                self.known.append(piece)
+        return [self.index[piece] for piece in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.known[i] for i in ids)
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return len(self.encode(user)) + len(self.encode(prefix)) + len(self.encode(system))
+
+
+def env(seed: int = 0) -> TaskEnv:
+    return TaskEnv(text=Words(), seed=seed)
+
+
+def test_lengths_times_depths_in_a_fixed_order() -> None:
+    examples = list(niah(lengths=[300, 600], depths=3, rounds=2).examples(env()))
+    assert [example.id for example in examples][:4] == [
+        "magic_city/300/0/0", "magic_city/300/0/1", "magic_city/300/50/0", "magic_city/300/50/1"
+    ]  # fmt: skip
+    assert len(examples) == 12
+    assert {example.group for example in examples} == {"magic_city/300", "magic_city/600"}
+    assert examples == list(niah(lengths=[300, 600], depths=3, rounds=2).examples(env()))
+    assert examples != list(niah(lengths=[300, 600], depths=3, rounds=2).examples(env(seed=1)))
+
+
+@pytest.mark.parametrize("needle", ["magic_city", "passkey", "sandwich"])
+def test_the_prompt_has_the_length_asked_for_and_the_needle_in_it(needle: str) -> None:
+    for example in niah(lengths=[250], depths=5, needle=needle).examples(env()):
+        assert Words().count(example.context + example.question, example.prefix) in range(240, 251)
+        assert example.context.count(example.data["needle"]) == 1
+        assert all(answer in example.data["needle"] for answer in example.references)
+
+
+def test_the_needle_stands_behind_the_sentence_end_before_its_depth() -> None:
+    depths = [0, 20, 50, 80, 100]
+    for example, depth in zip(niah(lengths=[900], depths=depths).examples(env()), depths, strict=True):
+        before, _, after = example.context.partition(example.data["needle"])
+        if depth:
+            assert before.rstrip()[-1] in ".!?" or depth == 100
+            share = len(before.split()) / (len(before.split()) + len(after.split()))
+            assert depth / 100 - 0.12 < share <= depth / 100 + 0.01
+        else:
+            assert not before.strip()
+
+
+def test_kamradts_buffer_leaves_room_unused() -> None:
+    (example,) = niah(lengths=[600], depths=[50], buffer=200).examples(env())
+    assert Words().count(example.context + example.question) < 600 - 200 + 60
+
+
+def test_a_length_without_room_names_the_smallest() -> None:
+    with pytest.raises(TaskError, match=r"use at least (\d+)") as error:
+        list(niah(lengths=[30]).examples(env()))
+    least = int(re.findall(r"at least (\d+)", str(error.value))[0])
+    assert list(niah(lengths=[least]).examples(env()))
+
+
+def test_scores() -> None:
+    (number,) = niah(depths=[0]).examples(env())
+    assert niah().score(number, f"It is {number.references[0]}.").value == 1
+    assert niah().score(number, "It is 1234.").value == 0
+    words = niah(needle="sandwich")
+    (sandwich,) = words.__class__.examples(niah(needle="sandwich", depths=[0]), env())
+    assert words.score(sandwich, f"You should {SANDWICH}").value == 1
+    assert words.score(sandwich, "Eat a sandwich!").details == {"exact": 0.0}
+    assert words.score(sandwich, "eat a sandwich").value == pytest.approx(3 / 11)
+    assert words.score(sandwich, "").value == 0

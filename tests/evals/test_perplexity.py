@@ -1,0 +1,81 @@
+"""WikiText-2: windows that cover the text once, and the score of a likelihood."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import Example, TaskEnv, TaskError
+from evals.data import Content
+from evals.perplexity import WikiText2, _text
+
+
+class Bytes:
+    """One token a UTF-8 byte: characters may be split between tokens."""
+
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return len((user + prefix + system).encode())
+
+
+def task(**changes: Any) -> WikiText2:
+    return WikiText2(**{"window": 20, "stride": 8, "samples": None, "revision": "main", **changes})
+
+
+def env(root: Path, window: int | None = None) -> TaskEnv:
+    return TaskEnv(text=Bytes(), seed=0, data_root=root, window=window)
+
+
+def test_every_token_behind_the_first_context_is_scored_once(tmp_path: Path) -> None:
+    text = "plain words, then café, 日本語 and 𝔘𝔫𝔦 — to the end of the text"
+    (tmp_path / "ppl").mkdir()
+    (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text(text, encoding="utf-8")
+    examples = list(task().examples(env(tmp_path)))
+    scored = "".join(example.references[0] for example in examples)
+    assert text.startswith(text[:12] + scored)
+    assert len(text.encode()) - len((text[:12] + scored).encode()) < 8
+    for example in examples:
+        assert example.context + example.references[0] in text
+        assert (example.chat, example.data["teacher_forced"]) == (False, True)
+    assert len(list(task(samples=2).examples(env(tmp_path)))) == 2
+    with pytest.raises(TaskError, match="choose a smaller window"):
+        list(task(window=500).examples(env(tmp_path)))
+    with pytest.raises(TaskError, match="exceeds the model's 16 tokens"):
+        list(task().examples(env(tmp_path, window=16)))
+
+
+def test_the_hubs_rows_make_the_raw_file(shared_data: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    raw = (shared_data / "ppl" / "wikitext2_test_raw.txt").read_bytes()
+    lines = raw.decode().splitlines(keepends=True)
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": [line if line.strip() else "" for line in lines]}), sink)
+    rebuilt = _text(Content(sink.getvalue().to_pybytes(), "hub:x.parquet", ""))
+    assert hashlib.sha256(rebuilt.encode()).digest() == hashlib.sha256(raw).digest()
+
+
+def test_score_is_the_inverse_perplexity() -> None:
+    example = Example(id="w", group="wikitext2", context="", references=("x",), max_new_tokens=1)
+    score = task().score(example, "1.5")
+    assert (score.value, score.details["nll"]) == (math.exp(-1.5), 1.5)
+    for output in ("text", "-1", "nan", "inf", ""):
+        with pytest.raises(TaskError, match="no mean negative log-likelihood"):
+            task().score(example, output)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 0)])
+def test_stride_is_part_of_a_window(window: int, stride: int) -> None:
+    with pytest.raises(TaskError, match="part of a window"):
+        task(window=window, stride=stride)

@@ -1,0 +1,144 @@
+"""RULER files of the official scripts: both layouts, three ways to lie in a folder, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import Example, TaskEnv, TaskError
+from evals.ruler import Ruler
+from evals.ruler.bench import CountedText
+
+NIAH = {
+    "index": 9,
+    "input": "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the number afterwards.\nOne of the special magic numbers for old-fan is: 1234567.\nWhat is the "
+    "special magic number for old-fan mentioned in the provided text?",
+    "outputs": ["1234567"],
+    "length": 190,
+    "answer_prefix": " The special magic number for old-fan mentioned in the provided text is",
+}
+VT_INPUT = (
+    " Memorize and track the chain(s) of variable assignment hidden in the following text.\n\nVAR ABC = 12345\n"
+    "Question: Find all variables that are assigned the value 12345 in the text above. Answer: According to "
+    "the chain(s) of variable assignment in the text above, 5 variables are assgined the value 12345, they "
+    "are:  ABC\n\n\n\nMemorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "VAR QQQQQ = 54321\nQuestion: Find all variables that are assigned the value 54321 in the text above."
+)
+VT_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assgined the value "
+    "54321, they are: "
+)
+
+
+def write(path: Path, *records: Mapping[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(source: Path, tasks: list[str], length: int = 4096, samples: int = 1) -> list[Example]:
+    ruler = Ruler(tasks=tasks, lengths=[length], samples=samples, haystack="auto", source=str(source))
+    return list(ruler.examples(TaskEnv(text=CountedText(), seed=1)))
+
+
+@pytest.mark.parametrize("place", ["4096/niah_single_1/validation.jsonl", "4096/niah_single_1.jsonl"])
+def test_current_layout(tmp_path: Path, place: str) -> None:
+    write(tmp_path / place, NIAH, {**NIAH, "outputs": ["7654321"]})
+    first, second = read(tmp_path, ["niah_single_1"], samples=2)
+    assert first.id == "niah_single_1/4096/0"
+    assert first.group == second.group == "niah_single_1/4096"
+    assert first.context + first.question == NIAH["input"]
+    assert first.question.startswith("\nWhat is the special")
+    assert first.prefix == NIAH["answer_prefix"]
+    assert first.references == ("1234567",)
+    assert first.max_new_tokens == 128
+    assert str(first.data["generator"]).startswith("official file ")
+    assert second.references == ("7654321",)
+
+
+@pytest.mark.parametrize("place", ["niah_single_1/validation.jsonl", "niah_single_1.jsonl"])
+def test_a_folder_of_one_length(tmp_path: Path, place: str) -> None:
+    write(tmp_path / place, NIAH)
+    assert len(read(tmp_path, ["niah_single_1"], length=8192)) == 1
+
+
+def test_older_layout_gives_the_prefix_back(tmp_path: Path) -> None:
+    merged = {"input": NIAH["input"] + NIAH["answer_prefix"], "outputs": ["1234567"]}
+    write(tmp_path / "4096" / "niah_single_1.jsonl", merged)
+    write(tmp_path / "4096" / "vt.jsonl", {"input": VT_INPUT + VT_PREFIX, "outputs": ["QQQQQ"]})
+    write(tmp_path / "4096" / "qa_1.jsonl", {"input": QA + " Answer:", "outputs": ["x"]})
+    niah, vt, qa = read(tmp_path, ["niah_single_1", "vt", "qa_1"])
+    assert (niah.context + niah.question, niah.prefix) == (NIAH["input"], NIAH["answer_prefix"])
+    assert (vt.context + vt.question, vt.prefix) == (VT_INPUT, VT_PREFIX)
+    assert vt.context.endswith("VAR QQQQQ = 54321")
+    assert (qa.context + qa.question, qa.prefix) == (QA, " Answer:")
+    assert qa.question.startswith("\n\nAnswer the question")
+    assert qa.question.endswith("Question: why?")
+
+
+QA = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\nThe following are given documents.\n\nDocument 1:\nx Answer: y\n\nAnswer the question based on "
+    "the given documents. Only give me the answer and do not output any other words.\n\nQuestion: why?"
+)
+
+
+def test_a_single_file_says_itself_what_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "niah_single_1_4096_head50.jsonl", NIAH)
+    assert [example.group for example in read(path, ["vt", "niah_single_1"])] == ["niah_single_1/4096"]
+    with pytest.raises(TaskError, match=r"file of niah_single_1: name it in task\.tasks"):
+        read(path, ["vt"])
+    with pytest.raises(TaskError, match=r"file of 4096: set task\.lengths"):
+        read(path, ["niah_single_1"], length=8192)
+    plain = write(tmp_path / "mine.jsonl", NIAH)
+    assert len(read(plain, ["niah_single_1"])) == 1
+    with pytest.raises(TaskError, match=r"task\.tasks"):
+        read(plain, ["niah_single_1", "vt"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (json.dumps(NIAH)[:-30], "cut short"),
+        ("[]", "no text 'input'"),
+        (json.dumps({**NIAH, "outputs": "1234567"}), "no list of texts 'outputs'"),
+        (json.dumps({**NIAH, "answer_prefix": 3}), "'answer_prefix' that is no text"),
+        (json.dumps({"input": NIAH["input"], "outputs": ["1"]}), "does not end with the answer prefix"),
+        (json.dumps({**NIAH, "input": f"[INST] {NIAH['input']} [/INST]"}), "chat template"),
+        (json.dumps({**NIAH, "input": VT_INPUT}), "no niah_single_1 prompt"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "4096" / "niah_single_1.jsonl", NIAH)
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(TaskError, match=rf"niah_single_1\.jsonl, line 3: .*{message}"):
+        read(tmp_path, ["niah_single_1"], samples=2)
+
+
+def test_missing_files_and_records_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "4096" / "niah_single_1.jsonl", NIAH)
+    with pytest.raises(TaskError, match=r"has 1 records: set task\.samples=1"):
+        read(tmp_path, ["niah_single_1"], samples=2)
+    with pytest.raises(TaskError, match=r"no vt at 4096 .*it holds 4096/niah_single_1\.jsonl"):
+        read(tmp_path, ["niah_single_1", "vt"])
+    with pytest.raises(TaskError, match="neither a file nor a folder"):
+        read(tmp_path / "nowhere", ["vt"])
+    (tmp_path / "4096" / "vt.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(TaskError, match="UTF-8"):
+        read(tmp_path, ["vt"])
+
+
+def test_shared_files_of_both_layouts(shared_data: Path) -> None:
+    tasks = ["niah_single_1", "niah_multikey_1", "niah_multivalue", "niah_multiquery"]
+    examples = read(shared_data / "ruler" / "official_layout", tasks, length=1024, samples=5)
+    assert len(examples) == 20
+    assert all(example.references[0] in example.context for example in examples)
+    old = read(shared_data / "ruler" / "niah_multikey_3_4096_head50.jsonl", ["niah_multikey_3"], samples=50)
+    assert len(old) == 50
+    assert all(example.prefix.endswith(" mentioned in the provided text is") for example in old)
+    assert all(example.question.endswith("provided text?") for example in old)

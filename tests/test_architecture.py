@@ -1,0 +1,100 @@
+"""Dependencies point one way, every yaml lists every field, and names do not clash."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.catalogue import GROUPS, entries
+from harness.clashes import clashes
+from harness.config import Data, Generation, Results, Settings
+
+ROOT = Path(__file__).parents[1]
+# package -> first parts of what it may import beside the standard library's modules
+ALLOWED = {
+    "kernels": {"kernels", "torch", "triton", "flash_attn"},
+    "methods": {"methods", "kernels", "torch"},
+    "evals": {
+        "evals", "numpy", "scipy", "datasets", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
+        "wonderwords", "tokenizers",
+    },
+}  # fmt: skip
+TRANSFORMERS = {"harness/hf.py", "harness/attach.py", "harness/calibration.py"}  # and harness/models/
+METHODS_KNOWN_TO_THE_HARNESS = {"methods.base", "methods.budget", "methods.full", "methods.layers", "methods.stores"}
+
+
+def imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = "." not in node.module  # `from evals import stats` names a module
+            yield from (f"{node.module}.{alias.name}" if whole else node.module for alias in node.names)
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_dependencies_point_one_way(package: str) -> None:
+    for file in sources(package):
+        for name in imports(file):
+            first = name.partition(".")[0]
+            assert first in ALLOWED[package] | set(sys.stdlib_module_names), f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_the_harness_knows_contracts_not_plugins() -> None:
+    for file in sources("harness"):
+        place = file.relative_to(ROOT).as_posix()
+        for name in imports(file):
+            if name.startswith("methods"):
+                assert name in METHODS_KNOWN_TO_THE_HARNESS, f"{place} imports {name}"
+            if name.startswith("evals"):
+                assert name in ("evals.base", "evals.stats", "evals.haystack"), f"{place} imports {name}"
+            if name.partition(".")[0] == "transformers":
+                known = place in TRANSFORMERS or place.startswith(("harness/models/", "harness/bench/"))
+                assert known, f"{place} imports {name}"
+
+
+def test_the_kernels_package_imports_nothing_and_clashes_with_nothing() -> None:
+    assert not list(imports(ROOT / "kernels" / "__init__.py"))
+    assert clashes() == []
+    assert not (0, 18, 2) <= tuple(int(part) for part in version("kv-harness").split(".")) < (0, 19)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_yaml_lists_every_field_with_a_comment(group: str) -> None:
+    explained: dict[tuple[str, str], list[str]] = {}
+    for entry in entries(group):
+        config = yaml.safe_load(entry.file.read_text())
+        if "_target_" not in config:
+            continue
+        module, _, name = config.pop("_target_").rpartition(".")
+        known = [field for field in fields(getattr(import_module(module), name)) if field.init]
+        assert set(config) == {field.name for field in known}, entry.file.name
+        assert all(field.default is MISSING for field in known), f"{name} has defaults beside its yaml"
+        assert entry.headline, entry.file.name
+        assert entry.card(), f"{module} has no docstring"
+        for key, _, comment in entry.parameters():
+            explained.setdefault((name, key), []).append(comment)
+    bare = [key for key, comments in explained.items() if not any(comments)]
+    assert not bare, f"no yaml says what these are: {bare}"
+
+
+def test_config_yaml_lists_every_setting() -> None:
+    config = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
+    assert set(config) - {"defaults", "hydra"} == {field.name for field in fields(Settings)}
+    for name, kind in (("generation", Generation), ("data", Data), ("results", Results)):
+        assert list(config[name]) == [field.name for field in fields(kind)]
+        assert config[name] == vars(kind()), f"{name}: yaml and schema differ in a default"
+    plain = {name: value for name, value in vars(Settings()).items() if name not in ("generation", "data", "results")}
+    assert {name: config[name] for name in plain} == plain
