@@ -59,7 +59,8 @@ class Example:
     system: str = ""
     references: tuple[str, ...]
     max_new_tokens: int
-    min_new_tokens: int = 0  # EOS and stop strings are ignored before
+    min_new_tokens: int = 0  # no token that ends an answer is picked before
+    teacher_forced: bool = False  # feed the one reference, whatever the model says; its mean NLL (nats) is the output
     chat: bool = True  # wrap in the chat template (LongBench: not for few-shot and code)
     stop: tuple[str, ...] = ()
     max_prompt_tokens: int | None = None  # beyond so many, cut in the middle (LongBench's rule), before wrapping
@@ -79,7 +80,7 @@ class Task(ABC):
 
     version: ClassVar[str]  # goes up when prompts or scores change; old runs are then not resumed
     metric: ClassVar[str]  # the name of the main number, as the field calls it
-    chance: ClassVar[float] = 0.0  # what guessing scores
+    chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
@@ -89,8 +90,11 @@ class Task(ABC):
     def score(self, example: Example, output: str) -> Score:
         """Pure: the same arguments give the same score."""
 
-    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
-        """Named averages over group means; `mean` (the plain mean of groups) is always there."""
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Named averages; `mean`, the plain mean over `groups` (their means), is always there.
+
+        `details`: the means over examples of what `Score.details` holds as numbers.
+        """
         return {"mean": sum(groups.values()) / len(groups)} if groups else {}
 
     def provenance(self) -> dict[str, Any]:

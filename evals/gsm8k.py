@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -89,6 +89,10 @@ class Gsm8k(Task):
             details[name] = float(answer is not None and reader.equal(answer, example.references[0]))
             details[f"{name}_answer"] = "" if answer is None else answer
         return Score(float(details[self.extraction]), details)
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`mean`, and the accuracy by each reading."""
+        return super().averages(groups) | {name: details[name] for name in READERS if details and name in details}
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)

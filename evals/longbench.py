@@ -97,8 +97,9 @@ class LongBench(Task):
             values = [getattr(metrics, data_set.metric)(output, r) for r in example.references]
         return Score(max(values, default=0.0))
 
-    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
-        """`mean` over data sets, as most papers; each category; `avg_leaderboard` over the six of them.
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`mean` over data sets, as most papers; each category; `avg_leaderboard` over the six of them; code_sim both
+        ways, over rows.
 
         Averages over a fixed list of data sets appear only where all of them were run.
         """
@@ -117,7 +118,7 @@ class LongBench(Task):
                 named[category] = fmean(values)
         if sets.keys() >= set(ENGLISH):
             named["avg_leaderboard"] = fmean(named[category] for category in CATEGORIES)
-        return named
+        return named | {name: value for name, value in (details or {}).items() if name.startswith("code_sim_")}
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)

@@ -1,13 +1,13 @@
 """Perplexity of a text under a compressed cache: the model reads a window's first part, then predicts the rest.
 
 Only the text side is here. The harness feeds the continuation token by token whatever the model would have said
-(`data["teacher_forced"]`) and hands `score` the mean negative log-likelihood of its tokens, in nats, as the output.
+(`Example.teacher_forced`) and hands `score` the mean negative log-likelihood of its tokens, in nats, as the output.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ class WikiText2(Task):
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "1/perplexity"
+    chance: ClassVar[float | None] = None
 
     window: int
     stride: int
@@ -61,7 +62,8 @@ class WikiText2(Task):
                 references=(env.text.decode(ids[middle:last]),),
                 max_new_tokens=self.stride,
                 chat=False,
-                data={"teacher_forced": True, "start": start},
+                teacher_forced=True,
+                data={"start": start},
             )
 
     def score(self, example: Example, output: str) -> Score:
@@ -74,6 +76,10 @@ class WikiText2(Task):
                 f"{example.id}: output {output[:40]!r} is no mean negative log-likelihood: feed the reference by force"
             )
         return Score(math.exp(-nll), {"nll": nll})
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`mean` over windows, and the `perplexity` of all of them together, as papers state it."""
+        return super().averages(groups) | ({"perplexity": math.exp(details["nll"])} if details else {})
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)

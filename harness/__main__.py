@@ -18,13 +18,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from harness.catalogue import CONF, names
-from harness.config import RunConfig
+from harness.config import RunConfig, Settings
 from harness.errors import check_overrides, default_keys, explain, is_known, sentence
 
 INTERRUPTED = 130
 SWEEP = ("-m", "--multirun")
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
+_together: list[tuple[Any, Any, Any, Settings]] = []  # jobs that wait for a shared prefill
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -49,10 +50,19 @@ def _job(config: DictConfig) -> None:
 
         show(method, task, model, settings)
         return
+    if settings.shared_prefill:
+        _together.append((method, task, model, settings))
+        return
     from harness.run import evaluate
 
     result = evaluate(method, task, model, settings)
     _finished.extend(folder for folder in (result.full_folder, result.folder) if folder and folder not in _finished)
+
+
+def _run_together() -> None:
+    from harness.together import Wanted, evaluate_together
+
+    _finished.extend(result.folder for result in evaluate_together([Wanted(*job) for job in _together]))
 
 
 def _fail(message: str) -> None:
@@ -65,12 +75,15 @@ def main() -> int:
     sys.argv[1:] = arguments
     _finished.clear()
     _failed.clear()
+    _together.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     try:
         check_overrides(overrides, {group: names(group, arguments) for group in ("method", "task", "model")})
         compose_and_run()
+        if _together:
+            _run_together()
     except KeyboardInterrupt:
         print(f"\ninterrupted; to go on: python -m harness {shlex.join(arguments)}", file=sys.stderr)
         return INTERRUPTED

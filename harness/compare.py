@@ -74,7 +74,7 @@ def alarms(entries: Sequence[Entry]) -> Iterator[str]:
     for entry in entries:
         records = entry.run.records
         if records and all(partial(record) for record in records):
-            outputs = sorted((record.id, record.tokens) for record in records)
+            outputs = sorted((record.id, *record.said) for record in records)
             alike[hashlib.sha256(repr(outputs).encode()).hexdigest()].append(entry)
     for same in alike.values():
         if len({entry.summary["method"] for entry in same}) > 1:

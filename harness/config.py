@@ -65,6 +65,8 @@ class Settings:
     threads: int | None = None
     baseline: str = "run"
     warmup: int = 1
+    shared_prefill: bool = False
+    fidelity: int = 0
     dry_run: bool = False
     progress: bool = True
     generation: Generation = field(default_factory=Generation)
@@ -76,7 +78,7 @@ class Settings:
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
         self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed)
+        self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
         self._check_generation(self.generation)
 
     def _check_generation(self, generation: Generation) -> None:

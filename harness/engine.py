@@ -10,22 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.attach import Attachment
+from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
+from harness.teacher import Forced
+from methods.layers import DenseLayer
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
-LENGTH = "length"
+LENGTH, FORCED = "length", "forced"
 
 
 def never(tokens: list[int]) -> str | None:
     """Run to the length limit."""
     return None
+
+
+def after(count: int) -> Stop:
+    """Stop behind the last of `count` tokens that were given."""
+    return lambda tokens: FORCED if len(tokens) == count else None
 
 
 @dataclass(slots=True)
@@ -43,15 +52,19 @@ class Generation:
     attended_total: float | None = None
     moved_bytes_per_step: float | None = None
     kv: Footprint = field(default_factory=Footprint)
+    fidelity: list[dict[str, Any] | None] | None = None  # per sequence
+    nll: list[float] | None = None  # per sequence, where the tokens were given (harness/teacher.py)
 
 
 class Engine:
-    """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once."""
+    """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
+    every n-th step with exact attention (harness/fidelity.py), 0 for never."""
 
-    def __init__(self, attachment: Attachment, *, prefill_chunk: int | None = None) -> None:
+    def __init__(self, attachment: Attachment, *, prefill_chunk: int | None = None, fidelity: int = 0) -> None:
         self.attachment = attachment
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
+        self.fidelity = fidelity
 
     @torch.inference_mode()
     def generate(
@@ -64,36 +77,72 @@ class Engine:
         sampler: Sampler | None = None,
     ) -> Generation:
         """prompt [B S]. `context_tokens`: seal after that many and decode the rest (protocol=context)."""
-        batch, length = prompt.shape
         prompt = prompt.to(self.model.device)
-        cache = self.attachment.cache(capacity=length + max_new_tokens, batch=batch)
-        run = _Run(cache, list(stops or [never] * batch), sampler or Greedy(), max_new_tokens)
-        split = length if context_tokens is None else context_tokens
+        context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
+        cache = self.cache(prompt, max_new_tokens)
         self._synchronize()
-        run.start_clock()
-        logits = self._prefill(prompt[:, :split], cache)
-        if split < length:
-            run.seal()
-            logits = self._question(prompt[:, split:], cache, run)
-        while run.take(logits):
-            if not cache.sealed:
-                run.seal()
-            logits = self._step(run.last.to(self.model.device), cache)
-            run.note_step()
-        return run.finish()
+        began = perf_counter()
+        logits = self.prefill(cache, context)
+        return self.complete(
+            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
+        )
 
-    def _prefill(self, prompt: Tensor, cache: KVCache) -> Tensor:
+    def cache(self, prompt: Tensor, max_new_tokens: int, shared: list[DenseLayer] | None = None) -> KVCache:
+        """A fresh cache for `prompt` [B S] and what follows; `shared`: layers that hold the prompt for fidelity."""
+        batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
+        cache = self.attachment.cache(capacity=capacity, batch=batch)
+        if self.fidelity:
+            request = self.attachment.request(capacity=capacity, batch=batch)
+            cache.watch = Fidelity(self.attachment.specs, request, self.fidelity, shared)
+        return cache
+
+    @torch.inference_mode()
+    def prefill(self, cache: KVCache, prompt: Tensor) -> Tensor:
+        """-> logits of the last token [B V]"""
         for chunk in prompt.split(self.prefill_chunk or prompt.shape[1], dim=1):
             logits = self._step(chunk, cache)
         return logits
 
+    @torch.inference_mode()
+    def complete(
+        self,
+        cache: KVCache,
+        logits: Tensor,
+        question: Tensor,
+        *,
+        began: float,
+        max_new_tokens: int,
+        stops: Sequence[Stop] | None = None,
+        sampler: Sampler | None = None,
+    ) -> Generation:
+        """Everything behind the prefill: question [B Q] (protocol=context, else Q = 0), seal, decode."""
+        run = _Run(cache, list(stops or [never] * len(logits)), sampler or Greedy(), max_new_tokens, began)
+        if question.shape[1]:
+            run.seal()
+            logits = self._question(question, cache, run)
+        while run.take(logits):
+            if not cache.sealed:
+                run.seal()
+            logits = self._decode(run.last.to(self.model.device), cache, run)
+        out = run.finish()
+        if cache.watch is not None:
+            exact = self.attachment.method.dense_prefill  # else Full's prompt is not the method's
+            out.fidelity = [cache.watch.report(self.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
+        return out
+
     def _question(self, question: Tensor, cache: KVCache, run: _Run) -> Tensor:
         before = perf_counter()
         for token in question.split(1, dim=1):
-            logits = self._step(token, cache)
-            run.note_step()
+            logits = self._decode(token, cache, run)
         self._synchronize()
         run.out.question_s = perf_counter() - before
+        return logits
+
+    def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
+        logits = self._step(token, cache)
+        run.note_step()
+        if cache.watch is not None:
+            cache.watch.note(token, logits)
         return logits
 
     def _step(self, ids: Tensor, cache: KVCache) -> Tensor:
@@ -108,16 +157,14 @@ class Engine:
 class _Run:
     """The state of one generation: its tokens, its clock, its counters."""
 
-    def __init__(self, cache: KVCache, stops: list[Stop], sampler: Sampler, max_new_tokens: int) -> None:
+    def __init__(self, cache: KVCache, stops: list[Stop], sampler: Sampler, max_new_tokens: int, began: float) -> None:
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
+        self.began = began
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.last = torch.empty(0)
         self.prompt_reads: list[float] = []
         self.other_reads: list[float] = []
         self.moved_before = 0
-
-    def start_clock(self) -> None:
-        self.began = perf_counter()
 
     def seal(self) -> None:
         before = perf_counter()
@@ -147,6 +194,7 @@ class _Run:
         out.sealed = self.cache.sealed
         out.fallback = next((layer.fallback for layer in self.cache.layers if layer.fallback), None)
         out.kv = footprint(self.cache.layers)
+        out.nll = self.sampler.mean_nll() if isinstance(self.sampler, Forced) else None
         if steps:
             out.attended_prompt = sum(self.prompt_reads) / steps
             out.attended_total = out.attended_prompt + sum(self.other_reads) / steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     return _read(path, yaml.safe_load, yaml.YAMLError)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines of a file that is written at once."""
+    return _read(path, lambda text: {"lines": [json.loads(line) for line in text.split("\n") if line]}, ValueError)[
+        "lines"
+    ]
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:

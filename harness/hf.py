@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from methods.base import AttnInput, KVLayer, LayerSpec
+
+if TYPE_CHECKING:
+    from harness.fidelity import Fidelity
 
 NAME = "kv_harness"
 
@@ -39,6 +42,7 @@ class KVCache(Cache):
         self.auto_seal = auto_seal
         self.sealed = False
         self.num_tokens = 0
+        self.watch: Fidelity | None = None  # sees every attention call once the layer has answered it
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
 
@@ -66,13 +70,19 @@ class KVCache(Cache):
         """Attention of one layer. -> [B H T D]"""
         self._arriving = x.k.shape[2]
         if not self.sealed:
-            return self.layers[layer].prefill(x)
+            out = self.layers[layer].prefill(x)
+            if self.watch is not None:
+                self.watch.prefill(layer, x)
+            return out
         if self._arriving != 1:
             raise UnsupportedError(
                 f"{self._arriving} tokens at once after the prompt was sealed: feed one at a time, or call "
                 "cache.open_turn() if they begin a further turn."
             )
-        return self.layers[layer].decode(x)
+        out = self.layers[layer].decode(x)
+        if self.watch is not None:
+            self.watch.decode(self.layers[layer], x, out)
+        return out
 
     # What transformers asks of a cache:
 

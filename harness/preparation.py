@@ -15,6 +15,7 @@ from harness.models.base import ModelInfo, ModelSource
 from harness.models.embedded import cache_root
 from harness.prompt import Prompt, Tokenizer, Tools, render
 from harness.prompt_lint import Finding, lint
+from harness.teacher import forced_ids
 from methods.base import Method
 from methods.budget import Budget
 
@@ -27,6 +28,7 @@ class Item:
     prompt: Prompt
     new_tokens: int
     findings: tuple[Finding, ...]
+    forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
 
     @property
     def sealed(self) -> int | None:
@@ -36,7 +38,8 @@ class Item:
     @property
     def sha256(self) -> str:
         ids = ",".join(map(str, self.prompt.ids))
-        return hashlib.sha256(f"{self.prompt.split}:{ids}".encode()).hexdigest()
+        forced = f":{','.join(map(str, self.forced))}" if self.forced else ""
+        return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}".encode()).hexdigest()
 
 
 class LintError(ValueError):
@@ -79,9 +82,11 @@ def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Item]:
     items = []
     for example in task.examples(task_env(settings, tokenizer, info.limit)):
         prompt = render(example, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
-        new_tokens = settings.generation.max_new_tokens or example.max_new_tokens
+        limit = settings.generation.max_new_tokens
+        forced = forced_ids(example, prompt, tokenizer)[:limit]
+        new_tokens = len(forced) or limit or example.max_new_tokens
         findings = lint(example, prompt, tokenizer, window=info.limit, new_tokens=new_tokens)
-        items.append(Item(example, prompt, new_tokens, tuple(findings)))
+        items.append(Item(example, prompt, new_tokens, tuple(findings), forced))
     if not items:
         raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
     _refuse_twins(items)

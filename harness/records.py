@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-STOPS = ("eos", "stop_string", "length")
+STOPS = ("eos", "stop_string", "length", "forced")
 
 
 class StoreError(ValueError):
@@ -61,6 +61,11 @@ class Record:
             )
         if any(not a <= b for a, b in pairwise([0.0, *self.token_s])):
             raise RecordError(f"example {self.id!r}: token_s goes back in time or is not a number")
+
+    @property
+    def said(self) -> tuple[str, tuple[int, ...]]:
+        """What tells two generations apart: of forced tokens, their likelihood."""
+        return self.output, tuple(self.tokens)
 
     @property
     def ttft_s(self) -> float:

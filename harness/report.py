@@ -16,7 +16,7 @@ from typing import Any
 from harness import files
 from harness.compare import Comparison, Entry, comparisons
 from harness.records import StoreError
-from harness.rows import group_table, notes, score_table
+from harness.rows import average_table, group_table, notes, score_table
 from harness.store import StoredRun, find, load
 from harness.tables import Column, markdown_table, text_table
 
@@ -72,8 +72,9 @@ def _document(tables: Sequence[Comparison], sort: str | None = None, markdown: b
     for table in (_sorted(table, sort) for table in tables):
         parts += [f"### {table.title}\n" if markdown else f"{table.title}\n", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
-        for block in _blocks(group_table(table)):
-            parts += ["", render(block)]
+        for columns, head in ((group_table(table), 2), (average_table(table), 1)):
+            for block in _blocks(columns, head):
+                parts += ["", render(block)]
         parts.append("")
     return "\n".join(parts).rstrip()
 
@@ -82,15 +83,15 @@ def _wrapped(note: str) -> str:
     return textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _blocks(columns: Sequence[Column]) -> Iterator[list[Column]]:
-    """A wide table in pieces that fit; the first two columns head each."""
-    head, block = list(columns[:2]), list(columns[:2])
-    for column in columns[2:]:
-        if len(block) > 2 and sum(kept.width + 2 for kept in [*block, column]) > WIDTH:
+def _blocks(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:
+    """A wide table in pieces that fit; the first `head` columns head each."""
+    block = list(columns[:head])
+    for column in columns[head:]:
+        if len(block) > head and sum(kept.width + 2 for kept in [*block, column]) > WIDTH:
             yield block
-            block = list(head)
+            block = list(columns[:head])
         block.append(column)
-    if len(block) > 2:
+    if len(block) > head:
         yield block
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from harness.compare import Comparison, Entry, alarms, budget
+from harness.store import StoredRun
 from harness.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
 
 STAMPS = {
@@ -64,6 +66,21 @@ def group_table(comparison: Comparison) -> list[Column]:
     return columns
 
 
+def average_table(comparison: Comparison) -> list[Column]:
+    """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
+    runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
+    names = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
+    if not names:
+        return []
+    raw = {name for name in names if any(run.get(name, 0) > 1 for run in runs)}
+    columns = [Column("average", "", names, left=True)]
+    for entry, run in zip(comparison.entries, runs, strict=True):
+        shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
+        cells = [shown.get(name, "") for name in names]
+        columns.append(Column(entry.label, budget(entry.summary), cells))
+    return columns
+
+
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
     yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
@@ -77,8 +94,28 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for entry in comparison.entries:
         if entry.summary["status"] != "complete":
             yield f"not complete: {entry.title}, {entry.summary['status']} after {_count(entry)} examples"
+    for entry in comparison.entries:
+        if again := entry.run.info.get("rescored"):
+            yield _rescored(entry, again)
+        if entry.full and (versions := (_scorer(entry.run), _scorer(entry.full)))[0] != versions[1]:
+            yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _merged_warnings(comparison.entries)
     yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+
+
+def _scorer(run: StoredRun) -> str:
+    """Version of the task that made the scores that are shown."""
+    again = run.info.get("rescored", {}).get("present")
+    return str((again or {"task_version": run.info.get("task_info", {}).get("version")})["task_version"])
+
+
+def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:
+    first, present = again["first"], again["present"]
+    return (
+        f"scored again: {entry.title} on {again['at'][:10]} (task version {first['task_version']} -> "
+        f"{present['task_version']}): {again['changed']} of {entry.summary['num_examples']} scores differ, "
+        f"mean {percent(first['mean'], 2)} -> {percent(present['mean'], 2)}"
+    )
 
 
 def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:

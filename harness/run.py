@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from evals.base import Task
 from harness import plugins
-from harness.attach import Attachment, attached
+from harness.attach import Attachment
 from harness.config import WITHOUT_EFFECT, Settings, SettingsError
-from harness.engine import Engine, Generation, Stop, never
+from harness.engine import Engine, Generation, Stop, after, never
 from harness.files import write_json
+from harness.hf import routed
 from harness.memory import PeakMeter
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import (
@@ -34,11 +35,12 @@ from harness.preparation import (
 )
 from harness.provenance import provenance, source_hash
 from harness.records import Record
-from harness.sampling import Greedy, Sampled, Sampler
+from harness.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.stops import StopRule
 from harness.store import Run
 from harness.store import load as load_run
 from harness.summary import summarise
+from harness.teacher import Forced
 from kernels import ops
 from methods.base import Method
 from methods.budget import Budget
@@ -114,9 +116,9 @@ class Job:
     def finished(self) -> Evaluation | None:
         """What a complete earlier run left; None where there is none."""
         run = self.open()
-        whole = not self._pending(run)
+        whole = not self.pending(run)
         run.close("complete" if whole else "interrupted")
-        return self._evaluation(run, None) if whole else None
+        return self.evaluation(run) if whole else None
 
     def _names(self) -> tuple[str, str]:
         return _name(self.config["task"]), _name(self.config["method"])
@@ -134,7 +136,7 @@ class Job:
         run = self.open()
         status, error = "failed", None
         try:
-            if pending := self._pending(run):
+            if pending := self.pending(run):
                 self._generate(run, pending)
             status = "complete"
         except KeyboardInterrupt:
@@ -145,12 +147,12 @@ class Job:
             raise
         finally:
             run.close(status, error)
-        return self._evaluation(run, full)
+        return self.evaluation(run, full)
 
-    def _pending(self, run: Run) -> list[Item]:
+    def pending(self, run: Run) -> list[Item]:
         return [item for item in self.items if not run.contains(item.example.id)]
 
-    def _evaluation(self, run: Run, full: Evaluation | None) -> Evaluation:
+    def evaluation(self, run: Run, full: Evaluation | None = None) -> Evaluation:
         stored = load_run(run.folder)
         summary = summarise(
             stored.records,
@@ -165,36 +167,47 @@ class Job:
         limit_threads(self.settings)
         loaded = load(self.model, self.settings.dtype, self.settings.device)
         ops.forget_used()
+        self.note(run)
+        attachment = self.attachment(loaded)
+        with routed(loaded.model):
+            runner = Runner(self, attachment, loaded)
+            runner.warm_up(pending)
+            for record in progress(runner.records(pending), self.label, pending, self.settings.progress):
+                run.append(record)
+        run.note(backends=ops.used_backends())
+
+    @property
+    def label(self) -> str:
+        return " ".join(self._names())
+
+    def note(self, run: Run) -> None:
+        """What run.json says of this run beside its configuration."""
         run.note(
             provenance=provenance(self.settings.device, outside(self.method, self.task, self.model)),
             task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
             num_expected=len(self.items),
-            simulated=self.method.simulated,
+            simulated=self.method.simulated or self.settings.shared_prefill,
             host_is_cpu=self.settings.device == "cpu",
         )
-        text = torch.tensor([calibration_text(self.model)])
-        with attached(
+
+    def attachment(self, loaded: LoadedModel) -> Attachment:
+        return Attachment(
             loaded.model,
             self.method,
-            budget=self.budget,
-            placement=self.settings.placement,  # type: ignore[arg-type]
-            calibration=text,
-            stale_by=self.settings.stale_by,
-        ) as attachment:
-            runner = _Runner(self, attachment, loaded)
-            runner.warm_up(pending)
-            for record in _progress(runner.records(pending), self, pending):
-                run.append(record)
-        run.note(backends=ops.used_backends())
+            self.budget,
+            self.settings.placement,  # type: ignore[arg-type]
+            torch.tensor([calibration_text(self.model)]),
+            self.settings.stale_by,
+        )
 
 
-class _Runner:
+class Runner:
     """Turns items into records with one attached model."""
 
     def __init__(self, job: Job, attachment: Attachment, loaded: LoadedModel) -> None:
         self.job, self.settings, self.loaded = job, job.settings, loaded
-        self.engine = Engine(attachment, prefill_chunk=job.settings.prefill_chunk)
+        self.engine = Engine(attachment, prefill_chunk=job.settings.prefill_chunk, fidelity=job.settings.fidelity)
         self.peaks = PeakMeter(loaded.model.device)
 
     def warm_up(self, pending: Sequence[Item]) -> None:
@@ -210,25 +223,28 @@ class _Runner:
             self.peaks.start()
             generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
             for place, item in enumerate(batch):
-                yield self._record(item, generation, place)
+                yield self.record(item, generation, place)
 
     def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
         lengths = {len(item.prompt.ids) for item in batch}
-        if len(lengths) > 1 or len({(item.prompt.split, item.new_tokens) for item in batch}) > 1:
+        alike = {(item.prompt.split, item.new_tokens, item.example.min_new_tokens) for item in batch}
+        if len(lengths) > 1 or len(alike) > 1:
             raise SettingsError(
                 f"batch={len(batch)} needs prompts of equal length, and these have {min(lengths)} to {max(lengths)} "
                 "tokens: use batch=1."
             )
         context = batch[0].prompt.split if self.settings.protocol == "context" else None
-        return self.engine.generate(
-            torch.tensor([item.prompt.ids for item in batch]),
-            max_new_tokens=max_new_tokens,
-            stops=[self._stop(item) for item in batch],
-            context_tokens=context,
-            sampler=self._sampler(batch[0]),
-        )
+        ids = torch.tensor([item.prompt.ids for item in batch])
+        return self.engine.generate(ids, context_tokens=context, **self.ending(batch, max_new_tokens))
+
+    def ending(self, batch: Sequence[Item], max_new_tokens: int) -> dict[str, Any]:
+        """How the engine picks tokens for `batch`, and when it stops."""
+        stops = [self._stop(item) for item in batch]
+        return {"max_new_tokens": max_new_tokens, "stops": stops, "sampler": self._sampler(batch)}
 
     def _stop(self, item: Item) -> Stop:
+        if item.forced:
+            return after(len(item.forced))
         if self.settings.generation.force_length:
             return never
         return self._rule(item)
@@ -237,7 +253,15 @@ class _Runner:
         example = item.example
         return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
 
-    def _sampler(self, item: Item) -> Sampler:
+    def _sampler(self, batch: Sequence[Item]) -> Sampler:
+        """As asked; where the examples have a least length, nothing ends before it; where a text is given, that."""
+        if batch[0].forced:
+            return Forced(torch.tensor([item.forced for item in batch]))
+        sampler = self._free_sampler(batch[0])
+        least = batch[0].example.min_new_tokens
+        return MinLength(sampler, [self._rule(item).ends for item in batch], least) if least else sampler
+
+    def _free_sampler(self, item: Item) -> Sampler:
         """Sampling starts from the example's own seed, so that a resumed run draws the same."""
         wanted = self.settings.generation
         if not wanted.temperature:
@@ -247,9 +271,9 @@ class _Runner:
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4]))
         return Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
 
-    def _record(self, item: Item, made: Generation, place: int) -> Record:
+    def record(self, item: Item, made: Generation, place: int) -> Record:
         example, tokens = item.example, made.tokens[place]
-        output = self._rule(item).text(tokens)
+        output = repr(made.nll[place]) if made.nll else self._rule(item).text(tokens)
         score = self.job.task.score(example, output)
         return Record(
             id=example.id,
@@ -275,18 +299,17 @@ class _Runner:
             sealed=made.sealed,
             fallback=made.fallback,
             warnings=[finding.message for finding in item.findings],
-            fidelity=None,
+            fidelity=made.fidelity[place] if made.fidelity else None,
             trace=None,
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )
 
 
-def _progress(records: Iterator[Record], job: Job, pending: Sequence[Item]) -> Iterator[Record]:
+def progress(records: Iterator[Record], label: str, pending: Sequence[Item], shown: bool) -> Iterator[Record]:
     """A bar over prompt tokens, since they are what takes the time."""
     total = sum(len(item.prompt.ids) for item in pending)
-    label = f"{_name(job.config['task'])} {_name(job.config['method'])}"
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not job.settings.progress) as bar:
+    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not shown) as bar:
         for done, record in enumerate(records, 1):
             yield record
             bar.set_postfix_str(f"example {done}/{len(pending)}", refresh=False)

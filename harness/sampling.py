@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,3 +41,22 @@ class Sampled:
         chances = chances.masked_fill(before >= self.top_p, 0.0)
         drawn = torch.multinomial(chances, 1, generator=self.generator)
         return order.gather(-1, drawn).squeeze(-1)
+
+
+@dataclass(slots=True)
+class MinLength:
+    """`sampler`, but the first `count` tokens of sequence i are none of `barred[i]`: what would end it is not likely
+    at all there (generate's `min_length`), which is not the same as picking an end and going on behind it."""
+
+    sampler: Sampler
+    barred: Sequence[Sequence[int]]
+    count: int
+    picked: int = 0
+
+    def pick(self, logits: Tensor) -> Tensor:
+        self.picked += 1
+        if self.picked <= self.count:
+            logits = logits.clone()
+            for row, ids in zip(logits, self.barred, strict=True):
+                row[list(ids)] = float("-inf")
+        return self.sampler.pick(logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from harness.prompt import Tokenizer, decode
+from harness.prompt import Tokenizer, decode, tokenize
 
 Reason = Literal["eos", "stop_string"]
 MARGIN = 4  # tokens decoded beyond the longest stop string: pieces of a character, a dropped leading space
@@ -25,6 +25,11 @@ class StopRule:
         self.min_new_tokens = min_new_tokens
         # a token is at least one byte, so this many hold the string and whatever came with its last token
         self._tail = max((len(stop.encode()) for stop in stop_strings), default=0) + MARGIN
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer by themselves: EOS, and the last of each stop string."""
+        return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
 
     def __call__(self, tokens: list[int]) -> Reason | None:
         if len(tokens) <= self.min_new_tokens:

@@ -1,7 +1,7 @@
 """The folder of one run: what ran, one line per example, and how to go on after a crash.
 
-`config.yaml` (resolved), `run.json` (status, times, provenance), `examples.jsonl` (the results themselves) and
-`summary.json` (derived, made again at will).
+`config.yaml` (resolved), `run.json` (status, times, provenance), `examples.jsonl` (the results themselves),
+`rescored.jsonl` (later scores of the same outputs) and `summary.json` (derived, made again at will).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from harness.records import Record, StoreError
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
 
 ENDS = ("complete", "failed", "interrupted")
+RESCORED = "rescored.jsonl"  # id, score, details: what later scorers made of the outputs in examples.jsonl
 
 
 class Run:
@@ -148,7 +149,7 @@ def load(folder: Path) -> StoredRun:
     status = str(info.get("status"))
     if status == "running" and not is_locked(folder):
         status = "interrupted"
-    return StoredRun(folder, config, info, read_records(folder), status)
+    return StoredRun(folder, config, info, rescored(read_records(folder), folder), status)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -165,6 +166,20 @@ def read_records(folder: Path) -> list[Record]:
             raise StoreError(f"{path}, line {number}: example {record.id!r} a second time; delete one of the two lines")
         found[record.id] = record
     return list(found.values())
+
+
+def rescored(records: Sequence[Record], folder: Path) -> list[Record]:
+    """With the scores of the last `python -m harness.rescore`, where there was one."""
+    path = folder / RESCORED
+    if not path.exists():
+        return list(records)
+    scores = {line["id"]: line for line in files.read_lines(path)}
+    return [
+        replace(record, score=scores[record.id]["score"], details=scores[record.id]["details"])
+        if record.id in scores
+        else record
+        for record in records
+    ]
 
 
 def _continued(before: Mapping[str, Any]) -> dict[str, Any]:

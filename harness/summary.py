@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from evals import stats
 from harness import timing
+from harness.averages import averages
 from harness.records import Record
 
-SCHEMA = 1
+SCHEMA = 2
 ALPHA = 0.05
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
 
@@ -29,7 +32,7 @@ def summarise(
     other bytes are the largest of any example. Times as in `harness.timing`; null where the run is `simulated`.
     """
     simulated = bool(info.get("simulated", False))
-    chance = float(info.get("task_info", {}).get("chance", 0.0))
+    chance = info.get("task_info", {}).get("chance", 0.0)
     beside = against(records, full)
     return {
         "schema": SCHEMA,
@@ -40,7 +43,7 @@ def summarise(
         "budget": {"asked": config.get("budget"), "attended": _attended(records)},
         **{key: config.get(key) for key in ("protocol", "placement", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
-        "score": _score(records),
+        "score": _score(records, config.get("task")),
         "full": beside,
         **_speed([] if simulated else records, int(config.get("batch") or 1)),
         "memory": _memory(records),
@@ -80,6 +83,11 @@ def group_means(records: Sequence[Record]) -> dict[str, float]:
     return {group: fmean(scores) for group, scores in _by_group(records).items()}
 
 
+def mean_score(records: Sequence[Record]) -> float:
+    """Mean of group means."""
+    return fmean(group_means(records).values())
+
+
 def model_name(config: Mapping[str, Any]) -> str:
     """The hub's name or the folder, else the class, with the shape of random weights."""
     model = config.get("model")
@@ -89,7 +97,7 @@ def model_name(config: Mapping[str, Any]) -> str:
     return str(model)
 
 
-def _score(records: Sequence[Record]) -> dict[str, Any]:
+def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
     means = group_means(records)
     sizes = Counter(record.group for record in records)
     interval = stats.interval([record.score for record in records], [record.group for record in records])
@@ -97,6 +105,7 @@ def _score(records: Sequence[Record]) -> dict[str, Any]:
         "mean": fmean(means.values()) if means else None,
         "ci95": _ends(interval),
         "groups": {group: {"mean": mean, "n": sizes[group]} for group, mean in means.items()},
+        "averages": averages(records, means, task),
     }
 
 
@@ -121,12 +130,15 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     return largest | {"moved_bytes_per_step": _known(fmean, [record.moved_bytes_per_step for record in records])}
 
 
-def _warnings(records: Sequence[Record], full: Sequence[Record] | None, chance: float, is_full: bool) -> Iterator[str]:
+def _warnings(
+    records: Sequence[Record], full: Sequence[Record] | None, chance: float | None, is_full: bool
+) -> Iterator[str]:
     """What a reader must know before believing the row."""
     if not records:
         yield "no example was run"
         return
-    yield from _floor(records if is_full else full or [], chance)
+    if chance is not None:
+        yield from _floor(records if is_full else full or [], chance)
     n = len(records)
     for reason, count in Counter(r.fallback for r in records if r.fallback).items():
         yield f"the method ran dense on {count} of {n} examples: {reason}"
@@ -136,8 +148,19 @@ def _warnings(records: Sequence[Record], full: Sequence[Record] | None, chance: 
         "ran into the token limit": sum(r.stop == "length" for r in records),
     }
     yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)
-    for warning, count in Counter(warning for r in records for warning in r.warnings).items():
+    for warning, count in _alike([warning for r in records for warning in r.warnings]):
         yield f"{count} of {n} examples: {warning}"
+
+
+def _alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Warnings that differ in their numbers alone as one, with the span of each number."""
+    kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
+    for warning in warnings:
+        words = tuple(re.split(r"\d+", warning))
+        kinds[words].append([int(number) for number in re.findall(r"\d+", warning)])
+    for words, numbers in kinds.items():
+        spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
+        yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)
 
 
 def _floor(full: Sequence[Record], chance: float) -> Iterator[str]:
@@ -161,7 +184,7 @@ def _beside_full(
         yield f"compared with Full on {len(pairs)} of {len(records)} examples: on the others Full has no same prompt"
     if beside and beside["diff"] > 0 and beside["p"] < ALPHA:
         yield f"scores above Full (p = {beside['p']:.2g}): look for a bug in either before you believe it"
-    if pairs and all(partial(ours) and ours.tokens == theirs.tokens for ours, theirs in pairs):
+    if pairs and all(partial(ours) and ours.said == theirs.said for ours, theirs in pairs):
         yield f"all {len(pairs)} outputs are Full's though only a part was attended: check that the method really ran"
 
 

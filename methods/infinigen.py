@@ -3,8 +3,9 @@
 Once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that few columns
 hold most of them. A prompt keeps, for the columns its own queries use most, its skewed keys on the device. At each
 step layer l's query projection is applied to the input of layer l-1; the guessed query against the partial keys tells
-which tokens come within `alpha` of the largest logit of a query head. The mean count over the KV heads (and over the
-sequences of a batch, as in the released code), limited by the budget, is how many tokens every KV head fetches.
+which tokens come within `alpha` of the largest logit of a query head. Their mean count over the KV heads, limited by
+the budget, is how many tokens every KV head fetches; the released code takes one mean for all sequences of a batch,
+here each has its own and does not depend on its neighbours.
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
 would destroy the logits. For grouped heads a token's score is its best margin among the group, which is the paper's
@@ -20,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kernels import ops
 from kernels.lowrank import directions, gram
+from kernels.reference import Segment
 from kernels.rope import rotate
 from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
 from methods.layers import Plan, SelectLayer
@@ -40,19 +41,20 @@ class InfiniGen(Method):
 
     alpha: float
     partial_ratio: float
-    dense_layers: int
+    dense_layers: tuple[int, ...]
     skew: bool
     calibration_tokens: int
-    column_rule: str
-    group_rank: str
+    column_rule: Literal["query", "union"]
+    group_rank: Literal["margin_max", "prob_sum"]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash
         if self.alpha < 0:
             raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
         if not 0 < self.partial_ratio <= 1:
             raise ValueError(f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1.")
-        if self.dense_layers < 1:
-            raise ValueError(f"dense_layers={self.dense_layers} must be at least 1: no layer comes before the first.")
+        if 0 not in self.dense_layers:
+            raise ValueError(f"dense_layers={self.dense_layers} must hold 0: no layer before it could guess for it.")
         if self.calibration_tokens < 1:
             raise ValueError(f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper.")
         if self.column_rule not in ("query", "union"):
@@ -71,8 +73,8 @@ class InfiniGen(Method):
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         if request.budget is not None:
-            dense = {*request.budget.dense_layers, *range(self.dense_layers)}
-            request = replace(request, budget=replace(request.budget, dense_layers=tuple(sorted(dense))))
+            dense = tuple(sorted({*request.budget.dense_layers, *self.dense_layers}))
+            request = replace(request, budget=replace(request.budget, dense_layers=dense))
         layers = [InfiniGenLayer(spec, request, self) for spec in specs]
         for layer, follower in pairwise(layers):
             layer.follower = follower
@@ -87,7 +89,8 @@ class InfiniGenLayer(SelectLayer):
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
     known = 0  # tokens in `partial`
-    guessed: Tensor | None = None  # [B G n'], for the step that is under way
+    guessed: tuple[Tensor, list[int]] | None = None  # rows and counts for the step that is under way
+    counts: list[int]  # n' of each sequence; `rows` [B G max n'] are sorted, the best first
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfiniGen) -> None:
         super().__init__(spec, request, method)
@@ -127,6 +130,25 @@ class InfiniGenLayer(SelectLayer):
             self._learn(x.k)
         return out
 
+    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+        """One by one where the sequences read different numbers of tokens."""
+        if self.plan is None or len(set(self.counts)) == 1:
+            return super().attend(q, *segments)
+        alone = super().attend
+        return torch.cat([alone(q[b : b + 1], *self._alone(b, segments)) for b in range(q.shape[0])])
+
+    def _alone(self, b: int, segments: Sequence[Segment]) -> Iterator[Segment]:
+        """What sequence b reads, without the rows that only others asked for."""
+        count = self.counts[b]
+        for number, (k, v, rows) in enumerate(segments):
+            k, v = k[b : b + 1], v[b : b + 1]
+            if rows is not None:
+                yield Segment(k, v, rows[b : b + 1, :, :count])
+            elif number == 0 and self.middle is not None:  # fetched rows come first
+                yield Segment(k[:, :, :count], v[:, :, :count])
+            else:
+                yield Segment(k, v)
+
     def guess(self, before: AttnInput) -> None:
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
         if self.plan is None or (self.rows is not None and self.age < self.request.stale_by):
@@ -139,26 +161,35 @@ class InfiniGenLayer(SelectLayer):
         grouped = q.view(*self.partial.shape[:2], self.spec.group, -1) @ self.basis
         return (grouped @ self.partial[:, :, : self.known].transpose(-1, -2)).float() * self.spec.scale
 
-    def choose(self, logits: Tensor, limit: int) -> Tensor:
-        """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> [B G n']"""
+    def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, list[int]]:
+        """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
         margins = (logits - logits.amax(-1, keepdim=True)).amax(2)[..., : self.sealed]
-        asked = (margins >= -self.method.alpha).sum(-1).double().mean()
-        count = max(1, min(int(asked), limit))
+        asked = (margins >= -self.method.alpha).sum(-1).double().mean(1)
+        counts = [max(1, min(int(count), limit)) for count in asked.tolist()]
         if self.method.group_rank == "prob_sum":
             margins = logits[..., : self.sealed].softmax(-1).sum(2)
-        rows: Tensor = ops.top_k(margins, count)
-        return rows
+        return margins.topk(max(counts)).indices, counts
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """What the layer before has chosen: the true query comes too late to fetch for it."""
         assert self.guessed is not None
-        rows, self.guessed = self.guessed, None
+        (rows, self.counts), self.guessed = self.guessed, None
         return rows
 
     @property
     def attended(self) -> Attended:
         whole = super().attended
-        return whole if self.plan is None or self.rows is None else whole._replace(prompt=self.rows.shape[2])
+        if self.plan is None or self.rows is None:
+            return whole
+        return whole._replace(prompt=sum(self.counts) / len(self.counts))
+
+    def read_positions(self) -> Tensor | None:
+        """-1 where a sequence reads fewer tokens than another."""
+        rows = super().read_positions()
+        if rows is None:
+            return None
+        counts = torch.tensor(self.counts, device=rows.device).view(-1, 1, 1)
+        return rows.masked_fill(torch.arange(rows.shape[2], device=rows.device) >= counts, -1)
 
     def _learn(self, keys: Tensor) -> None:
         """Append the partial keys of keys [B G T D]."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.reference import Segment
 from methods.angles import Angles
 from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
 from methods.hitcache import token_rows
@@ -58,39 +57,39 @@ class InfLLM(Method):
         """First tokens, one local, an almost full block, and one to select."""
         return self.n_init + 2 * self.block
 
-    def n_local(self, budget: int) -> int:
-        """The window that leaves a whole number of blocks, with room for an unfinished one."""
+    def spend(self, budget: int) -> tuple[int, int]:
+        """n_local and the number of blocks to read, with room for an unfinished block."""
         spare = budget - self.n_init - (self.block - 1)
         blocks = max(1, int(spare * (1 - self.local_ratio) / self.block))
-        return spare - blocks * self.block
+        return spare - blocks * self.block, blocks
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request.capacity)
         return [InfLLMLayer(spec, request, self, angles) for spec in specs]
 
 
-class _Piece(NamedTuple):
-    """Stored tokens at ascending positions."""
+class _Part(NamedTuple):
+    """Stored tokens before the joint softmax."""
 
-    k: Tensor  # [B G S D], rotated at their own positions
-    v: Tensor
-    positions: Tensor  # [S]
+    logits: Tensor  # [B G g T S]
+    v: Tensor  # [B G S D]
+    local_from: int | None = None  # position of the first token, where these are local ones
 
 
 class InfLLMLayer(SelectLayer):
-    """Its middle, the tokens to select from, are the blocks."""
+    """Its middle, the tokens to select from, are the blocks; keys are stored with their true rotation."""
 
     method: InfLLM
-    blocks = 0
-    window = 0  # n_local
+    blocks = 0  # filled so far
+    n_local = 0  # length of the window
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfLLM, angles: Angles) -> None:
         super().__init__(spec, request, method)
         self.angles = angles
         budget, shape = request.budget, (request.batch, spec.num_heads)
         self.sparse = budget is not None and not budget.covers(request.capacity, spec.index)
-        self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)
-        self.representatives = torch.empty(*shape, 0, spec.head_dim, device=request.device)  # [B H N D]
+        self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # drawn, local
+        self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def absorb(self, x: AttnInput) -> None:
         raise ValueError("InfLLM cannot take over a shared prefill, for its own is sparse: run its prefill instead.")
@@ -101,14 +100,117 @@ class InfLLMLayer(SelectLayer):
         if not self.sparse:
             out: Tensor = ops.prefill_attention(x.q, self.store.k, self.store.v, self.spec.scale)
             return out
-        self.window = self._window()
-        size = min(self.method.exc_block, self.window)
-        return torch.cat([self._execute(q, x.start + i * size) for i, q in enumerate(x.q.split(size, dim=2))], 2)
+        self.n_local, reads = self._spend_so_far()
+        outs, first = [], x.start
+        for q in x.q.split(min(self.method.exc_block, self.n_local), dim=2):
+            far_q = self._far_query(q, first)
+            if count := min(reads, self.blocks):
+                self.rows = self.select(far_q, count * self.method.block)
+            outs.append(self._execute(q, far_q, first))
+            first += q.shape[2]
+            self._fill_blocks(first)
+        return torch.cat(outs, 2)
 
-    def _window(self) -> int:
-        """n_local for what has come so far; all of it while that is little."""
+    def split(self, budget: int) -> Plan:
+        """The window at the end of the prompt, tokens that have not filled a block yet included."""
+        self.n_local, _ = self.method.spend(budget)
+        self._fill_blocks(self.sealed)
+        size, n_init = self.method.block, self.method.n_init
+        local = self.sealed - n_init - self.blocks * size
+        return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
+
+    def index(self, keys: Tensor) -> None:
+        """The representatives have been there since the blocks were filled."""
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.angles.note(x)
+        if self.plan is None:
+            return super().decode(x)
+        self.store.append(x.k, x.v)
+        far_q = self._far_query(x.q, x.start)
+        if self.rows is None or self.age >= self.request.stale_by:
+            self.rows, self.age = self.select(far_q, self.plan.top), 0
+        else:
+            self.age += 1
+        return self._execute(x.q, far_q, x.start)
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
+        scores = torch.einsum("bhd,bhnd->bn", q.mean(2), self.representatives)
+        best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
+        return token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
+
+    def _spend_so_far(self) -> tuple[int, int]:
+        """n_local and blocks to read at prefill; everything is local while that is little."""
         budget, seen = self.request.budget, self.seen
         assert budget is not None
         tokens = budget.tokens(seen, self.spec.index)
         whole = tokens >= seen or tokens < self.method.smallest_budget
-        return seen if whole else self.method.n_local(tokens)
+        return (seen, 0) if whole else self.method.spend(tokens)
+
+    def _far_query(self, q: Tensor, first: int) -> Tensor:
+        """The queries at positions from `first`, as if they stood n_local - 1 after all far keys."""
+        return self.angles.move(q, _range(first, first + q.shape[2], q), self.n_local - 1)
+
+    def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
+        """One softmax over blocks read, first tokens and window. q, far_q [B H T D] at positions from `first`."""
+        batch, heads, new, dim = q.shape
+        q, far_q = (x.view(batch, self.spec.num_kv_heads, -1, new, dim) for x in (q, far_q))
+        parts = [*self._read_blocks(far_q), *self._read_rest(q, far_q, first)]
+        logits = torch.cat([part.logits for part in parts], -1).float() * self.spec.scale
+        weights = logits.softmax(-1).split([part.v.shape[2] for part in parts], -1)
+        for weight, part in zip(weights, parts, strict=True):
+            if part.local_from is not None:
+                drawn = self.mass[:, :, part.local_from : part.local_from + part.v.shape[2]]
+                drawn += weight.sum(3).flatten(1, 2)
+        outs = [weight.to(part.v.dtype) @ part.v.unsqueeze(2) for weight, part in zip(weights, parts, strict=True)]
+        return sum(outs[1:], outs[0]).view(batch, heads, new, dim)
+
+    def _read_blocks(self, far_q: Tensor) -> Iterator[_Part]:
+        if self.rows is None:
+            return
+        if self.middle is not None:
+            k, v = self.middle.fetch(self.rows)
+        else:
+            k, v = (ops.gather_rows(x[:, :, self.method.n_init :], self.rows) for x in (self.store.k, self.store.v))
+        yield _Part(self._logits(far_q, self.angles.move(k, self.rows + self.method.n_init, 0)), v)
+
+    def _read_rest(self, q: Tensor, far_q: Tensor, first: int) -> Iterator[_Part]:
+        """Tokens outside the blocks: far ones up to the last query's window, local ones from the first query's on."""
+        size, last = self.method.block, first + q.shape[3] - 1
+        queries = _range(first, last + 1, q).unsqueeze(1)
+        after_blocks = self.method.n_init + self.blocks * size
+        spans = [(0, self.method.n_init), (after_blocks, last + 1)] if self.blocks else [(0, last + 1)]
+        for start, end in spans:
+            away = self.middle.length if self.middle is not None and start else 0
+            k, v = (x[:, :, start - away : end - away] for x in (self.store.k, self.store.v))
+            positions = _range(start, end, q)
+            distance = queries - positions  # [T S]
+            if (far := min(end, last - self.n_local + 1) - start) > 0:
+                logits = self._logits(far_q, self.angles.move(k[:, :, :far], positions[:far], 0))
+                yield _Part(logits.masked_fill(distance[:, :far] < self.n_local, float("-inf")), v[:, :, :far])
+            if (near := max(start, first - self.n_local + 1) - start) < end - start:
+                beyond = (distance[:, near:] < 0) | (distance[:, near:] >= self.n_local)
+                logits = self._logits(q, k[:, :, near:]).masked_fill(beyond, float("-inf"))
+                yield _Part(logits, v[:, :, near:], start + near)
+
+    def _fill_blocks(self, seen: int) -> None:
+        """Tokens that have left the window go into blocks as soon as they fill one."""
+        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
+        if filled <= self.blocks:
+            return
+        start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
+        keys = self.angles.move(self.store.k[:, :, start:end], _range(start, end, self.store.k), 0)
+        per_head = keys.unflatten(2, (-1, size)).repeat_interleave(self.spec.group, dim=1)  # [B H N block D]
+        best = self.mass[:, :, start:end].unflatten(2, (-1, size)).topk(self.method.repr_topk).indices
+        means = per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
+        self.representatives = torch.cat([self.representatives, means], 2)
+        self.blocks = filled
+
+    @staticmethod
+    def _logits(q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.unsqueeze(2).transpose(-1, -2)
+
+
+def _range(start: int, end: int, like: Tensor) -> Tensor:
+    return torch.arange(start, end, device=like.device)

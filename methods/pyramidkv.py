@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import floor
 
 from methods.base import KVLayer, LayerSpec, Request
 from methods.snapkv import SnapKV, SnapLayer
@@ -43,11 +46,12 @@ class PyramidLayer(SnapLayer):
 
 def pyramid(tokens: int, sealed: int, layers: int, window: int, beta: float) -> list[int]:
     """Budgets of all layers, first to last, that add up to layers * tokens."""
-    least = tokens / beta
-    most = min(2 * tokens - least, sealed - window)
+    least = tokens / Fraction(beta)
+    most = min(2 * tokens - least, Fraction(sealed - window))
     least = 2 * tokens - most
     if layers == 1 or not most >= least >= window:
         return [tokens] * layers
-    line = [most - layer * (most - least) / (layers - 1) for layer in range(layers)]
-    ends = [round(sum(line[:layer])) for layer in range(layers + 1)]  # rounded sums, so that the total is exact
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    step = (most - least) / (layers - 1)
+    # exact sums of the first layers, rounded: so no layer is off by more than one, and the total by nothing
+    sums = [floor(layer * most - step * (layer * (layer - 1) // 2) + Fraction(1, 2)) for layer in range(layers + 1)]
+    return [upto - before for before, upto in pairwise(sums)]

@@ -69,13 +69,12 @@ class SnapLayer(EvictLayer):
     def keep(self, budget: int) -> Tensor:
         window = self.method.window
         plan = Plan(0, window, budget - window)
-        best = ops.top_k(self._votes()[..., : self.store.length - window], plan.top)
-        return between_ends(best, plan, self.store.length)
+        return between_ends(ops.top_k(self._votes(), plan.top), plan, self.store.length)
 
     def _votes(self) -> Tensor:
         """Pooled votes for every stored token but the window. -> [B G S] or [B H S]"""
         sums = ops.column_sums(self.queries, self.store.k, self.spec.scale)  # [B H S]
-        sums = sums[..., : self.store.length - self.method.window]  # before pooling: the window must not leak out of it
+        sums = sums[..., : self.store.length - self.method.window]  # before pooling, which would spread the window's
         if self.method.select_per == "kv_head":
             sums = sums.unflatten(1, (self.spec.num_kv_heads, -1)).mean(2)
         pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`

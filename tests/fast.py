@@ -24,4 +24,5 @@ def niah(**changes: Any) -> Niah:
     """conf/task/niah.yaml, small."""
     values = yaml.safe_load((CONF / "task" / "niah.yaml").read_text())
     del values["_target_"]
-    return Niah(**values | {"lengths": [400], "depths": 4, "max_new_tokens": 6} | changes)
+    short = {"lengths": [400], "depths": 4, "max_new_tokens": 6, "template": "{context}\n\n{question}"}
+    return Niah(**values | short | changes)

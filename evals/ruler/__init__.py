@@ -76,7 +76,7 @@ class Ruler(Task):
         match = scoring.string_match_part if example.data["task"].startswith("qa") else scoring.string_match_all
         return Score(match(output, example.references), {"null": float(not scoring.clean(output))})
 
-    def averages(self, groups: Mapping[str, float]) -> dict[str, float]:
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
         """`mean`, then the mean of each length and task, then RULER's summaries where they are defined."""
         averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
         by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}

@@ -86,8 +86,9 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 
 // 2^x with a relative error of 1e-7; 0 below -126
 inline f32 exp2(f32 x) {
-    f32 shifted = maximum(x, splat(-127.0f)) + 12582912.0f;  // the integer part lands in the lowest bits
-    f32 f = maximum(x, splat(-127.0f)) - (shifted - 12582912.0f);
+    f32 clamped = x < -127.0f ? splat(-127.0f) : x;  // lets NaN through
+    f32 shifted = clamped + 12582912.0f;             // the integer part lands in the lowest bits
+    f32 f = clamped - (shifted - 12582912.0f);
     f32 y = splat(1.327647129e-3f);
     y = y * f + 9.675540961e-3f;
     y = y * f + 5.550713092e-2f;

@@ -47,7 +47,7 @@ def test_every_token_behind_the_first_context_is_scored_once(tmp_path: Path) -> 
     assert len(text.encode()) - len((text[:12] + scored).encode()) < 8
     for example in examples:
         assert example.context + example.references[0] in text
-        assert (example.chat, example.data["teacher_forced"]) == (False, True)
+        assert (example.chat, example.teacher_forced) == (False, True)
     assert len(list(task(samples=2).examples(env(tmp_path)))) == 2
     with pytest.raises(TaskError, match="choose a smaller window"):
         list(task(window=500).examples(env(tmp_path)))

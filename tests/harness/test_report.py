@@ -164,6 +164,15 @@ def test_groups_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert row(text, "trec").split() == ["trec", "1", "100.0", "100.0"]
 
 
+def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"_target_": "evals.perplexity.WikiText2", "window": 9, "stride": 4, "samples": None, "revision": "main"}
+    nlls = {"full": [1.0, 3.0], "quest": [2.0, 3.0]}
+    for method, costs in nlls.items():
+        lines = [record(f"e{i}", output=str(cost), details={"nll": cost}, **SPARSE) for i, cost in enumerate(costs)]
+        write_run(tmp_path, lines, method, task=task)
+    assert row(printed(capsys, tmp_path), "perplexity").split() == ["perplexity", "7.39", "12.2"]
+
+
 def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = [1.0, 0.0] * 20
     sizes = {"kv_device_bytes": 123 << 20, "kv_host_bytes": 1023 << 20, "moved_bytes_per_step": 345.0 * 2**20}

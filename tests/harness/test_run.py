@@ -100,7 +100,7 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     whole = run(tmp_path / "whole", baseline="off")
-    real, calls = run_module._Runner._record, []
+    real, calls = run_module.Runner.record, []
 
     def failing(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -109,7 +109,7 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
         return real(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
-        patch.setattr(run_module._Runner, "_record", failing)
+        patch.setattr(run_module.Runner, "record", failing)
         run(tmp_path / "torn", baseline="off")
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2

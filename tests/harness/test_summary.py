@@ -37,7 +37,7 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     row = summary(records([1.0, 0.0], **SPARSE), good)
     assert " ".join(row) == KEYS
     assert list(row["budget"]) == ["asked", "attended"]
-    assert list(row["score"]) == ["mean", "ci95", "groups"]
+    assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
     assert list(row["ttft_s"]) == list(row["tpot_s"]) == ["mean", "p50", "p90"]
     memory = ["kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes", "moved_bytes_per_step"]
@@ -147,6 +147,23 @@ def test_what_went_otherwise_than_asked_is_counted() -> None:
     assert "1 of 3 examples ended before the cache was sealed" in told
     assert "1 of 3 examples ran into the token limit" in told
     assert "2 of 3 examples: two BOS tokens" in told
+
+
+def test_warnings_that_differ_in_numbers_alone_are_one() -> None:
+    lines = [record(f"e{n}", warnings=[f"{n} tokens were cut to 20"]) for n in (12, 300, 45)]
+    assert "3 of 3 examples: 12 to 300 tokens were cut to 20" in warnings([*lines])
+    assert len([told for told in warnings(lines).splitlines() if "were cut" in told]) == 1
+
+
+def test_the_task_says_what_else_its_groups_amount_to() -> None:
+    lines = [record(f"e{n}", details={"strict": float(n > 1), "strict_answer": "7"}) for n in range(4)]
+    task = {
+        "_target_": "evals.gsm8k.Gsm8k", "prompt": "lm_eval", "extraction": "flexible", "samples": None,
+        "max_new_tokens": 9, "chat": False, "revision": "main",
+    }  # fmt: skip
+    row = summarise(lines, config=config(task=task), info=INFO, full=None)
+    assert row["score"]["averages"] == {"mean": 1.0, "strict": 0.5}
+    assert summary(lines)["score"]["averages"] == {}  # a class that is not what the run was made with
 
 
 def test_no_example_is_a_summary_too() -> None:

@@ -1,0 +1,117 @@
+"""`python -m harness.rescore DIR...`: score finished runs again with the scorers of today; nothing is generated.
+
+Outputs and first scores stay in examples.jsonl. The new scores go into rescored.jsonl beside it, and what changed into
+the `rescored` section of run.json; reports then show the new ones and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evals.base import Example, Task
+from harness import files, plugins
+from harness.config import Data, settings_of
+from harness.errors import is_known, sentence
+from harness.lock import FolderLock
+from harness.models.base import ModelSource
+from harness.preparation import prepare
+from harness.provenance import now, source_hash
+from harness.records import Record, StoreError
+from harness.store import RESCORED, StoredRun, find, load, read_records
+from harness.summary import mean_score
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    failed = False
+    try:
+        folders = find(options.folders)
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for folder in folders:
+        try:
+            print(rescore(folder, options.data_root))
+        except Exception as error:
+            if not is_known(error):
+                raise
+            print(f"error: {folder}: {sentence(error)}", file=sys.stderr)
+            failed = True
+    return 2 if failed else 0
+
+
+def rescore(folder: Path, data_root: str | None = None) -> str:
+    """One sentence on what became of the run's scores. `data_root` in place of the run's own."""
+    run = load(folder)
+    if run.status != "complete":
+        raise StoreError("the run is not complete; finish it with the command that began it, then score it again")
+    task, examples = _regenerated(run.config, data_root)
+    lock = FolderLock(folder)
+    try:
+        lines = list(_scores(read_records(folder), task, examples))
+        section = _section(run, task, lines)
+        files.write_lines(folder / RESCORED, lines)
+        files.write_json(folder / "run.json", run.info | {"rescored": section})
+    finally:
+        lock.release()
+    first, mean = (f"{100 * section[key]['mean']:.2f}" for key in ("first", "present"))
+    return f"{folder.name}: {section['changed']} of {len(lines)} scores differ from the first, mean {first} -> {mean}"
+
+
+def _regenerated(config: Mapping[str, Any], data_root: str | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
+    """The run's task, and its examples with the hash of their prompts, by id."""
+    task: Task = plugins.build(config["task"], "task")
+    model: ModelSource = plugins.build(config["model"], "model")
+    settings = settings_of(config)
+    if data_root is not None:
+        settings = replace(settings, data=Data(data_root))
+    return task, {item.example.id: (item.sha256, item.example) for item in prepare(task, model, settings)}
+
+
+def _scores(
+    records: Sequence[Record], task: Task, examples: Mapping[str, tuple[str, Example]]
+) -> Iterator[dict[str, Any]]:
+    for record in records:
+        sha256, example = examples.get(record.id, ("", None))
+        if example is None or sha256 != record.prompt_sha256:
+            reason = "is no longer among the task's examples" if example is None else "has another prompt today"
+            raise StoreError(f"{record.id} {reason}: data, tokenizer or task have changed, so run it anew")
+        score = task.score(example, record.output)
+        yield {"id": record.id, "score": score.value, "details": dict(score.details)}
+
+
+def _section(run: StoredRun, task: Task, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What run.json says: both versions with their means, and every rescoring before this one."""
+    records = read_records(run.folder)
+    present = [replace(record, score=line["score"]) for record, line in zip(records, lines, strict=True)]
+    changed = sum(a.score != b.score for a, b in zip(records, present, strict=True))
+    before = run.info.get("rescored")
+    identity = run.info.get("identity", {})
+    first = {"task_version": run.info.get("task_info", {}).get("version"), "sources": identity.get("sources")}
+    return {
+        "first": first | {"mean": mean_score(records)},
+        "present": {"task_version": task.version, "sources": source_hash(), "mean": mean_score(present)},
+        "changed": changed,
+        "at": now(),
+        "earlier": [*before.get("earlier", []), _alone(before)] if before else [],
+    }
+
+
+def _alone(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: section[key] for key in ("present", "changed", "at")}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.rescore", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("--data-root", metavar="FOLDER", help="where the data sets are now, if not where they were")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The rotations that the model gave its positions, so that keys can be turned back and forth exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.rope import rotate, unrotate
+from methods.base import AttnInput
+
+
+class Angles:
+    """cos and sin of every position so far [C R], one table for all layers of a batch.
+
+    Kept as the model made them: with LongRoPE and dynamic scaling they depend on the length of the call, so asking
+    the rotary module again could answer otherwise. The sequences of a batch share their positions. Turns run in fp32:
+    in bf16 they would add noise of full rank to the keys.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.cos = self.sin = torch.empty(0)
+        self.length = 0
+
+    def note(self, x: AttnInput) -> None:
+        """Remember the positions of new tokens; the first layer to see them does it for all."""
+        if x.start < self.length:
+            return
+        if self.length == 0:
+            self.cos, self.sin = (part.new_empty(self.capacity, part.shape[-1]) for part in (x.cos, x.sin))
+        self.length = x.start + x.cos.shape[1]
+        self.cos[x.start : self.length] = x.cos[0]
+        self.sin[x.start : self.length] = x.sin[0]
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
+        return self._apply(rotate, x, positions)
+
+    def undo(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rows before their rotation. -> fp32"""
+        return self._apply(unrotate, x, positions)
+
+    def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
+        """Rows at `positions` as if they all stood at `target`, in their dtype."""
+        return self.turn(self.undo(x, positions), torch.tensor([target], device=x.device)).to(x.dtype)
+
+    def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.cos[positions].float(), self.sin[positions].float()
+        if positions.dim() == 1:
+            return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))
+        rows = x.float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
+        return way(rows, cos.flatten(0, 1), sin.flatten(0, 1)).view(x.shape)

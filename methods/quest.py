@@ -1,0 +1,139 @@
+"""Quest: reads the pages whose keys could reach the largest logits (arXiv 2406.10774).
+
+Per page of 16 tokens, counted from the prompt's first, the smallest and largest key per channel are kept. No key of a
+page can have a larger product with q than sum_c max(q_c * max_c, q_c * min_c); the pages with the largest bounds are
+read exactly. The first layers read everything.
+
+The released evaluation chooses for each query head also where heads share keys: `select_per=query_head`; the budget
+is then one query head's, a KV head is read up to g times as often, and `read_positions` is the union. `kv_head` ranks
+by the largest bound of the group. `last_page`: the prompt's last page takes one place without asking, as the CUDA
+code has it for the page of the current token; `false` lets it compete, as in the evaluation code. Generated tokens
+are always read, where the paper pages them too. The evaluation code reads no less than 3 pages whatever the budget;
+here a budget below `min_pages` pages is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kernels import ops
+from kernels.reference import Segment
+from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(Method):
+    """page_size in tokens; min_pages: pages that a budget must hold; dense_layers read everything."""
+
+    page_size: int
+    min_pages: int
+    dense_layers: tuple[int, ...]
+    select_per: Literal["query_head", "kv_head"]
+    last_page: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash
+        if self.page_size < 1:
+            raise ValueError(f"page_size={self.page_size} must be at least 1 token; 16 in the paper.")
+        if self.min_pages < 1:
+            raise ValueError(f"min_pages={self.min_pages} must be at least 1; 3 in the released evaluation.")
+        if self.select_per not in ("query_head", "kv_head"):
+            raise ValueError(f"select_per={self.select_per!r} is unknown: choose query_head or kv_head.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.min_pages * self.page_size
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        if request.budget is not None:
+            dense = tuple(sorted({*request.budget.dense_layers, *self.dense_layers}))
+            request = replace(request, budget=replace(request.budget, dense_layers=dense))
+        return [QuestLayer(spec, request, self) for spec in specs]
+
+
+class QuestLayer(DenseLayer):
+    """Pages of the sealed prompt; the last one may be shorter. A selecting head is a query head or a KV head."""
+
+    method: Quest
+    places: int | None = None  # pages a selecting head reads; None: everything is read
+    bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
+    rows: Tensor | None = None  # [B H|G K], tokens of the pages last chosen; from `sealed` on there is none
+    age = 0  # steps they have served
+
+    def seal(self) -> None:
+        super().seal()
+        limit = self.limit()
+        self.places = None if limit is None else limit // self.method.page_size
+        self.rows = None
+        if self.places is not None:
+            self.bounds = page_bounds(self.store.k, self.method.page_size)
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if self.places is None:
+            return super().decode(x)
+        self.store.append(x.k, x.v)
+        if self.rows is None or self.age >= self.request.stale_by:
+            self.rows, self.age = self._choose(x.q, self.places), 0
+        else:
+            self.age += 1
+        later = torch.arange(self.sealed, self.store.length, device=x.q.device).expand(*self.rows.shape[:2], -1)
+        rows = torch.cat([self.rows.clamp(max=self.sealed - 1), later], -1)
+        k, v = gather_per_head(self.store.k, rows), gather_per_head(self.store.v, rows)
+        if not self._ragged:
+            return self.attend(x.q, Segment(k, v))
+        real = pad(self.rows < self.sealed, (0, later.shape[-1]), value=True)
+        real = real.repeat_interleave(self.spec.num_heads // real.shape[1], 1).unsqueeze(2)
+        return scaled_dot_product_attention(x.q, k, v, attn_mask=real, scale=self.spec.scale, enable_gqa=True)
+
+    @property
+    def attended(self) -> Attended:
+        read, generated = super().attended
+        if self.places is not None:
+            read = self.places * self.method.page_size if self.rows is None else self.rows.shape[-1]
+            if self.rows is not None and self._ragged:
+                read = (self.rows < self.sealed).sum(-1).double().mean().item()
+        return Attended(read, generated)
+
+    def read_positions(self) -> Tensor | None:
+        if self.places is None or self.rows is None:
+            return None
+        return union_per_kv_head(self.rows, self.spec.num_kv_heads, self.sealed)
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether selecting heads may read different numbers of tokens: those that chose a shorter last page."""
+        return not self.method.last_page and self.sealed % self.method.page_size != 0
+
+    def _choose(self, q: Tensor, places: int) -> Tensor:
+        """Tokens of the best pages. q [B H 1 D] -> [B H|G K]"""
+        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
+        scores = (both @ self.bounds.transpose(-1, -2)).float()  # [B G g P]
+        scores = scores.amax(2) if self.method.select_per == "kv_head" else scores.flatten(1, 2)
+        if not self.method.last_page:
+            return self._tokens(ops.top_k(scores, places))
+        chosen = self._tokens(ops.top_k(scores[..., :-1], places - 1))
+        last = torch.arange((scores.shape[-1] - 1) * self.method.page_size, self.sealed, device=q.device)
+        return torch.cat([chosen, last.expand(*chosen.shape[:2], -1)], -1)
+
+    def _tokens(self, pages: Tensor) -> Tensor:
+        """[B H|G N] -> [B H|G N*page_size]"""
+        size = self.method.page_size
+        return (pages.unsqueeze(-1) * size + torch.arange(size, device=pages.device)).flatten(-2)
+
+
+def page_bounds(keys: Tensor, size: int) -> Tensor:
+    """The largest and the smallest value of each channel in each page. keys [B G S D] -> [B G P 2D]"""
+    whole = keys.shape[2] // size * size
+    pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
+    parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]
+    if rest.shape[2]:  # what would fill the page up must not raise its bound
+        parts.append(torch.cat([rest.amax(2, keepdim=True), rest.amin(2, keepdim=True)], -1))
+    return torch.cat(parts, 2)

@@ -1,0 +1,80 @@
+"""Fidelity against plain torch, at its limits, and on the production path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.attach import attached
+from harness.engine import Engine, Generation
+from methods.base import Method
+from methods.full import Full
+from methods.oracle import Oracle
+from methods.pqcache import PQCache
+from methods.streaming import Streaming
+from tests.tiny import prompt, tiny
+
+PQ = PQCache(m=2, b=3, iterations=5, tolerance=1e-4, seed=1, sinks=2, recent_ratio=0.2)
+ORACLE = Oracle(sinks=0, recent_ratio=0.0)
+
+
+def run(method: Method, budget: float, every: int = 1, length: int = 90, **more: object) -> Generation:
+    with attached(tiny("llama"), method, budget=budget) as kv:
+        return Engine(kv, fidelity=every).generate(prompt(length), max_new_tokens=8, **more)  # type: ignore[arg-type]
+
+
+def found(made: Generation) -> dict[str, float]:
+    assert made.fidelity is not None
+    assert made.fidelity[0] is not None
+    return made.fidelity[0]
+
+
+@pytest.mark.parametrize("method", [Full(), PQ, Streaming(sinks=2, positions="cache")])
+def test_a_budget_over_everything_is_exact(method: Method) -> None:
+    report = found(run(method, 1.0))
+    assert (report["recall"], report["mass"]) == (1, 1)
+    assert report["error"] < 1e-5
+    assert report["kl"] < 1e-6
+    assert report["first_difference"] is None
+
+
+def test_oracle_recalls_itself_and_others_less() -> None:
+    oracle, pq, streaming = (found(run(m, 0.2)) for m in (ORACLE, PQ, Streaming(sinks=2, positions="original")))
+    assert oracle["recall"] == 1
+    assert oracle["mass"] > pq["mass"] > streaming["mass"] > 0
+    assert 1 > pq["recall"] > streaming["recall"]
+    assert oracle["error"] < streaming["error"]
+
+
+def test_kl_and_first_difference_are_those_of_fulls_logits() -> None:
+    method = Streaming(sinks=2, positions="cache")
+    made = run(method, 0.1)
+    tokens = made.tokens[0]
+    with torch.no_grad():
+        text = torch.cat([prompt(90), torch.tensor([tokens[:-1]])], 1)
+        full = tiny("llama")(text).logits[0, 90:]
+    with attached(tiny("llama"), method, budget=0.1) as kv, torch.no_grad():
+        cache = kv.cache(capacity=120)
+        kv.model(prompt(90), past_key_values=cache)
+        cache.seal()
+        ours = torch.cat([kv.model(torch.tensor([[t]]), past_key_values=cache).logits[0] for t in tokens[:-1]])
+    kl = torch.nn.functional.kl_div(ours.log_softmax(-1), full.log_softmax(-1), log_target=True, reduction="none")
+    report = found(made)
+    assert report["kl"] == pytest.approx(kl.sum(-1).mean().item(), rel=1e-3)
+    differ = [i for i, (a, b) in enumerate(zip(tokens[1:], full.argmax(-1).tolist(), strict=True), 1) if a != b]
+    assert report["first_difference"] == (differ[0] if differ else None)
+
+
+def test_watching_changes_no_token_and_no_bytes() -> None:
+    with attached(tiny("llama"), PQ, budget=0.2) as kv:
+        plain = Engine(kv).generate(prompt(90, batch=2), max_new_tokens=8)
+        watched = Engine(kv, fidelity=3).generate(prompt(90, batch=2), max_new_tokens=8)
+    assert watched.tokens == plain.tokens
+    assert watched.kv == plain.kv
+    assert found(watched)["steps"] == 3  # of 7: the first, fourth and seventh
+
+
+def test_under_protocol_context_the_question_is_measured_too() -> None:
+    report = found(run(PQ, 1.0, context_tokens=70))
+    assert report["steps"] == 20 + 7
+    assert report["kl"] < 1e-6

@@ -1,0 +1,127 @@
+"""Inputs for every operation, at what breaks kernels: odd lengths, empty selections, views of larger buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.reference import Segment
+
+
+class Case(NamedTuple):
+    op: str
+    name: str
+    args: tuple[Any, ...]  # fp32, on the CPU
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+SHAPES = {  # batch, heads, groups, head size, stored
+    "mha": (1, 2, 2, 64, 37),
+    "gqa3-dim64": (1, 9, 3, 64, 513),
+    "gqa4-dim128": (2, 8, 2, 128, 259),
+    "gqa8-dim96": (1, 8, 1, 96, 131),
+    "gqa5-dim48": (2, 5, 1, 48, 65),
+    "one": (1, 4, 2, 16, 1),
+}
+
+
+def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The same arguments in another dtype and place; views keep their strides inside a buffer of the old size."""
+    if isinstance(value, Tensor):
+        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+        moved = whole.to(device, dtype if value.is_floating_point() else value.dtype)
+        return moved.as_strided(value.size(), value.stride(), value.storage_offset())
+    if isinstance(value, Segment):
+        return Segment(*(converted(x, dtype, device) for x in value))
+    if isinstance(value, (list, tuple)):
+        return [converted(x, dtype, device) for x in value]
+    return value
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(seed: int, batch: int, groups: int, count: int, dim: int, spare: int = 5) -> Tensor:
+    """[B G S D] as stores hand it out: a view into room for more rows."""
+    return random(seed, batch, groups, count + spare, dim)[:, :, :count]
+
+
+def pick(seed: int, batch: int, groups: int, among: int, count: int) -> Tensor:
+    """[B G K] different rows of each head, in no order."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(among, generator=draw)[:count] for _ in range(batch * groups)]
+    return torch.stack(rows).view(batch, groups, count)
+
+
+def segment_attention() -> Iterator[Case]:
+    for name, (batch, heads, groups, dim, count) in SHAPES.items():
+        q = 2 * random(1, batch, heads, 1, dim)
+        k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
+        yield Case("segment_attention", f"{name}-whole", (q, [Segment(k, v)], 0.2))
+        by_token = Segment(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)))
+        yield Case("segment_attention", f"{name}-by-token", (q, [by_token], 0.2))
+        rows = pick(4, batch, groups, count, max(1, count // 3))
+        yield Case("segment_attention", f"{name}-chosen", (q, [Segment(k, v, rows)], 0.2))
+        yield Case("segment_attention", f"{name}-int32", (q, [Segment(k, v, rows.int())], 0.2))
+        if count > 30:
+            yield Case("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
+    yield Case("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
+
+
+def _three(k: Tensor, v: Tensor, chosen: int) -> list[Segment]:
+    """Sinks, selected rows between, and a tail, all views of one buffer."""
+    middle = slice(3, k.shape[2] - 7)
+    rows = pick(4, k.shape[0], k.shape[1], k.shape[2] - 10, min(chosen, k.shape[2] - 10))
+    return [
+        Segment(k[:, :, :3], v[:, :, :3]),
+        Segment(k[:, :, middle], v[:, :, middle], rows),
+        Segment(k[:, :, :0], v[:, :, :0]),
+        Segment(k[:, :, -7:], v[:, :, -7:]),
+    ]
+
+
+def prefill_attention() -> Iterator[Case]:
+    for name, (batch, heads, groups, dim, count) in SHAPES.items():
+        for new in sorted({count, max(1, count // 3), 1}):
+            q = random(1, batch, new, heads, dim).transpose(1, 2)  # as the model hands it over
+            k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
+            yield Case("prefill_attention", f"{name}-{new}of{count}", (q, k, v, 0.2))
+
+
+def gather_rows() -> Iterator[Case]:
+    for name, (batch, _, groups, dim, count) in SHAPES.items():
+        for chosen in (0, max(1, count // 2)):
+            rows = pick(6, batch, groups, count, chosen)
+            yield Case("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
+    yield Case("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
+    yield Case("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
+
+
+def pq_scores() -> Iterator[Case]:
+    for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
+        codes = torch.randint(clusters, (2, 2, 333, parts), generator=torch.Generator().manual_seed(7))
+        codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32)
+        for group in (1, 3, 4, 8):
+            args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
+            yield Case("pq_scores", f"{name}-g{group}", args)
+
+
+def top_k() -> Iterator[Case]:
+    for shape in ((1, 2, 1), (2, 3, 1000), (1, 1, 70_001)):
+        for count in sorted({1, max(1, shape[-1] // 3), shape[-1]}):
+            yield Case("top_k", f"{count}of{shape[-1]}", (random(9, *shape), count))
+    holes = random(9, 1, 2, 200)
+    holes[..., ::3], holes[..., 5] = float("-inf"), float("inf")
+    yield Case("top_k", "all-equal", (torch.ones(2, 2, 300), 17))
+    yield Case("top_k", "infinite", (holes, 180))
+    yield Case("top_k", "view", (random(9, 1, 3, 500)[..., 3:451], 20))
+
+
+def cases() -> list[Case]:
+    return [*segment_attention(), *prefill_attention(), *gather_rows(), *pq_scores(), *top_k()]

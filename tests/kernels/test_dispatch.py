@@ -1,0 +1,60 @@
+"""Choice of a backend: the best that does not refuse, or the one that was asked for, with its reason."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from kernels import ops
+from kernels.dispatch import BackendError, Op, use_backend
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """`picky` takes even numbers only, `absent` cannot be imported."""
+    module = ModuleType("three_backends")
+    module.picky = lambda x: ("picky", x)  # type: ignore[attr-defined]
+    module.picky_refuses = lambda x: "odd number" if x % 2 else None  # type: ignore[attr-defined]
+    module.plain = lambda x: ("plain", x)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Op("double", absent="no_such_module:f", picky="three_backends:picky", torch="three_backends:plain")
+
+
+def test_takes_the_first_backend_that_does_not_refuse(op: Op) -> None:
+    assert op(2) == ("picky", 2)
+    assert op(3) == ("plain", 3)
+    assert op.used == {"picky", "torch"}
+
+
+def test_forced_backend_runs_or_says_why_not(op: Op) -> None:
+    with use_backend("torch"):
+        assert op(2) == ("plain", 2)
+    with use_backend("picky"), pytest.raises(BackendError, match="double: picky: odd number"):
+        op(3)
+    with use_backend("absent"), pytest.raises(BackendError, match="absent: import failed: No module named"):
+        op(2)
+    assert op(2) == ("picky", 2)
+
+
+def test_forcing_a_backend_an_operation_lacks_leaves_the_choice_free(op: Op) -> None:
+    with use_backend("other"):
+        assert op(2) == ("picky", 2)
+
+
+def test_every_target_names_an_existing_function() -> None:
+    for op in ops.ALL:
+        for backend in op.targets:
+            loaded = op._import(backend)
+            assert not isinstance(loaded, str) or loaded.startswith("import failed"), (op.name, backend)
+
+
+def test_used_backends_are_recorded_until_forgotten() -> None:
+    import torch
+
+    ops.forget_used()
+    ops.top_k(torch.rand(1, 1, 4), 2)
+    assert set(ops.used_backends()) == {"top_k"}
+    ops.forget_used()
+    assert ops.used_backends() == {}

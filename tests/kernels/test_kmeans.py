@@ -1,0 +1,86 @@
+"""Batched k-means against Lloyd's algorithm written out for one problem."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from kernels import ops
+from kernels.dispatch import use_backend
+from kernels.kmeans import assign
+
+
+def lloyd(x: Tensor, initial: Tensor, iterations: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """x [P d] -> centroids [C d], codes [P]"""
+    centroids = x[initial].clone()
+    for _ in range(iterations):
+        codes = torch.cdist(x, centroids).argmin(1)
+        moved = torch.stack(
+            [x[codes == c].mean(0) if (codes == c).any() else centroids[c] for c in range(len(initial))]
+        )
+        shift, centroids = (moved - centroids).square().sum(), moved
+        if shift <= tolerance * x.var(0, correction=0).mean():
+            break
+    return centroids, torch.cdist(x, centroids).argmin(1)
+
+
+def points(problems: int, count: int, dim: int) -> Tensor:
+    """Clumps, so that the nearest centroid is never a matter of rounding for long."""
+    draw = torch.Generator().manual_seed(3)
+    centres = 4 * torch.randn(problems, 9, dim, generator=draw)
+    clump = torch.randint(9, (problems, count, 1), generator=draw).expand(-1, -1, dim)
+    return centres.gather(1, clump) + torch.randn(problems, count, dim, generator=draw)
+
+
+def run(backend: str, *args: object) -> tuple[Tensor, Tensor]:
+    if reason := ops.kmeans.refusal(backend, *args):
+        pytest.skip(f"kmeans: {backend}: {reason}")
+    with use_backend(backend):
+        centroids, codes = ops.kmeans(*args)
+    return centroids, codes
+
+
+@pytest.fixture(params=ops.kmeans.targets)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("count", "dim", "clusters"), [(301, 8, 16), (1000, 32, 64), (70, 64, 64), (517, 6, 5)])
+def test_equals_plain_lloyd(backend: str, count: int, dim: int, clusters: int) -> None:
+    x = points(3, count, dim)
+    initial = torch.randperm(count, generator=torch.Generator().manual_seed(5))[:clusters]
+    centroids, codes = run(backend, x, initial, 4, 0.0)
+    for i in range(3):
+        wanted, wanted_codes = lloyd(x[i].double(), initial, 4, 0.0)
+        assert_close(centroids[i].double(), wanted, atol=1e-4, rtol=1e-4)
+        assert torch.equal(codes[i].long(), wanted_codes)
+
+
+def test_problems_do_not_touch_each_other(backend: str) -> None:
+    x, initial = points(4, 200, 8), torch.arange(12)
+    together = run(backend, x, initial, 5, 0.0)[0]
+    alone = torch.cat([run(backend, one, initial, 5, 0.0)[0] for one in x.split(1)])
+    assert_close(together, alone)
+
+
+def test_an_empty_cluster_keeps_its_centroid(backend: str) -> None:
+    x = torch.tensor([[0.0], [0.0], [1.0], [5.0]]).unsqueeze(0)  # the points 0 and 1 are one: the second is left empty
+    centroids, codes = run(backend, x, torch.tensor([0, 1, 3]), 1, 0.0)
+    assert centroids.flatten().tolist() == pytest.approx([1 / 3, 0.0, 5.0])
+    assert codes.flatten().tolist() == [1, 1, 0, 2]
+
+
+def test_stops_when_all_problems_are_still(backend: str) -> None:
+    x, initial = points(2, 300, 4), torch.arange(8)
+    still = run(backend, x, initial, 300, 1e-4)
+    assert_close(run(backend, x, initial, 301, 1e-4), still, atol=0, rtol=0)
+    shift = (run(backend, x, initial, 300, 0.0)[0] - still[0]).square().sum((1, 2))
+    assert bool((shift <= 100 * 1e-4 * x.var(1).mean(-1)).all())
+
+
+def test_codes_belong_to_the_centroids_returned(backend: str) -> None:
+    x = points(3, 400, 16)
+    centroids, codes = run(backend, x, torch.arange(32), 2, 0.0)
+    assert torch.equal(codes.long(), assign(x, centroids))

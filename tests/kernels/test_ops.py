@@ -1,0 +1,91 @@
+"""Every backend of every operation against its definition in plain torch, evaluated on float64 inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from kernels import ops, reference
+from kernels.dispatch import REFERENCE, use_backend
+from tests.kernels.op_cases import Case, cases, converted, pick, random, stored
+
+OPS = {op.name: op for op in ops.ALL}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+INDICES = {"top_k"}  # compared by the scores they point at: ties may fall either way
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+RUNS = [pytest.param(case, backend, id=f"{case}-{backend}") for case in cases() for backend in OPS[case.op].targets]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("case", "backend"), RUNS)
+def test_backend_equals_reference(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
+    op, args = OPS[case.op], converted(case.args, dtype, device)
+    if reason := op.refusal(backend, *args):
+        pytest.skip(f"{op.name}: {backend}: {reason}")
+    with use_backend(backend):
+        got = op(*args)
+    if case.op in INDICES:
+        _assert_best(args[0], got)
+        return
+    wanted = _reference(case.op)(*converted(args, torch.float64, device))
+    assert got.shape == wanted.shape
+    size = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    assert_close(got.double(), wanted.double(), atol=size * TOLERANCE[dtype], rtol=0)
+
+
+def _reference(name: str) -> Any:
+    op = OPS[name]
+    assert op.refusal(REFERENCE) is None
+    return op._load(REFERENCE)[0]
+
+
+def _assert_best(scores: Tensor, rows: Tensor) -> None:
+    """`rows` names as many different entries as asked for, and none outside is larger."""
+    assert all(len(set(row.tolist())) == rows.shape[-1] for row in rows.flatten(0, -2))
+    best = scores.topk(rows.shape[-1], dim=-1).values
+    assert_close(scores.gather(-1, rows.long()).sort(-1, descending=True).values, best, atol=0, rtol=0)
+
+
+def test_every_operation_has_cases() -> None:
+    assert {case.op for case in cases()} >= set(OPS) - {"kmeans"}  # test_kmeans.py
+
+
+# The reference itself, against torch's own or a plain loop:
+
+
+def test_segments_are_one_softmax_over_their_union() -> None:
+    k, v = stored(2, 2, 2, 50, 32).double(), stored(3, 2, 2, 50, 32).double()
+    q, rows = random(1, 2, 6, 1, 32).double(), pick(4, 2, 2, 30, 8)
+    parts = [(k[:, :, :5], v[:, :, :5], None), (k[:, :, 5:35], v[:, :, 5:35], rows), (k[:, :, 35:], v[:, :, 35:], None)]
+    inside = (rows + 5).unsqueeze(-1).expand(-1, -1, -1, 32)
+    joined = [torch.cat([x[:, :, :5], x.gather(2, inside), x[:, :, 35:]], 2) for x in (k, v)]
+    keys, values = (x.repeat_interleave(3, 1) for x in joined)
+    wanted = scaled_dot_product_attention(q, keys, values, scale=0.3)
+    got = reference.segment_attention(q, [reference.Segment(*part) for part in parts], 0.3)
+    assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_prefill_is_causal_from_the_bottom_right() -> None:
+    q, k, v = random(1, 1, 4, 3, 16), stored(2, 1, 2, 10, 16), stored(3, 1, 2, 10, 16)
+    got = reference.prefill_attention(q, k, v, 0.25)
+    for i in range(3):
+        seen = slice(0, 8 + i)
+        keys, values = (x[:, :, seen].repeat_interleave(2, 1) for x in (k, v))
+        row = slice(i, i + 1)
+        assert_close(got[:, :, row], scaled_dot_product_attention(q[:, :, row], keys, values, scale=0.25))
+
+
+def test_pq_scores_are_the_products_with_the_coded_keys() -> None:
+    q, centroids = random(1, 1, 4, 1, 12), random(2, 1, 2, 3, 5, 4)
+    codes = torch.randint(5, (1, 2, 20, 3))
+    got = reference.pq_scores(q, centroids, codes)
+    for head in range(4):
+        for token in range(20):
+            chosen = [centroids[0, head // 2, part, codes[0, head // 2, token, part]] for part in range(3)]
+            assert_close(got[0, head // 2, head % 2, token], q[0, head, 0] @ torch.cat(chosen))

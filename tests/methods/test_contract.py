@@ -1,0 +1,301 @@
+"""What every method of conf/method/ must do, whatever it is: a new yaml is tested by being there."""
+
+from __future__ import annotations
+
+import gc
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing import assert_close
+
+from harness.attach import Attachment, attached
+from harness.catalogue import CONF
+from harness.hf import KVCache
+from harness.plugins import build
+from methods.base import AttnInput, Method
+from methods.budget import Budget
+from methods.full import Full
+from tests.tiny import prompt, tiny
+
+NAMES = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+MOST = 24  # prompt tokens that every method's sinks and windows must fit into here
+SMALL: dict[str, Any] = {  # parameters with these names, for prompts of 60 to 100 tokens
+    "b": 3,
+    "beta": 2.0,
+    "block": 4,
+    "calibration_tokens": 64,
+    "chunk": 2,
+    "dense_layers": [0],
+    "exc_block": 8,
+    "kernel": 3,
+    "local_chunks": 2,
+    "min_pages": 2,
+    "n_init": 2,
+    "page_size": 4,
+    "r": 6,
+    "repr_topk": 2,
+    "sinks": 2,
+    "window": 4,
+}
+
+methods = pytest.mark.parametrize("name", NAMES)
+
+
+def _yaml(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
+    return values
+
+
+def small(name: str) -> Method:
+    """The method of a yaml, its windows made small."""
+    values = _yaml(name)
+    method: Method = build(values | {key: SMALL[key] for key in values.keys() & SMALL.keys()}, "method")
+    assert method.smallest_budget <= MOST, f"add small values for {name}'s parameters to SMALL"
+    return method
+
+
+def attach(method: Method, budget: float | None, architecture: str = "llama", placement: str = "device") -> Any:
+    calibration = prompt(64, seed=9)
+    return attached(tiny(architecture), method, budget=budget, placement=placement, calibration=calibration)  # type: ignore[arg-type]
+
+
+class Step(NamedTuple):
+    """One decode step, seen from outside."""
+
+    logits: Tensor  # [B V], of the next token
+    attended: list[tuple[float, float]]  # per layer
+    read: list[Tensor | None]  # per layer
+
+
+@torch.inference_mode()
+def turn(kv: Attachment, cache: KVCache, ids: Tensor, steps: int = 5, chunk: int | None = None) -> list[Step]:
+    """Prefill `ids`, seal, decode greedily. -> the steps; the token of the prefill is fed to the first"""
+    if cache.sealed:
+        cache.open_turn()
+    for part in ids.split(chunk or ids.shape[1], 1):
+        logits = kv.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    cache.seal()
+    seen = []
+    for _ in range(steps):
+        best = logits.argmax(-1, keepdim=True)
+        logits = kv.model(best, past_key_values=cache, use_cache=True).logits[:, -1]
+        layers = cache.layers
+        seen.append(Step(logits, [layer.attended for layer in layers], [layer.read_positions() for layer in layers]))
+    return seen
+
+
+def run(method: Method, ids: Tensor, budget: float | None, *, chunk: int | None = None, **how: str) -> list[Step]:
+    with attach(method, budget, **how) as kv:
+        return turn(kv, kv.cache(capacity=ids.shape[1] + 8, batch=len(ids)), ids, chunk=chunk)
+
+
+def assert_same(steps: list[Step], wanted: list[Step]) -> None:
+    """The logits of all steps, and with them the tokens; a token more or less read would show in the second digit."""
+    for step, one in zip(steps, wanted, strict=True):
+        assert_close(step.logits, one.logits, atol=1e-3, rtol=1e-3)
+
+
+@methods
+def test_yaml_lists_every_field_and_nothing_else(name: str) -> None:
+    values = _yaml(name)
+    method = build(values, "method")
+    assert values.keys() - {"_target_"} == {field.name for field in fields(method)}
+    assert hash(method) == hash(build(values, "method"))
+
+
+@methods
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
+def test_a_budget_that_covers_everything_gives_fulls_logits(name: str, architecture: str) -> None:
+    ids = prompt(61)
+    wanted = run(Full(), ids, None, architecture=architecture)
+    for budget in (1.0, 10_000):
+        steps = run(small(name), ids, budget, architecture=architecture)
+        assert_same(steps, wanted)
+        assert steps[-1].attended == [(61, 5)] * 3
+
+
+@methods
+def test_a_prompt_no_longer_than_its_windows_is_read_whole(name: str) -> None:
+    method = small(name)
+    ids = prompt(method.smallest_budget)
+    assert_same(run(method, ids, 0.4), run(Full(), ids, None))
+    with attach(method, 0.4) as kv:
+        cache = kv.cache(capacity=40)
+        turn(kv, cache, ids)
+    partial = method.uses_budget and not Budget(0.4).covers(len(ids[0]), 2)
+    assert bool(cache.layers[2].fallback) == partial  # and it says so
+
+
+@methods
+def test_half_precision_stays_half_precision(name: str) -> None:
+    model = deepcopy(tiny("llama")).to(torch.bfloat16)
+    with attached(model, small(name), budget=0.4, calibration=prompt(64, seed=9)) as kv:
+        steps = turn(kv, kv.cache(capacity=79), prompt(71))
+    assert all(step.logits.dtype == torch.bfloat16 and bool(step.logits.isfinite().all()) for step in steps)
+
+
+@methods
+@pytest.mark.parametrize(("length", "budget"), [(61, 0.4), (100, 33), (25, 24)])
+def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: int, budget: float) -> None:
+    """On average over the layers, for a method may give one more than another; and what it says it read, it read."""
+    method = small(name)
+    with attach(method, budget) as kv:
+        cache = kv.cache(capacity=length + 8)
+        steps = turn(kv, cache, prompt(length))
+        asked = [
+            layer.request.budget.tokens(length, i) if layer.request.budget else length
+            for i, layer in enumerate(cache.layers)
+        ]
+    for count, step in enumerate(steps, 1):
+        assert sum(read for read, _ in step.attended) <= sum(asked)
+        assert [later for _, later in step.attended] == [count] * 3
+        for (read, _), positions in zip(step.attended, step.read, strict=True):
+            _check_positions(method, positions, read, length)
+
+
+def _check_positions(method: Method, positions: Tensor | None, read: float, length: int) -> None:
+    if positions is None:
+        assert read == length
+        return
+    assert positions.shape[:2] == (1, 2)
+    heads = [[p for p in head if p >= 0] for head in positions[0].tolist()]  # -1 fills up a shorter union
+    assert all(len(set(head)) == len(head) and 0 <= min(head) <= max(head) < length for head in heads)
+    count = sum(map(len, heads)) / 2
+    if getattr(method, "select_per", "kv_head") == "query_head":
+        assert read <= count <= 4 * read  # what the group's heads read together
+    else:
+        assert count == read
+
+
+@methods
+def test_prefill_in_chunks_changes_nothing(name: str) -> None:
+    method, ids = small(name), prompt(83)
+    if not method.dense_prefill:
+        pytest.skip("its prefill is sparse: what a chunk reads depends on the chunk")
+    assert_same(run(method, ids, 0.4, chunk=19), run(method, ids, 0.4))
+
+
+@methods
+def test_keys_and_values_on_the_host_change_nothing(name: str) -> None:
+    method, ids = small(name), prompt(83)
+    if not method.offloads:
+        with pytest.raises(ValueError, match="placement=device"), attach(method, 0.4, placement="host"):
+            pass
+        return
+    assert_same(run(method, ids, 0.4, placement="host"), run(method, ids, 0.4))
+
+
+@methods
+def test_sequences_of_a_batch_do_not_see_one_another(name: str) -> None:
+    ids = torch.cat([prompt(71, seed=seed) for seed in range(3)])
+    together = run(small(name), ids, 0.4)
+    for i, row in enumerate(ids.split(1)):
+        assert_same([step._replace(logits=step.logits[i : i + 1]) for step in together], run(small(name), row, 0.4))
+
+
+@methods
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> None:
+    method = small(name)
+    if placement == "host" and not method.offloads:
+        pytest.skip("keeps nothing on the host")
+    with attach(method, 0.4, placement=placement) as kv:
+        cache = kv.cache(capacity=120)
+        first = turn(kv, cache, prompt(61))
+        second = turn(kv, cache, prompt(26, seed=1))
+        third = turn(kv, cache, prompt(3, seed=2))
+    sealed = [61, 61 + 5 + 26, 61 + 5 + 26 + 5 + 3]
+    for steps, length in zip((first, second, third), sealed, strict=True):
+        allowed = [
+            layer.request.budget.tokens(length, i) if method.uses_budget else length
+            for i, layer in enumerate(cache.layers)
+        ]
+        assert sum(read for read, _ in steps[-1].attended) <= sum(allowed)
+        assert steps[-1].attended[0][1] == 5
+        for positions, (read, _) in zip(steps[-1].read, steps[-1].attended, strict=True):
+            _check_positions(method, positions, read, length)
+
+
+@methods
+def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
+    made = []
+    for method in (Full(), small(name)):
+        with attach(method, 1.0) as kv:
+            cache = kv.cache(capacity=120)
+            made.append([step for length in (61, 26, 3) for step in turn(kv, cache, prompt(length, seed=length))])
+    assert_same(made[1], made[0])
+
+
+@methods
+def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
+    ids = prompt(71)
+    with attach(small(name), 0.4) as kv:
+        turn(kv, kv.cache(capacity=100), prompt(90, seed=5))
+        after = turn(kv, kv.cache(capacity=79), ids)
+    assert_same(after, run(small(name), ids, 0.4))
+
+
+class Watching(KVCache):
+    """Notes the storage of every layer's attention input."""
+
+    def attend(self, layer: int, x: AttnInput) -> Tensor:
+        self.__dict__.setdefault("inputs", []).append(StorageWeakRef(x.hidden.untyped_storage()))
+        return super().attend(layer, x)
+
+
+@methods
+def test_no_layer_keeps_its_attention_input_alive(name: str) -> None:
+    """It is [B S E], larger than the layer's keys and values together."""
+    with attach(small(name), 0.4) as kv:
+        made = kv.cache(capacity=79)
+        cache = Watching(made.layers, made.capacity)
+        turn(kv, cache, prompt(71), steps=2)
+    gc.collect()
+    assert len(cache.inputs) == 3 * 3  # type: ignore[attr-defined]
+    assert all(ref.expired() for ref in cache.inputs)  # type: ignore[attr-defined]
+
+
+class SharedPrefill(KVCache):
+    """The prompt's outputs come from Full's layers, the method only takes its tokens in."""
+
+    full: list[Any]
+
+    def attend(self, layer: int, x: AttnInput) -> Tensor:
+        if self.sealed:
+            return super().attend(layer, x)
+        self._arriving = x.k.shape[2]
+        self.layers[layer].absorb(x)
+        out: Tensor = self.full[layer].prefill(x)
+        return out
+
+
+@methods
+@pytest.mark.parametrize("chunk", [None, 19])
+def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:
+    method, ids = small(name), prompt(71)
+    if not method.dense_prefill:
+        pytest.skip("the prompt's outputs are not Full's")
+    with attach(method, 0.4) as kv:
+        made = kv.cache(capacity=79)
+        cache = SharedPrefill(made.layers, made.capacity)
+        cache.full = Full().start(kv.specs, kv.request(capacity=79))
+        shared = turn(kv, cache, ids, chunk=chunk)
+    assert_same(shared, run(method, ids, 0.4))
+
+
+@methods
+def test_a_budget_too_small_is_an_error_that_names_a_legal_one(name: str) -> None:
+    method = small(name)
+    least = method.smallest_budget
+    if not method.uses_budget or least == 1:
+        pytest.skip("any budget is enough")
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        run(method, prompt(71), least - 1)
+    assert method.check(Budget(least), 71) is None
+    run(method, prompt(71), least)

@@ -1,0 +1,191 @@
+"""InfLLM against its formulas, written out one query and one key at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.rope import rotate
+from methods.budget import BudgetError
+from methods.infllm import InfLLM, InfLLMLayer
+from tests.methods.synthetic import SHAPES, Sequences, Shape
+
+METHOD = InfLLM(n_init=3, block=8, local_ratio=0.5, repr_topk=2, exc_block=16)
+PROMPT, STEPS = 99, 3
+BUDGET = 55  # window 29 or more, 2 blocks
+WINDOW, READS = 29, 2
+
+
+class Reference:
+    """The whole sequence, one sequence and layer at a time; blocks are filled while `grows`."""
+
+    def __init__(self, text: Sequences, b: int) -> None:
+        self.shape = text.shape
+        self.group = text.shape.heads // text.shape.groups
+        self.raw_q = text.project(0, text.hidden[0])[b]
+        self.raw_k, self.v = text.raw_k[0][b], text.v[0][b]
+        self.q, self.k = text.q(0)[b], text.k(0)[b]
+        at = slice(WINDOW - 1, WINDOW)
+        self.far_q = rotate(self.raw_q[None], text.cos[:, at], text.sin[:, at])[0]
+        self.mass = torch.zeros(text.shape.heads, text.length)
+        self.blocks: list[Tensor] = []  # representatives [H D]
+
+    def run(self, first: int, count: int, reads: int) -> tuple[Tensor, list[int]]:
+        """One execution block. -> outputs [H count D], blocks read"""
+        chosen: list[int] = []
+        if self.blocks:
+            mean = self.far_q[:, first : first + count].mean(1)
+            scores = torch.stack([(mean * r).sum() for r in self.blocks])
+            chosen = scores.topk(min(reads, len(self.blocks))).indices.tolist()
+        outs = [[self._attend(h, p, chosen) for p in range(first, first + count)] for h in range(self.shape.heads)]
+        return torch.stack([torch.stack(row) for row in outs]), chosen
+
+    def _attend(self, h: int, p: int, chosen: list[int]) -> Tensor:
+        g, logits, tokens = h // self.group, [], []
+        start = 3 + 8 * len(self.blocks) if self.blocks else 0
+        for j in sorted({*(range(3) if self.blocks else ()), *range(start, p + 1)}):
+            near = p - j < WINDOW
+            logits.append(self.q[h, p] @ self.k[g, j] if near else self.far_q[h, p] @ self.raw_k[g, j])
+            tokens.append((j, near))
+        for j in (3 + 8 * n + i for n in chosen for i in range(8)):
+            logits.append(self.far_q[h, p] @ self.raw_k[g, j])
+            tokens.append((j, False))
+        weights = (torch.stack(logits) * self.shape.dim**-0.5).softmax(0)
+        for weight, (j, near) in zip(weights, tokens, strict=True):
+            self.mass[h, j] += weight if near else 0.0
+        return weights @ self.v[g, [j for j, _ in tokens]]
+
+    def fill(self, seen: int) -> None:
+        while seen - (3 + 8 * len(self.blocks)) >= WINDOW + 8:
+            start = 3 + 8 * len(self.blocks)
+            heads = []
+            for h in range(self.shape.heads):
+                best = self.mass[h, start : start + 8].topk(2).indices
+                heads.append(self.raw_k[h // self.group, start + best].mean(0))
+            self.blocks.append(torch.stack(heads))
+
+
+def start(text: Sequences, budget: int | float | None = BUDGET, method: InfLLM = METHOD, **more: object) -> InfLLMLayer:
+    layer = text.start(method, budget, **more)[0]
+    assert isinstance(layer, InfLLMLayer)
+    return layer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_and_every_step_are_the_formulas(shape: Shape) -> None:
+    text = Sequences(shape, PROMPT + STEPS)
+    layer = start(text)
+    prompt_out = text.prefill([layer], 0, PROMPT)[0]
+    layer.seal()
+    assert layer.attended == (3 + 32 + 16, 0)  # 8 whole blocks and 32 tokens after them
+    references = [Reference(text, b) for b in range(shape.batch)]
+    for b, reference in enumerate(references):
+        for first in range(0, PROMPT, 16):
+            count = min(16, PROMPT - first)
+            expected, _ = reference.run(first, count, READS)
+            torch.testing.assert_close(prompt_out[b, :, first : first + count], expected, atol=1e-5, rtol=1e-4)
+            reference.fill(first + count)
+        assert len(reference.blocks) == 8
+    for t in range(PROMPT, PROMPT + STEPS):
+        out = layer.decode(text.at(0, t, t + 1))
+        read = layer.read_positions()
+        assert read is not None
+        assert layer.attended == (51, t + 1 - PROMPT)
+        for b, reference in enumerate(references):
+            expected, chosen = reference.run(t, 1, READS)
+            torch.testing.assert_close(out[b], expected, atol=1e-5, rtol=1e-4)
+            tokens = sorted([0, 1, 2, *(3 + 8 * n + i for n in chosen for i in range(8)), *range(67, PROMPT)])
+            assert read[b].sort().values.tolist() == [tokens] * shape.groups
+
+
+@pytest.mark.parametrize(("budget", "full"), [(None, True), (1.0, True), (PROMPT, True), (70, False)])
+def test_a_window_over_everything_is_full_attention_and_a_smaller_one_is_not(budget: float | None, full: bool) -> None:
+    text = Sequences(SHAPES[1], PROMPT + 1)
+    ours, dense = start(text, budget), start(text, None)
+    outs = []
+    for layer in (ours, dense):
+        prompt_out = text.prefill([layer], 0, PROMPT)[0]
+        layer.seal()
+        outs.append(torch.cat([prompt_out, layer.decode(text.at(0, PROMPT, PROMPT + 1))], 2))
+    same = bool(torch.isclose(outs[0], outs[1], atol=1e-5, rtol=1e-4).all())
+    assert same == full
+
+
+def test_the_representative_is_each_query_heads_own() -> None:
+    text = Sequences(Shape(2, 1, 64), PROMPT)
+    layer = start(text)
+    layer.prefill(text.at(0, 0, PROMPT))
+    best = layer.mass[0, :, 3:67].unflatten(1, (8, 8)).topk(2).indices  # [H N r]
+    assert any(set(one) != set(other) for one, other in zip(best[0].tolist(), best[1].tolist(), strict=True))
+    raw = text.raw_k[0][0, 0, 3:67].unflatten(0, (8, 8))
+    means = torch.stack([torch.stack([raw[n, best[h, n]].mean(0) for n in range(8)]) for h in range(2)])
+    torch.testing.assert_close(layer.representatives[0], means, atol=1e-5, rtol=1e-4)
+
+
+def test_mass_is_what_local_keys_drew() -> None:
+    """All that the queries gave away was drawn locally until the first block was read as far."""
+    text = Sequences(Shape(2, 1, 64), PROMPT)
+    layer = start(text)
+    layer.prefill(text.at(0, 0, WINDOW))
+    torch.testing.assert_close(layer.mass.sum(-1), torch.full((1, 2), float(WINDOW)), atol=1e-4, rtol=0)
+
+
+def test_host_moves_the_blocks_it_reads_and_agrees_also_in_a_further_turn() -> None:
+    text = Sequences(SHAPES[1], PROMPT + STEPS + 50)
+    outs = []
+    for placement in ("device", "host"):
+        layer = start(text, placement=placement)
+        text.seal([layer], 0, PROMPT)
+        before = layer.request.traffic.to_device_bytes
+        steps = [layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)]
+        moved = layer.request.traffic.to_device_bytes - before
+        tokens = STEPS * 16 * text.shape.groups * text.shape.batch
+        assert moved == (2 * tokens * text.shape.dim * 4 if placement == "host" else 0)
+        again = PROMPT + STEPS
+        prompt_out = text.prefill([layer], again, again + 49)[0]
+        layer.seal()
+        outs.append(torch.cat([*steps, prompt_out, layer.decode(text.at(0, again + 49, again + 50))], 2))
+        assert layer.blocks > 8
+        assert layer.attended.prompt <= BUDGET
+    torch.testing.assert_close(*outs)
+
+
+def test_a_prompt_in_chunks_is_planned_as_it_comes() -> None:
+    text = Sequences(SHAPES[1], PROMPT + 1)
+    layer = start(text, 0.6)
+    text.prefill([layer], 0, PROMPT, chunk=40)
+    layer.seal()
+    assert 3 + WINDOW + 8 < layer.attended.prompt <= int(0.6 * PROMPT)
+    assert torch.isfinite(layer.decode(text.at(0, PROMPT, PROMPT + 1))).all()
+
+
+def test_what_is_read_stays_within_every_budget() -> None:
+    text = Sequences(Shape(1, 1, 16), 90)
+    for prompt in (30, 57, 90):
+        for budget in range(METHOD.smallest_budget, prompt, 3):
+            layer = start(text, budget)
+            layer.prefill(text.at(0, 0, prompt))
+            layer.seal()
+            assert budget - 8 < layer.attended.prompt <= budget
+            assert layer.plan is not None
+            assert layer.plan.top >= 8
+
+
+def test_a_shared_prefill_and_small_budgets_are_refused() -> None:
+    text = Sequences(SHAPES[1], PROMPT)
+    layer = start(text, METHOD.smallest_budget - 1)
+    assert not METHOD.dense_prefill
+    with pytest.raises(ValueError, match="shared prefill"):
+        layer.absorb(text.at(0, 0, PROMPT))
+    layer.prefill(text.at(0, 0, PROMPT))
+    with pytest.raises(BudgetError, match="at least 19"):
+        layer.seal()
+
+
+def test_bad_parameters_are_refused() -> None:
+    for change in ({"n_init": -1}, {"block": 0}, {"local_ratio": 0.0}, {"repr_topk": 9}, {"exc_block": 0}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            replace(METHOD, **change)

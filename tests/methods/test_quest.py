@@ -1,0 +1,138 @@
+"""Quest against loops: bounds, the choice of pages, the short last page, and who shares a choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from methods.budget import BudgetError
+from methods.quest import Quest, page_bounds
+from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+
+METHOD = Quest(page_size=4, min_pages=2, dense_layers=(), select_per="query_head", last_page=True)
+STEPS, BUDGET = 3, 26  # 6 pages and a bit
+
+
+def _sequences(shape: Shape, prompt: int) -> Sequences:
+    """Query heads of a group differ in size; one channel of the keys decides a lot, so that pages stand out."""
+    sequences = Sequences(shape, prompt + STEPS)
+    sequences.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 4
+    sequences.raw_k[..., -1] *= 5
+    sequences.raw_k[:, :, :, prompt - prompt % 4 : prompt] *= 1.4  # some heads choose the short last page
+    return sequences
+
+
+def _pages(s: Sequences, method: Quest, prompt: int, position: int) -> list[list[list[int]]]:
+    """Chosen tokens per sequence and query head, by loops over pages and channels."""
+    shape, size, group = s.shape, method.page_size, s.shape.heads // s.shape.groups
+    pages = [range(a, min(a + size, prompt)) for a in range(0, prompt, size)]
+    q, k = s.q(0)[:, :, position].double(), s.k(0).double()
+    chosen = []
+    for b in range(shape.batch):
+        scores = torch.zeros(shape.heads, len(pages), dtype=torch.float64)
+        for h, (p, page) in product(range(shape.heads), enumerate(pages)):
+            keys = k[b, h // group, list(page)]
+            scores[h, p] = sum(
+                max(c * upper, c * lower)
+                for c, upper, lower in zip(q[b, h].tolist(), keys.amax(0).tolist(), keys.amin(0).tolist(), strict=True)
+            )
+        if method.select_per == "kv_head":
+            scores = scores.unflatten(0, (-1, group)).amax(1).repeat_interleave(group, 0)
+        if method.last_page:
+            scores[:, -1] = torch.inf
+        best = scores.argsort(-1, descending=True)[:, : BUDGET // size]
+        chosen.append([sorted(j for p in head for j in pages[p]) for head in best.tolist()])
+    return chosen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("prompt", [80, 83], ids=["whole", "partial"])
+@pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
+@pytest.mark.parametrize("last_page", [True, False], ids=["last", "any"])
+def test_step_equals_loops(shape: Shape, prompt: int, select_per: str, last_page: bool) -> None:
+    s, method = _sequences(shape, prompt), replace(METHOD, select_per=select_per, last_page=last_page)
+    group = shape.heads // shape.groups
+    layers = s.start(method, BUDGET)
+    s.seal(layers, 0, prompt)
+    k, v = (x.repeat_interleave(group, 1) for x in (s.k(0), s.v[0]))
+    for position in range(prompt, s.length):
+        (out,) = s.decode(layers, position)
+        chosen = _pages(s, method, prompt, position)
+        read = [[[*head, *range(prompt, position + 1)] for head in sequence] for sequence in chosen]
+        assert_close(out, attention(s.q(0)[:, :, position, None], k, v, read, shape.dim**-0.5), atol=1e-5, rtol=1e-5)
+        counts = [len(head) for sequence in chosen for head in sequence]
+        assert max(counts) <= BUDGET
+        assert layers[0].attended.prompt == pytest.approx(sum(counts) / len(counts))
+        positions = layers[0].read_positions()
+        assert positions is not None
+        for b, i in product(range(shape.batch), range(shape.groups)):
+            union = {j for head in chosen[b][i * group : i * group + group] for j in head}
+            assert [j for j in positions[b, i].tolist() if j >= 0] == sorted(union)
+    assert layers[0].attended.generated == STEPS
+
+
+def test_some_head_chooses_the_short_last_page() -> None:
+    """So that the case above is about it."""
+    s = _sequences(SHAPES[1], 83)
+    chosen = _pages(s, replace(METHOD, last_page=False), 83, 83)
+    lengths = {len(head) for sequence in chosen for head in sequence}
+    assert lengths == {23, 24}
+
+
+def test_pages_of_one_token_are_the_exact_top_k_of_each_head() -> None:
+    s = _sequences(SHAPES[1], 61)
+    layers = s.start(replace(METHOD, page_size=1, last_page=False), 9)
+    s.seal(layers, 0, 61)
+    s.decode(layers, 61)
+    logits = s.q(0)[:, :, 61, None] @ s.k(0)[:, :, :61].repeat_interleave(3, 1).transpose(2, 3)
+    assert torch.equal(layers[0].rows.sort(-1).values, logits[:, :, 0].topk(9).indices.sort(-1).values)
+
+
+def test_a_bound_is_never_below_a_key_of_its_page() -> None:
+    keys, q = torch.randn(1, 2, 30, 16), torch.randn(1, 2, 50, 16)
+    upper, lower = page_bounds(keys, 7).chunk(2, -1)
+    bounds = q.clamp(min=0) @ upper.transpose(2, 3) + q.clamp(max=0) @ lower.transpose(2, 3)
+    products = q @ keys.transpose(2, 3)
+    for page in range(5):
+        assert (bounds[..., page] >= products[..., 7 * page : 7 * page + 7].amax(-1) - 1e-4).all()
+
+
+def test_padding_never_raises_a_bound() -> None:
+    assert torch.equal(page_bounds(-torch.ones(1, 1, 5, 2), 4), -torch.ones(1, 1, 2, 4))
+
+
+def test_first_layers_stay_dense() -> None:
+    s = Sequences(SHAPES[1], 61, layers=3)
+    layers = s.start(replace(METHOD, dense_layers=(0, 1)), 10)
+    s.seal(layers, 0, 60)
+    s.decode(layers, 60)
+    assert [layer.attended.prompt for layer in layers] == [60, 60, 8]
+
+
+def test_a_budget_below_the_least_pages_is_an_error() -> None:
+    s = Sequences(SHAPES[0], 61)
+    layers = s.start(METHOD, 7)
+    with pytest.raises(BudgetError, match="at least 8"):
+        s.seal(layers, 0, 60)
+
+
+def test_a_reused_choice_stays_until_it_is_stale() -> None:
+    s = _sequences(SHAPES[1], 83)
+    layers = s.start(METHOD, BUDGET, stale_by=1)
+    s.seal(layers, 0, 83)
+    chosen = []
+    for position in range(83, 86):
+        s.decode(layers, position)
+        chosen.append(layers[0].rows)
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[1], chosen[2])
+
+
+@pytest.mark.parametrize("change", [{"page_size": 0}, {"min_pages": 0}, {"select_per": "head"}], ids=str)
+def test_wrong_parameters_are_named(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        replace(METHOD, **change)

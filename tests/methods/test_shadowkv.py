@@ -1,0 +1,233 @@
+"""ShadowKV against its formulas, written out in loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from kernels.rope import rotate
+from methods.budget import BudgetError
+from methods.shadowkv import ShadowKV, ShadowLayer
+from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+
+METHOD = ShadowKV(chunk=4, rank=0.25, local_chunks=2, outlier_share=0.3, solver="gram_fp64", hit_cache=True)
+PROMPT, STEPS, BUDGET = 71, 6, 38  # 17 chunks and 3 tokens; 15 candidates, 11 local tokens, 6 chunks to spend
+
+
+def sealed(
+    text: Sequences, method: ShadowKV = METHOD, budget: float = BUDGET, prompt: int = PROMPT, **more: object
+) -> ShadowLayer:
+    layers = text.start(method, budget, **more)
+    text.seal(layers, 0, prompt)
+    assert isinstance(layers[0], ShadowLayer)
+    return layers[0]
+
+
+def rebuilt_keys(text: Sequences, rank: int) -> Tensor:
+    """The rotated keys after a rank-r approximation of all heads' unrotated keys together."""
+    raw = text.raw_k[0][:, :, :PROMPT]
+    joint = raw.transpose(1, 2).flatten(2).double()
+    u, s, vt = torch.linalg.svd(joint, full_matrices=False)
+    low = (u[..., :rank] * s[:, None, :rank]) @ vt[:, :rank]
+    keys = low.unflatten(2, (text.shape.groups, -1)).transpose(1, 2).float()
+    return rotate(keys, text.cos[:, :PROMPT], text.sin[:, :PROMPT])
+
+
+def reference_sets(text: Sequences, q: Tensor, b: int, g: int) -> tuple[list[int], list[int]]:
+    """Outlier and selected chunks of one KV head, by the paper's rules."""
+    keys = text.k(0)[b, g]
+    chunks = [keys[4 * n : 4 * n + 4] for n in range(15)]
+    means = [chunk.mean(0) for chunk in chunks]
+    lowest = [
+        min(float(cosine_similarity(key, mean, dim=0)) for key in chunk)
+        for chunk, mean in zip(chunks, means, strict=True)
+    ]
+    outliers = sorted(range(15), key=lambda n: lowest[n])[:1]
+    rest = [n for n in range(15) if n not in outliers]
+    group = text.shape.heads // text.shape.groups
+    landmarks = torch.stack([means[n] for n in rest])
+    weights = [(landmarks @ q[b, h, 0] * text.shape.dim**-0.5).softmax(0) for h in range(g * group, (g + 1) * group)]
+    best = torch.stack(weights).amax(0)
+    return outliers, sorted(rest, key=lambda n: -float(best[rest.index(n)]))[:5]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_step_is_the_formulas(shape: Shape) -> None:
+    text = Sequences(shape, PROMPT + STEPS)
+    layer = sealed(text)
+    approximate = rebuilt_keys(text, round(0.25 * shape.groups * shape.dim))
+    for t in range(PROMPT, PROMPT + STEPS):
+        x = text.at(0, t, t + 1)
+        out = layer.decode(x)
+        keys, positions = text.k(0).clone(), []
+        for b in range(shape.batch):
+            positions.append([])
+            for g in range(shape.groups):
+                outliers, selected = reference_sets(text, x.q, b, g)
+                chosen = [4 * n + i for n in selected for i in range(4)]
+                keys[b, g, chosen] = approximate[b, g, chosen]
+                exact = [4 * n + i for n in outliers for i in range(4)]
+                positions[b].append([*exact, *chosen, *range(60, t + 1)])
+                read = layer.read_positions()
+                assert read is not None
+                assert sorted(read[b, g].tolist()) == sorted(p for p in positions[b][g] if p < PROMPT)
+        expected = attention(x.q, keys, text.v[0], positions, shape.dim**-0.5)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+        assert layer.attended == (11 + 4 + 20, t + 1 - PROMPT)
+
+
+@pytest.mark.parametrize("rank", [20, 127, 1.0])
+def test_error_of_the_factors_is_the_tail_of_the_joint_spectrum(rank: int | float) -> None:
+    text = Sequences(Shape(4, 2, 64), 172)
+    joint = text.raw_k[0].transpose(1, 2).flatten(2)  # [1 172 128]
+    tail = torch.linalg.svdvals(joint[0])[128 if rank == 1.0 else int(rank) :].square().sum()
+    layer = sealed(text, replace(METHOD, rank=rank, local_chunks=0), budget=11, prompt=172)
+    rebuilt = layer._rebuild(torch.arange(43).expand(1, 2, 43)).k
+    torch.testing.assert_close((rebuilt - text.k(0)).square().sum(), tail, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", ["gram_fp32", "thin_svd"])
+def test_solvers_agree(solver: str) -> None:
+    text = Sequences(SHAPES[1], PROMPT + 1)
+    ours, other = (sealed(text, replace(METHOD, solver=s)) for s in ("gram_fp64", solver))
+    x = text.at(0, PROMPT, PROMPT + 1)
+    torch.testing.assert_close(ours.decode(x), other.decode(x), atol=1e-4, rtol=1e-3)
+
+
+def test_a_chunk_of_opposite_keys_is_an_outlier_of_its_head_alone() -> None:
+    text = Sequences(Shape(4, 2, 64), PROMPT + 1)
+    for n in range(15):  # all other chunks are uniform
+        text.raw_k[0][:, :, 4 * n : 4 * n + 4] = text.raw_k[0][:, :, 4 * n : 4 * n + 1]
+    text.cos, text.sin = torch.ones_like(text.cos), torch.zeros_like(text.sin)
+    text.raw_k[0][0, 1, 20:24] *= torch.tensor([1.0, 1.0, 1.0, -1.0])[:, None]
+    layer = sealed(text)
+    assert layer.outliers[0, 1].tolist() == [5]
+    assert layer.outliers[0, 0].tolist() != [5]
+    assert 5 not in layer.chunks[0, 1].tolist()  # not in the index
+
+
+def test_positions_shifted_together_change_neither_choice_nor_factors() -> None:
+    near, far = (sealed(Sequences(SHAPES[1], PROMPT + 1, shift=shift)) for shift in (0, 1000))
+    torch.testing.assert_close(near.outliers, far.outliers)
+    every = torch.arange(15).expand(2, 2, 15)
+    plain = [layer.angles.undo(layer._rebuild(every).k, torch.arange(60)) for layer in (near, far)]
+    torch.testing.assert_close(*plain, atol=1e-4, rtol=1e-3)
+    assert (near.landmarks - far.landmarks).abs().max() > 0.1
+    for layer, shift in ((near, 0), (far, 1000)):
+        layer.decode(Sequences(SHAPES[1], PROMPT + 1, shift=shift).at(0, PROMPT, PROMPT + 1))
+    assert near.rows is not None
+    assert far.rows is not None
+    assert torch.equal(near.rows.sort().values, far.rows.sort().values)
+
+
+def test_group_takes_the_maximum_of_normalised_weights() -> None:
+    """One sharp and one flat head: by sums or by logits the flat head's large logits would win."""
+    text = Sequences(Shape(2, 1, 64), PROMPT + 1)
+    layer = sealed(text)
+    q = torch.zeros(1, 2, 1, 64)
+    q[0, 0, 0] = layer.landmarks[0, 0, 3] * 5  # peaked on the fourth landmark
+    q[0, 1, 0] = 0.0
+    chosen = layer.select(q, 1)
+    assert chosen.tolist() == [[[int(layer.chunks[0, 0, 3])]]]
+
+
+def test_hit_cache_moves_less_and_changes_nothing() -> None:
+    text = Sequences(SHAPES[1], PROMPT + STEPS)
+    text.hidden[0, :, PROMPT:] = text.hidden[0, :, PROMPT : PROMPT + 1]  # similar queries, many hits
+    moved, outs = {}, {}
+    for cached in (True, False):
+        layer = sealed(text, replace(METHOD, hit_cache=cached), placement="host")
+        before = layer.request.traffic.to_device_bytes
+        outs[cached] = torch.stack([layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)])
+        moved[cached] = layer.request.traffic.to_device_bytes - before
+    torch.testing.assert_close(outs[True], outs[False], atol=1e-5, rtol=1e-4)
+    chunk_bytes = 4 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
+    assert moved[False] == STEPS * 5 * chunk_bytes  # values of five chunks, and no keys
+    assert moved[True] < moved[False]
+
+
+def test_host_and_device_agree_also_in_a_further_turn() -> None:
+    text = Sequences(SHAPES[1], PROMPT + STEPS + 40)
+    outs = []
+    for placement in ("device", "host"):
+        layer = sealed(text, placement=placement)
+        steps = [layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)]
+        again = PROMPT + STEPS
+        prompt = text.prefill([layer], again, again + 39)[0]
+        layer.seal()
+        outs.append(torch.cat([*steps, prompt, layer.decode(text.at(0, again + 39, again + 40))], 2))
+        assert layer.attended.generated == 1
+    torch.testing.assert_close(*outs)
+
+
+def test_a_further_turn_at_full_rank_sees_every_key() -> None:
+    text = Sequences(SHAPES[1], PROMPT + STEPS + 9)
+    layer = sealed(text, replace(METHOD, rank=1.0))
+    for t in range(PROMPT, PROMPT + STEPS):
+        layer.decode(text.at(0, t, t + 1))
+    out = text.prefill([layer], PROMPT + STEPS, PROMPT + STEPS + 9)[0]
+    dense = text.start(METHOD, None)
+    expected = text.prefill(dense, 0, text.length)[0][:, :, -9:]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_further_turn_keeps_outliers_and_local_chunks_exact() -> None:
+    text = Sequences(SHAPES[1], PROMPT + 5)
+    layer = sealed(text, replace(METHOD, outlier_share=0.6))
+    outliers = torch.zeros(2, 2, 15, dtype=torch.bool).scatter(2, layer.outliers, True)
+    assert outliers.sum(2).eq(3).all()
+    layer.absorb(text.at(0, PROMPT, PROMPT + 5))
+    near = torch.isclose(layer.store.k, text.k(0), atol=1e-5).all(-1)
+    assert torch.equal(near[..., :60], outliers.repeat_interleave(4, 2))
+    assert near[..., 60:].all()
+    torch.testing.assert_close(layer.store.v, text.v[0])
+
+
+def test_stretched_rotations_are_undone() -> None:
+    text = Sequences(SHAPES[1], PROMPT + 1, stretch=1.14)
+    layer = sealed(text, replace(METHOD, rank=1.0))
+    out = layer.decode(text.at(0, PROMPT, PROMPT + 1))
+    read = layer.read_positions()
+    assert read is not None
+    positions = [[[*head, PROMPT] for head in sequence] for sequence in read.tolist()]
+    expected = attention(text.at(0, PROMPT, PROMPT + 1).q, text.k(0), text.v[0], positions, text.shape.dim**-0.5)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_budget_is_the_papers_at_its_size() -> None:
+    paper = ShadowKV(chunk=8, rank=160, local_chunks=4, outlier_share=0.158, solver="gram_fp64", hit_cache=True)
+    assert paper.plan(2464 + 7, 131072 + 7) == (16384 - 4, 39, 48, 256)
+    assert paper.rank_of(131072, 1024) == 160
+    for sealed_tokens in range(60, 400):  # no plan asks for more chunks than there are, or none
+        for budget in range(paper.smallest_budget, sealed_tokens):
+            plan = paper.plan(budget, sealed_tokens)
+            assert plan.top >= 1
+            assert plan.outliers + plan.top <= plan.candidates
+            assert plan.local + 8 * (plan.outliers + plan.top) <= budget
+
+
+def test_short_prompts_are_read_whole_and_small_budgets_refused() -> None:
+    text = Sequences(SHAPES[1], 20)
+    layers = text.start(METHOD, 5)
+    text.seal(layers, 0, 15)  # local chunks, an incomplete one and one more
+    assert layers[0].fallback
+    assert layers[0].attended.prompt == 15
+    with pytest.raises(BudgetError, match="at least 15"):
+        sealed(Sequences(SHAPES[1], PROMPT), budget=14)
+
+
+def test_bad_parameters_are_refused() -> None:
+    for change in (
+        {"chunk": 0},
+        {"rank": 1.5},
+        {"rank": 0},
+        {"outlier_share": 1.0},
+        {"solver": "svd"},
+        {"local_chunks": -1},
+    ):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            replace(METHOD, **change)
