@@ -1,7 +1,7 @@
 """Needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol, 2023).
 
-The haystack is cut to length in tokens, the needle goes in behind the last sentence end before the depth. `pqcache`
-and `shadowkv` in conf/task are the same task with those papers' words.
+The haystack is cut to length in tokens, the needle goes in behind the last sentence end before the depth.
+`niah_pqcache` and `niah_shadowkv` in conf/task are the same task with those papers' words.
 """
 
 from __future__ import annotations

@@ -79,10 +79,13 @@ class Fidelity:
         read = layer.read_positions()
         if read is None:
             return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
-        is_read = torch.zeros_like(before).scatter(-1, read, 1.0)
-        best = before.topk(read.shape[-1], -1).indices
+        spare = before.new_zeros(*before.shape[:2], 1)  # where the padding of uneven reads goes
+        is_read = torch.cat([torch.zeros_like(before), spare], -1).scatter(-1, read % (prompt.length + 1), 1.0)
+        is_read, count = is_read[..., :-1], (read >= 0).sum(-1, keepdim=True)
+        best = before.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
+        counted = torch.arange(read.shape[-1], device=read.device) < count
         return {
-            "recall": is_read.gather(-1, best).mean(-1),
+            "recall": (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1),
             "mass": (before * is_read).sum(-1) + after.sum(-1),
             "error": error,
         }

@@ -32,9 +32,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON lines of a file that is written at once."""
-    return _read(path, lambda text: {"lines": [json.loads(line) for line in text.split("\n") if line]}, ValueError)[
-        "lines"
-    ]
+    found: list[dict[str, Any]] = _read(path, _lines, ValueError)["lines"]
+    return found
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -79,6 +78,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+
+
+def _lines(text: str) -> dict[str, Any]:
+    return {"lines": [json.loads(line) for line in text.split("\n") if line]}  # not splitlines: text may hold U+2028
 
 
 def _read(path: Path, parse: Any, refusal: type[Exception]) -> dict[str, Any]:

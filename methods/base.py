@@ -118,7 +118,7 @@ class KVLayer(ABC):
 
     @abstractmethod
     def read_positions(self) -> Tensor | None:
-        """Prompt positions the last decode step read, [B G K] without repeats; None for all."""
+        """Prompt positions the last decode step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
 
 
 class Method(ABC):

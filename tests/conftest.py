@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# tiny tensors: a second thread costs more than it does, many times more on a busy machine
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
 SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".." / "shared")).resolve()
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from evals.base import TaskEnv, TaskError, TextTools
-from evals.data import Source, open_content
+from evals.data import Row, Source, open_content, rows_of
 from evals.ruler.fitting import Generator, TooShort
 from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, Prompt
 from evals.ruler.vocabulary import Streams
@@ -18,6 +18,9 @@ SOURCES = {
     "qa_1": Source(
         name="SQuAD 2.0 dev (https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json)",
         local=("squad/dev-v2.0.json", "squad/squad_v2_dev*.json", "dev-v2.0.json", "squad.json"),
+        hub_repo="rajpurkar/squad_v2",  # the same questions in the same order, one a row
+        hub_file="squad_v2/validation-00000-of-00001.parquet",
+        hub_revision="3ffb306f725f7d2ce8394bc1873b24868140c412",
     ),
     "qa_2": Source(
         name="HotpotQA dev distractor",
@@ -56,11 +59,28 @@ def load(task: str, env: TaskEnv) -> Corpus:
     content = open_content(SOURCES[task], env)
     read = _read_squad if task == "qa_1" else _read_hotpotqa
     try:
-        questions, documents = read(json.loads(content.data))
+        rows = content.origin.endswith(".parquet")
+        data = _articles(rows_of(content, SOURCES[task].name).rows) if rows else json.loads(content.data)
+        questions, documents = read(data)
     except (ValueError, KeyError, TypeError) as error:
         name = SOURCES[task].name
         raise TaskError(f"{content.origin} is not in the layout of {name} ({error!r}): fetch it again") from error
     return Corpus(tuple(questions), tuple(documents), content.origin, content.sha256)
+
+
+def _articles(rows: Sequence[Row]) -> dict[str, Any]:
+    """The hub's rows in the layout of the original file."""
+    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        texts = [{"text": text} for text in row["answers"]["text"]]
+        entry = {"question": row["question"], "is_impossible": not texts, "answers": texts}
+        articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(entry)
+    return {
+        "data": [
+            {"paragraphs": [{"context": context, "qas": entries} for context, entries in paragraphs.items()]}
+            for paragraphs in articles.values()
+        ]
+    }
 
 
 def _read_squad(data: Any) -> tuple[list[Question], list[str]]:

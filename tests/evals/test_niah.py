@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
+import yaml
 
 from evals.base import TaskEnv, TaskError
 from evals.needles import SANDWICH
+from evals.niah import Niah
+from harness.catalogue import CONF
 from tests.fast import niah
 
 
@@ -93,3 +98,35 @@ def test_scores() -> None:
     assert words.score(sandwich, "Eat a sandwich!").details == {"exact": 0.0}
     assert words.score(sandwich, "eat a sandwich").value == pytest.approx(3 / 11)
     assert words.score(sandwich, "").value == 0
+
+
+def preset(name: str, **changes: Any) -> Niah:
+    values = yaml.safe_load((CONF / "task" / f"{name}.yaml").read_text())
+    del values["_target_"]
+    return Niah(**values | changes)
+
+
+def test_pqcaches_prompt_is_the_papers() -> None:
+    (example,) = preset("niah_pqcache", lengths=[600], depths=[50]).examples(env())
+    assert example.context.startswith("You are a helpful AI bot that answers questions for a user. Keep your response")
+    assert "direct.\n        Document:\n        ```\n        " in example.context
+    assert example.question == (
+        "\n```\n        What is the best thing to do in San Francisco? Don't give information outside the document or "
+        "repeat your findings.\n"
+    )
+    assert example.references == (SANDWICH,)
+    assert (example.max_new_tokens, max(preset("niah_pqcache").lengths)) == (128, 30000)
+
+
+def test_shadowkvs_prompt_and_grid_are_the_papers() -> None:
+    task = preset("niah_shadowkv", lengths=[600])
+    examples = list(task.examples(env()))
+    assert [example.data["depth"] for example in examples] == [0, 11, 22, 33, 44, 56, 67, 78, 89, 100]
+    for example in examples:
+        number, city = example.references[0], example.question.partition("magic ")[2].partition(" number?")[0]
+        assert f"\nThe special magic {city} number is: {number}\n" in example.context
+        assert example.question.endswith("Keep your response short and direct. Answer: ")
+        assert example.context.startswith("Write a high-quality answer for the given question using only the provided")
+        assert example.max_new_tokens == 10
+    lengths = preset("niah_shadowkv").lengths
+    assert (len(lengths), lengths[0], lengths[-1], {b - a for a, b in pairwise(lengths)}) == (15, 16384, 131072, {8192})

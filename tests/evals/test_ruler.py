@@ -13,7 +13,7 @@ import yaml
 
 from evals import hub
 from evals.base import Example, TaskEnv, TaskError
-from evals.ruler import Ruler, scoring
+from evals.ruler import Ruler, qa, scoring
 from evals.ruler.bench import CountedText
 from evals.ruler.templates import FAMILIES, TEMPLATES
 
@@ -262,6 +262,28 @@ def test_questions_of_squad_and_hotpotqa(tmp_path: Path, length: int) -> None:
     assert task.provenance()["qa_1"]["origin"] == "local:squad/dev-v2.0.json"
     with pytest.raises(TaskError, match=r"hotpotqa\.json has 12 questions"):
         ruler(tasks=["qa_2"], samples=13).examples(env(data_root=tmp_path))
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["made here", "SQuAD"])
+def test_the_hubs_rows_of_squad_are_the_original_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, real: bool
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    layout: dict[str, Any] = SQUAD
+    if real:
+        (file,) = (request.getfixturevalue("shared_data") / "squad").glob("*.json")
+        layout = json.loads(file.read_text())
+    rows = [
+        {"title": str(a), "context": p["context"], "question": q["question"],
+         "answers": {"text": [answer["text"] for answer in q["answers"]]}}
+        for a, article in enumerate(layout["data"]) for p in article["paragraphs"] for q in p["qas"]
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "hub.parquet")
+    monkeypatch.setattr(hub, "fetch", lambda *_: (tmp_path / "hub.parquet", "c" * 40))
+    (tmp_path / "squad.json").write_text(json.dumps(layout))
+    original, rebuilt = qa.load("qa_1", env(data_root=tmp_path)), qa.load("qa_1", env())
+    assert (rebuilt.questions, rebuilt.documents) == (original.questions, original.documents)
+    assert rebuilt.origin == f"hub:rajpurkar/squad_v2@{'c' * 40}:squad_v2/validation-00000-of-00001.parquet"
 
 
 def test_a_question_file_of_another_layout_is_named(tmp_path: Path) -> None:

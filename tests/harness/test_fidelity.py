@@ -78,3 +78,13 @@ def test_under_protocol_context_the_question_is_measured_too() -> None:
     report = found(run(PQ, 1.0, context_tokens=70))
     assert report["steps"] == 20 + 7
     assert report["kl"] < 1e-6
+
+
+def test_heads_that_read_different_numbers_are_held_against_their_own() -> None:
+    from methods.quest import Quest
+
+    quest = Quest(page_size=4, min_pages=1, dense_layers=(0,), select_per="query_head", last_page=False)
+    report = found(run(quest, 0.3))
+    assert report["recall_per_head"][0] == [1, 1]  # the dense layer
+    assert all(0 < one < 1 for layer in report["recall_per_head"][1:] for one in layer)
+    assert report["mass"] <= 1

@@ -100,12 +100,23 @@ def test_every_step_is_the_recipe(shape: Shape, change: dict[str, object]) -> No
             expected = reference_choice(text, method, i, t, int(0.4 * PROMPT), skew)
             read = layers[i].read_positions()
             assert read is not None
-            assert torch.equal(read.sort().values, expected.sort().values)
-            assert layers[i].attended == (expected.shape[2], t + 1 - PROMPT)
-            positions = [[[*head, *range(PROMPT, t + 1)] for head in rows] for rows in expected.tolist()]
+            for rows, wanted in zip(read, expected, strict=True):
+                assert torch.equal(rows[rows >= 0].view(shape.groups, -1).sort().values, wanted.sort().values)
+            mean = sum(wanted.shape[1] for wanted in expected) / shape.batch
+            assert layers[i].attended == (mean, t + 1 - PROMPT)
+            positions = [[[*head, *range(PROMPT, t + 1)] for head in rows.tolist()] for rows in expected]
             x = text.at(i, t, t + 1)
             out = attention(x.q, text.k(i), text.v[i], positions, shape.dim**-0.5)
             torch.testing.assert_close(outs[i], out, atol=1e-5, rtol=1e-4)
+
+
+def test_sequences_of_a_batch_ask_for_themselves() -> None:
+    text = Sequences(SHAPES[1], PROMPT + STEPS, LAYERS)
+    layers, different = sealed(text), 0
+    for t in range(PROMPT, PROMPT + STEPS):
+        text.decode(layers, t)
+        different += len(set(layers[2].counts)) > 1
+    assert different
 
 
 def test_the_counts_vary_with_the_queries_and_stay_within_the_budget() -> None:
@@ -169,10 +180,10 @@ def test_threshold_is_each_heads_own() -> None:
     logits = torch.zeros(1, 1, 2, PROMPT)
     logits[..., 0, 5] = 30.0
     for order in ([0, 1], [1, 0]):
-        assert layer.choose(logits[:, :, order], 60).shape[2] == 60
+        assert layer.choose(logits[:, :, order], 60)[1] == [60]
     peaked = logits.clone()
     peaked[..., 1, 9] = 20.0
-    assert sorted(layer.choose(peaked, 60).flatten().tolist()) == [5, 9]
+    assert sorted(layer.choose(peaked, 60)[0].flatten().tolist()) == [5, 9]
 
 
 def test_generated_tokens_raise_the_threshold_but_are_no_candidates() -> None:
@@ -181,7 +192,7 @@ def test_generated_tokens_raise_the_threshold_but_are_no_candidates() -> None:
     logits = torch.zeros(1, 1, 2, PROMPT + 3)
     logits[..., PROMPT + 1] = 50.0
     logits[..., 7] = 49.5
-    assert layer.choose(logits, 60).tolist() == [[[7]]]
+    assert layer.choose(logits, 60)[0].tolist() == [[[7]]]
 
 
 def test_skewing_is_orthogonal_and_packs_the_queries_into_few_columns() -> None:
@@ -201,10 +212,10 @@ def test_host_fetches_what_it_reads_and_agrees_also_in_a_further_turn() -> None:
     outs = []
     for placement in ("device", "host"):
         layers = sealed(text, placement=placement)
-        before, fetched, steps = layers[0].request.traffic.to_device_bytes, 0.0, []
+        before, fetched, steps = layers[0].request.traffic.to_device_bytes, 0, []
         for t in range(PROMPT, PROMPT + STEPS):
             steps.append(text.decode(layers, t)[2])
-            fetched += sum(layer.attended.prompt for layer in layers[1:])
+            fetched += sum(max(layer.counts) for layer in layers[1:])
         moved = layers[0].request.traffic.to_device_bytes - before
         row_bytes = 2 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
         assert moved == (fetched * row_bytes if placement == "host" else 0)

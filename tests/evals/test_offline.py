@@ -1,0 +1,71 @@
+"""Without network and with an empty cache, every task of conf/task gives examples or one sentence that says how."""
+
+from __future__ import annotations
+
+import re
+import socket
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import Example, Task, TaskEnv, TaskError
+from evals.ruler.bench import CountedText
+from harness import plugins
+from harness.catalogue import CONF, entries
+
+TASKS = [entry.name for entry in entries("task")]
+# what a folder has to offer beside the default, where the default asks for more than shared data holds
+SMALLER: dict[str, dict[str, Any]] = {
+    "longbench": {"datasets": ["multi_news"]},
+    "niah_pqcache": {"lengths": [3000], "depths": 1},
+    "niah_shadowkv": {"lengths": [16384], "depths": [50]},
+    "ruler": {"tasks": ["niah_single_2", "qa_1", "qa_2"], "lengths": [4096], "samples": 1},
+}
+BUILT_IN = {"niah", "niah_pqcache", "niah_shadowkv"}  # their text comes with Python
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HF_HUB_OFFLINE=1 with an empty cache; any connection is a failure."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"a connection was tried: {arguments[1:]}")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def first_examples(name: str, root: Path | None, **changes: Any) -> list[Example]:
+    (entry,) = (entry for entry in entries("task", (CONF,)) if entry.name == name)
+    values = {key: value for key, value, _ in entry.parameters()}
+    task: Task = plugins.build({"_target_": entry.target} | values | changes, "task")
+    env = TaskEnv(text=CountedText(), seed=42, data_root=root)
+    return list(islice(task.examples(env), 3))
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("with_root", [False, True], ids=["no folder", "empty folder"])
+def test_without_data_one_sentence_names_places_and_the_command(name: str, with_root: bool, tmp_path: Path) -> None:
+    try:
+        examples = first_examples(name, tmp_path if with_root else None)
+    except TaskError as error:
+        said = str(error)
+        assert name not in BUILT_IN
+        assert "\n" not in said
+        assert re.search(r"put the file there", said)
+        assert "hf download " in said or "not on the hub" in said
+    else:
+        assert name in BUILT_IN
+        assert examples
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_folder_is_enough(name: str, shared_data: Path) -> None:
+    changes = SMALLER.get(name, {})
+    for tasks in [[task] for task in changes["tasks"]] if "tasks" in changes else [None]:
+        assert first_examples(name, shared_data, **changes | ({"tasks": tasks} if tasks else {}))
