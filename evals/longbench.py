@@ -53,7 +53,7 @@ class LongBench(Task):
 
     def names(self) -> tuple[str, ...]:
         """The data sets of this run; a preset leaves out what LongBench-E does not have."""
-        offered = EVEN if self.subset == "longbench_e" else tuple(DATASETS)
+        offered = self._offered
         if isinstance(self.datasets, str) and self.datasets in PRESETS:
             return tuple(name for name in PRESETS[self.datasets] if name in offered)
         names = (self.datasets,) if isinstance(self.datasets, str) else tuple(dict.fromkeys(self.datasets))
@@ -64,6 +64,10 @@ class LongBench(Task):
                 f"choose {', '.join(PRESETS)}, or a list of {', '.join(offered)}"
             )
         return names
+
+    @property
+    def _offered(self) -> tuple[str, ...]:
+        return EVEN if self.subset == "longbench_e" else tuple(DATASETS)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
@@ -114,8 +118,9 @@ class LongBench(Task):
         named |= {f"mean_{bucket}": fmean(values) for bucket, values in by_bucket.items() if bucket}
         named |= {f"mean_{key}": fmean(map(sets.__getitem__, p)) for key, p in PRESETS.items() if sets.keys() >= set(p)}
         for category in CATEGORIES:
-            if values := [value for name, value in sets.items() if DATASETS[name].category == category]:
-                named[category] = fmean(values)
+            members = [name for name in self._offered if DATASETS[name].category == category]
+            if sets.keys() >= set(members):
+                named[category] = fmean(map(sets.__getitem__, members))
         if sets.keys() >= set(ENGLISH):
             named["avg_leaderboard"] = fmean(named[category] for category in CATEGORIES)
         return named | {name: value for name, value in (details or {}).items() if name.startswith("code_sim_")}

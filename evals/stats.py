@@ -64,10 +64,16 @@ def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[
     if not ours:
         raise ValueError("a paired comparison needs at least one example that both runs scored")
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    binary = _are_binary(ours) and _are_binary(theirs)
-    p, test = _mcnemar(differences) if binary else _sign_flip(differences, seed)
+    p, test = _test(ours, theirs, differences, seed)
+    binary = test == "mcnemar_exact"
     ci = _adjusted_wald(differences, 0.95) if binary else _bootstrap(differences, 0.95, seed)
     return Paired(_mean(differences), ci, p, test, _detectable(differences, power=0.8, alpha=0.05))
+
+
+def p_value(scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> float:
+    """`paired`'s p for one group, without its interval."""
+    ours, theirs = (_split(values, [""] * len(values)) for values in (scores, baseline))
+    return _test(ours, theirs, [a - b for a, b in zip(ours, theirs, strict=True)], seed)[0]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -156,6 +162,12 @@ def _adjusted_wald(differences: Sequence[Floats], level: float) -> Interval:
     worse = (_mean([(part < 0).astype(float) for part in differences]) * (n - 2) + 1) / n
     half = float(stats.norm.ppf((1 + level) / 2)) * math.sqrt((better + worse - (better - worse) ** 2) / n)
     return Interval(max(-1.0, better - worse - half), min(1.0, better - worse + half), "adjusted_wald")
+
+
+def _test(
+    ours: Sequence[Floats], theirs: Sequence[Floats], differences: Sequence[Floats], seed: int
+) -> tuple[float, Literal["mcnemar_exact", "sign_flip_exact", "sign_flip_monte_carlo"]]:
+    return _mcnemar(differences) if _are_binary([*ours, *theirs]) else _sign_flip(differences, seed)
 
 
 def _mcnemar(differences: Sequence[Floats]) -> tuple[float, Literal["mcnemar_exact"]]:

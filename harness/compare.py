@@ -14,7 +14,7 @@ from evals import stats
 from harness import files
 from harness.records import StoreError
 from harness.store import StoredRun, load
-from harness.summary import SCHEMA, detectable, model_name, partial, summarise
+from harness.summary import ALPHA, SCHEMA, detectable, model_name, paired, partial, summarise
 
 FULL = "full"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
@@ -35,6 +35,17 @@ class Entry:
     def title(self) -> str:
         return f"{self.label} {budget(self.summary)}".strip()
 
+    @property
+    def significant_groups(self) -> set[str]:
+        """Groups whose difference to Full holds after Holm's correction over this run's groups; of one alone, none."""
+        groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for ours, theirs in paired(self.run.records, self.full.records if self.full else []):
+            groups[ours.group].append((ours.score, theirs.score))
+        if len(groups) < 2:
+            return set()
+        adjusted = stats.holm([stats.p_value(*zip(*pairs, strict=True)) for pairs in groups.values()])
+        return {group for group, p in zip(groups, adjusted, strict=True) if p < ALPHA}
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -49,7 +60,7 @@ class Comparison:
         """Rows whose difference to Full holds after Holm's correction over this table."""
         tested = [(i, entry.summary["full"]["p"]) for i, entry in enumerate(self.entries) if entry.summary["full"]]
         adjusted = stats.holm([p for _, p in tested])
-        return {i for (i, _), p in zip(tested, adjusted, strict=True) if p < 0.05}
+        return {i for (i, _), p in zip(tested, adjusted, strict=True) if p < ALPHA}
 
     @property
     def detectable(self) -> list[float]:

@@ -1,7 +1,7 @@
 """How near a method's step comes to exact attention, on the path that produced the answer.
 
-Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens that Oracle would
-read, as many as the method read, the share it read), `mass` (share of the exact attention weight, prompt and generated
+Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens with the largest weights,
+as many as the method read, the share it read), `mass` (share of the exact attention weight, prompt and generated
 tokens, on what was read), `error` (of the attention output, relative). And against Full on the same text: `kl` of the
 next-token distributions, and the first token that Full would not have chosen.
 

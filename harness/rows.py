@@ -40,6 +40,7 @@ def score_table(comparison: Comparison) -> list[Column]:
         Column("score", "95% CI", [_with_ci(row["score"]["mean"], row["score"]["ci95"]) for row in rows]),
         Column("vs full", "95% CI", [_with_ci(one["diff"], one["ci95"], sign=True) for one in beside]),
         Column("p", "", [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]),
+        *_fidelity(rows),
         Column("TTFT", ttft_unit, ttft),
         Column("TT2T", tt2t_unit, tt2t),
         Column("TPOT p50/90", tpot_unit, [f"{a}/{b}" if a else "" for a, b in zip(tpot[::2], tpot[1::2], strict=True)]),
@@ -52,8 +53,15 @@ def score_table(comparison: Comparison) -> list[Column]:
     ]
 
 
+def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Columns that stay empty, and so out of the table, where fidelity was not measured."""
+    found = [row["fidelity"] or {} for row in rows]
+    shares = [Column(name, "%", [percent(one.get(name)) for one in found]) for name in ("recall", "mass")]
+    return [*shares, Column("KL", "nats", ["" if one.get("kl") is None else digits(one["kl"]) for one in found])]
+
+
 def group_table(comparison: Comparison) -> list[Column]:
-    """Score per group of examples; empty where there is one group alone."""
+    """Score per group of examples; empty where there is one group alone. *: differs from Full, after Holm over them."""
     scores = [entry.summary["score"]["groups"] for entry in comparison.entries]
     groups = list(dict.fromkeys(group for run in scores for group in run))
     if len(groups) < 2:
@@ -61,7 +69,8 @@ def group_table(comparison: Comparison) -> list[Column]:
     sizes = [str(max(run[group]["n"] for run in scores if group in run)) for group in groups]
     columns = [Column("group", "", groups, left=True), Column("n", "", sizes)]
     for entry, run in zip(comparison.entries, scores, strict=True):
-        cells = [percent(run[group]["mean"]) if group in run else "" for group in groups]
+        holds = entry.significant_groups
+        cells = [percent(run[group]["mean"]) + "*" * (group in holds) if group in run else "" for group in groups]
         columns.append(Column(entry.label, budget(entry.summary), cells))
     return columns
 
@@ -84,8 +93,8 @@ def average_table(comparison: Comparison) -> list[Column]:
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
     yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
-    if comparison.significant:
-        yield "*: differs from Full after Holm's correction over this table"
+    if comparison.significant or any(entry.significant_groups for entry in comparison.entries):
+        yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
     if found := comparison.detectable:
         span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
         yield f"a difference to Full must be about {span} points to be found with 80 % power"

@@ -14,7 +14,7 @@ from harness import timing
 from harness.averages import averages
 from harness.records import Record
 
-SCHEMA = 2
+SCHEMA = 3
 ALPHA = 0.05
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
 
@@ -47,6 +47,7 @@ def summarise(
         "full": beside,
         **_speed([] if simulated else records, int(config.get("batch") or 1)),
         "memory": _memory(records),
+        "fidelity": _fidelity(records),
         "simulated": simulated,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
         "warnings": [
@@ -112,6 +113,15 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
 def _attended(records: Sequence[Record]) -> dict[str, float | None]:
     tokens, share = ([getattr(r, name) for r in records] for name in ("attended_prompt", "attended_share"))
     return {"tokens": _known(fmean, tokens), "share": _known(fmean, share)}
+
+
+def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
+    """Means over examples of what harness/fidelity.py measured; null where it was off."""
+    found = [record.fidelity for record in records if record.fidelity]
+    if not found:
+        return None
+    means = {name: _known(fmean, [one.get(name) for one in found]) for name in ("recall", "mass", "error", "kl")}
+    return means | {"same_as_full": fmean(float(one.get("first_difference") is None) for one in found)}
 
 
 def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:

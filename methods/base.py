@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from methods.budget import Budget, BudgetError
+from methods.card import Card
 
 Placement = Literal["device", "host"]
 
@@ -77,6 +78,42 @@ class AttnInput:
     start: int  # position of the first new token
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a cost is asked for: one layer and one sequence, its prompt sealed."""
+
+    spec: LayerSpec
+    sealed: int  # prompt tokens
+    budget: int  # prompt tokens a KV head of this layer may read
+    placement: Placement
+    element_bytes: int
+    reserve: int = 0  # rows kept free for generated tokens
+
+    @property
+    def capacity(self) -> int:
+        return self.sealed + self.reserve
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
+
+
+class Cost(NamedTuple):
+    """Bytes held, and bytes that cross between host and device in a step. `+` adds them up."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    moved_bytes_per_step: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Cost:  # type: ignore[override]
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class CostError(ValueError):
+    """A cost cannot be had: no formula, or no parameter value that meets it."""
+
+
 class Attended(NamedTuple):
     """Tokens one KV head read in the last decode step (the mean over KV heads where they differ)."""
 
@@ -132,6 +169,7 @@ class Method(ABC):
     offloads: ClassVar[bool] = False  # placement=host is meant for it
     exact_keys: ClassVar[bool] = True  # a step attends with the true keys of the tokens it reads, at their positions
     simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
+    card: ClassVar[Card | None] = None
 
     @property
     def smallest_budget(self) -> int:
@@ -145,6 +183,21 @@ class Method(ABC):
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         """Fresh state for one batch, a layer per spec. Layers may be linked with one another here, only here."""
+
+    def reads_whole(self, case: Case) -> bool:
+        """Whether the budget leaves nothing to choose."""
+        return not self.uses_budget or case.budget >= case.sealed or case.sealed <= self.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        """The bytes that `case` takes, by formula. Where a step's traffic depends on the text, the most it can be."""
+        raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
+
+    def at_communication(self, share: float, head_dim: int) -> Method:
+        """This method where scoring moves `share` of the 16-bit key cache per step, as in PQCache's comparison.
+
+        Itself where scoring moves nothing and the comparison asks for no compensation.
+        """
+        return self
 
     def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
         """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""

@@ -187,7 +187,10 @@ class TestAverages:
         assert (round(named["single_doc_qa"], 1), round(named["code"], 1)) == (24.9, 48.1)
 
     def test_no_average_over_sets_that_were_not_run(self) -> None:
-        assert task().averages({"lcc": 0.5, "qasper": 0.3}) == {"mean": 0.4, "code": 0.5, "single_doc_qa": 0.3}
+        assert task().averages({"lcc": 0.5, "qasper": 0.3}) == {"mean": 0.4}
+        assert task().averages({"lcc": 0.5, "repobench-p": 0.3})["code"] == 0.4
+        even = task(subset="longbench_e").averages({"qasper/0-4k": 0.5, "multifieldqa_en/8k+": 0.3})
+        assert even["single_doc_qa"] == 0.4  # NarrativeQA is not in LongBench-E
         assert task().averages({}) == {}
         assert [len(PRESETS[name]) for name in ("english", "pqcache14", "chinese", "all")] == [16, 14, 5, 21]
 

@@ -162,6 +162,19 @@ def test_groups_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = printed(capsys, tmp_path)
     assert row(text, "qasper").split() == ["qasper", "2", "50.0", "50.0"]
     assert row(text, "trec").split() == ["trec", "1", "100.0", "100.0"]
+    assert "Holm" not in text
+
+
+def test_a_group_that_differs_from_full_is_marked_after_holm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method, right in (("full", 0), ("quest", 12)):
+        wrong = records([0.0] * right + [1.0] * (12 - right), group="qasper", **SPARSE)
+        write_run(tmp_path, [*wrong, *records([1.0] * 12, "b", group="trec", **SPARSE)], method)
+    text = printed(capsys, tmp_path)
+    assert row(text, "qasper").split() == ["qasper", "12", "100.0", "0.0*"]
+    assert row(text, "trec").split() == ["trec", "12", "100.0", "100.0"]
+    assert "*: differs from Full after Holm's correction" in text
 
 
 def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
