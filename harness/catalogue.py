@@ -42,10 +42,22 @@ class Entry:
 
     def card(self) -> str:
         """Docstring of the module that defines the plug-in, read without importing it."""
+        return ast.get_docstring(self._module()) or ""
+
+    def facts(self) -> dict[str, str]:
+        """The lines of the `card` that the plug-in's class declares, with the yaml's values in their places."""
+        name = str(self.target).rpartition(".")[2]
+        classes = [node for node in self._module().body if isinstance(node, ast.ClassDef) and node.name == name]
+        fields = [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
+        cards = [node.value for node in fields if ast.unparse(node.target) == "card"]
+        written = cards[0].keywords if cards and isinstance(cards[0], ast.Call) else []
+        values = {key: plain(value) for key, value, _ in self.parameters()}
+        return {str(line.arg): str(ast.literal_eval(line.value)).format_map(values) for line in written}
+
+    def _module(self) -> ast.Module:
         spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
-        if spec is None or spec.origin is None:
-            return ""
-        return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        return ast.parse(source)
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
@@ -68,6 +80,14 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
         if flag in ("--config-dir", "-cd"):
             found.append(Path(value if equals else [*arguments, ""][place + 1]))
     return found
+
+
+def plain(value: object) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
 
 
 def _comment(line: str) -> str:

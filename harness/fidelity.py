@@ -1,9 +1,9 @@
 """How near a method's step comes to exact attention, on the path that produced the answer.
 
-Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens with the largest weights,
-as many as the method read, the share it read), `mass` (share of the exact attention weight, prompt and generated
-tokens, on what was read), `error` (of the attention output, relative). And against Full on the same text: `kl` of the
-next-token distributions, and the first token that Full would not have chosen.
+Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens with the largest
+weights, as many as the method read, the share it read), `mass` (share of the exact attention weight, on prompt and
+generated tokens, that was read), `error` (of the attention output, relative). And against Full on the same text: `kl`
+of the next-token distributions, and the first token that Full would not have chosen.
 
 The reference keeps all K and V beside the method's own, which costs memory and time: times of such a run mean little.
 """

@@ -1,14 +1,23 @@
-"""`python -m harness.list`: what there is. `python -m harness.list method=pqcache`: one card with its parameters."""
+"""`python -m harness.list`: what there is. `python -m harness.list method=pqcache`: one card with its parameters.
+
+`python -m harness.list --markdown` writes docs/methods.md: the cards of all methods beside one another.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from harness.catalogue import CONF, GROUPS, Entry, config_dirs, entries
+from harness.catalogue import CONF, GROUPS, Entry, config_dirs, entries, plain
 from harness.plugins import suggestion
 
-USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [--config-dir DIR]"
+USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [--config-dir DIR] | --markdown"
+
+COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
+_TITLE = """# The methods
+
+What must be known before two of them are compared, with the defaults of conf/method/. Written by
+`python -m harness.list --markdown`; change the card in a method's file and the comments in its yaml, not this page."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,6 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = [argument for argument in arguments if argument.partition("=")[0] in GROUPS]
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
+        return 0
+    if "--markdown" in arguments:
+        print(markdown(entries("method", folders)), end="")
         return 0
     unknown = [a for a in arguments if a not in asked and not a.startswith("-") and not _is_value(a, arguments)]
     if unknown:
@@ -45,18 +57,49 @@ def _overview(group: str, found: Sequence[Entry]) -> str:
 
 
 def _card(group: str, entry: Entry) -> str:
-    rows = [(f"{group}.{name}={_plain(value)}", comment) for name, value, comment in entry.parameters()]
+    facts = _aligned([(_words(name), text) for name, text in entry.facts().items()])
+    table = _aligned([(f"{group}.{name}={value}", comment) for name, value, comment in _parameters(entry)])
+    parts = [f"{group}={entry.name}", "", entry.card(), ""]
+    parts += ["Card", *facts, ""] if facts else []
+    return "\n".join([*parts, "Parameters", *(table or ["  (no parameters)"]), ""])
+
+
+def markdown(methods: Sequence[Entry]) -> str:
+    """One table over all methods, then a section for each."""
+    return "\n\n".join([_TITLE, _table(methods), *map(_section, methods)]) + "\n"
+
+
+def _table(methods: Sequence[Entry]) -> str:
+    lines = ["method", *COMPARED]
+    rows = [[f"[{m.name}](#{m.name})", *(m.facts().get(line, "") for line in COMPARED)] for m in methods]
+    return "\n".join(map(_row, [[_words(line) for line in lines], ["---"] * len(lines), *rows]))
+
+
+def _section(entry: Entry) -> str:
+    facts = [_row([_words(name), text]) for name, text in entry.facts().items()]
+    parameters = [_row([f"`{name}={value}`", comment]) for name, value, comment in _parameters(entry)]
+    parts = [f"## {entry.name}", entry.card(), "\n".join([_row(["card", ""]), _row(["---"] * 2), *facts])]
+    if parameters:
+        parts.append("\n".join([_row(["parameter", ""]), _row(["---"] * 2), *parameters]))
+    return "\n\n".join(parts)
+
+
+def _row(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _parameters(entry: Entry) -> list[tuple[str, str, str]]:
+    return [(name, plain(value), comment) for name, value, comment in entry.parameters()]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
     width = min(60, max((len(left) for left, _ in rows), default=0))
-    table = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows] or ["  (no parameters)"]
-    return "\n".join([f"{group}={entry.name}", "", entry.card(), "", "Parameters", *table, ""])
-
-
-def _plain(value: object) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_plain, value))}]"
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
+    return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from kernels.dispatch import Op
 prefill_attention = Op(
     "prefill_attention", sdpa="kernels.sdpa:prefill_attention", torch="kernels.reference:prefill_attention"
 )
-segment_attention = Op("segment_attention", torch="kernels.reference:segment_attention")
+segment_attention = Op(
+    "segment_attention", cpu="kernels.cpu.decode:segment_attention", torch="kernels.reference:segment_attention"
+)
 gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
 top_k = Op("top_k", torch="kernels.reference:top_k")
 kmeans = Op("kmeans", torch="kernels.kmeans:kmeans")

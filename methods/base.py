@@ -78,7 +78,7 @@ class AttnInput:
     start: int  # position of the first new token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """What a cost is asked for: one layer and one sequence, its prompt sealed."""
 
@@ -155,7 +155,7 @@ class KVLayer(ABC):
 
     @abstractmethod
     def read_positions(self) -> Tensor | None:
-        """Prompt positions the last decode step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
+        """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
 
 
 class Method(ABC):

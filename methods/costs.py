@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from methods.base import Case, Cost
 from methods.layers import Plan
 
@@ -35,7 +33,3 @@ def offload(case: Case, stored: int, moved: int) -> Cost:
 def angles(case: Case) -> Cost:
     """cos and sin of every position; one table for all layers, counted with the first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)
-
-
-def pages(tokens: int, size: int) -> int:
-    return ceil(tokens / size)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.base import KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import DenseLayer
 
 
@@ -15,6 +17,23 @@ class Full(Method):
     """No parameters. The store is preallocated, so a step copies nothing but its own token."""
 
     uses_budget: ClassVar[bool] = False
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="keeps and reads everything",
+        unit="-",
+        group_rule="-",
+        dense_layers="all",
+        sinks="-",
+        window="-",
+        on_device="K and V",
+        on_host="nothing",
+        index_cost="none",
+        budget="not used",
+        deviations="none",
+    )
+
+    def cost(self, case: Case) -> Cost:
+        return costs.dense(case)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [DenseLayer(spec, request, self) for spec in specs]

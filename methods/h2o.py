@@ -13,14 +13,16 @@ cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import EvictLayer, between_ends
 from methods.windows import Windows
 
@@ -30,6 +32,21 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 @dataclass(frozen=True, kw_only=True)
 class H2O(Method):
     """sinks, recent_ratio: how the budget is split, see methods/windows.py. compensation: see above."""
+
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="evicts, once at the seal: the tokens with the largest sums of weights from every query so far stay",
+        unit="token",
+        group_rule="sum of the weights over the query heads of a group",
+        dense_layers="none",
+        sinks="{sinks}",
+        window="{recent_ratio} of the budget behind the sinks",
+        on_device="kept K and V, generated tokens, a counter per token",
+        on_host="nothing",
+        index_cost="column sums of the attention weights at prefill, in fp32",
+        budget="sinks, heavy hitters and window; beyond it with compensation={compensation}",
+        deviations="nothing is evicted while generating: generated tokens come on top of the budget",
+    )
 
     sinks: int
     recent_ratio: float
@@ -47,6 +64,18 @@ class H2O(Method):
     @property
     def smallest_budget(self) -> int:
         return self.windows.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        kept = case.sealed
+        if not self.reads_whole(case):
+            kept = min(kept, case.budget + int(EXTRA[self.compensation] * kept))
+        return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
+
+    def at_communication(self, share: float, head_dim: int) -> H2O:
+        """Nothing is moved, so it may keep more: H2O(C)."""
+        if share != 1 / 128:
+            raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
+        return replace(self, compensation="literal") if self.compensation == "none" else self
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [H2OLayer(spec, request, self) for spec in specs]

@@ -29,7 +29,9 @@ from torch import Tensor
 from kernels.lowrank import directions, gram
 from kernels.reference import Segment
 from kernels.rope import rotate
-from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import Plan, SelectLayer
 
 
@@ -38,6 +40,23 @@ class InfiniGen(Method):
     """The yaml explains the fields."""
 
     offloads: ClassVar[bool] = True
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects, one layer ahead, the tokens guessed to come within {alpha} of a query head's largest logit",
+        unit="token",
+        group_rule="the best margin among the query heads of a group (group_rank={group_rank})",
+        dense_layers="{dense_layers}",
+        sinks="none",
+        window="none",
+        on_device="partial keys, their basis, generated tokens; the dense layers whole",
+        on_host="K and V of the prompt, but for the dense layers",
+        index_cost="{partial_ratio} of a key's columns; a second query projection per step; skewing once per model",
+        budget="the most tokens a step may fetch; what it needs may be less",
+        deviations=(
+            "skewed after the rotation, for models with RoPE; each sequence of a batch has its own count; no limited "
+            "host pool; generated tokens are always read"
+        ),
+    )
 
     alpha: float
     partial_ratio: float
@@ -61,6 +80,15 @@ class InfiniGen(Method):
             raise ValueError(f"column_rule={self.column_rule!r} is unknown: choose query or union.")
         if self.group_rank not in ("margin_max", "prob_sum"):
             raise ValueError(f"group_rank={self.group_rank!r} is unknown: choose margin_max or prob_sum.")
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case) or case.spec.index in self.dense_layers:
+            return costs.dense(case)
+        spec, width = case.spec, max(1, int(self.partial_ratio * case.spec.head_dim))
+        if self.column_rule == "union":
+            width = min(2 * width, spec.head_dim)
+        partial = width * (case.capacity + spec.head_dim) * case.element_bytes + costs.FP32 * spec.head_dim
+        return costs.select(case, Plan(0, 0, case.budget), spec.num_kv_heads * partial)
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]

@@ -15,15 +15,18 @@ block that is read is moved and counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from methods import costs
 from methods.angles import Angles
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.hitcache import token_rows
 from methods.layers import Plan, SelectLayer
 
@@ -35,6 +38,23 @@ class InfLLM(Method):
     offloads: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = False
     exact_keys: ClassVar[bool] = False
+    card: ClassVar[Card | None] = Card(
+        prefill="sparse: block-wise like a step, {exc_block} queries at a time",
+        rule="selects the blocks whose representative keys have the largest products with the query",
+        unit="block of {block} tokens",
+        group_rule="sum over all query heads: one choice for the layer",
+        dense_layers="none",
+        sinks="{n_init}",
+        window="{local_ratio} of the budget behind the sinks, at least, and what has not filled a block",
+        on_device="sinks, window, generated tokens, representatives, weights drawn, cos and sin",
+        on_host="K and V of the blocks",
+        index_cost="one key per block and query head, the mean of {repr_topk}",
+        budget="sinks, window, unfinished block and selected blocks",
+        deviations=(
+            "smaller blocks than the paper's 128, for small budgets; no cache of recent blocks, every block read is "
+            "moved; generated tokens enter blocks with a further turn only"
+        ),
+    )
 
     n_init: int
     block: int
@@ -62,6 +82,28 @@ class InfLLM(Method):
         spare = budget - self.n_init - (self.block - 1)
         blocks = max(1, int(spare * (1 - self.local_ratio) / self.block))
         return spare - blocks * self.block, blocks
+
+    def cost(self, case: Case) -> Cost:
+        spec, shared = case.spec, costs.angles(case)
+        if case.budget < case.sealed:
+            shared += Cost(costs.FP32 * spec.num_heads * case.capacity)  # weights drawn
+        if self.reads_whole(case):
+            return costs.dense(case) + shared
+        blocks = (case.sealed - self.n_init - self.spend(case.budget)[0]) // self.block
+        local = case.sealed - self.n_init - blocks * self.block
+        top = min((case.budget - self.n_init - local) // self.block, blocks) * self.block
+        representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
+        return costs.select(case, Plan(self.n_init, local, top), representatives) + shared
+
+    def at_communication(self, share: float, head_dim: int) -> InfLLM:
+        """`repr_topk` of the tokens of a block."""
+        tokens = int(share * self.block)
+        if not 1 <= tokens <= self.block:
+            raise CostError(
+                f"comm={share} is less than a token of InfLLM's blocks of {self.block}: set method.block to "
+                f"{ceil(1 / share)} or more (128 in the paper)."
+            )
+        return replace(self, repr_topk=tokens)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request.capacity)

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
+from methods import costs
 from methods.angles import Angles
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import EvictLayer, sinks_and_recent
 
 _QUERIES_AT_ONCE = 256  # bounds the block of weights
@@ -33,6 +35,20 @@ class LMInfinite(Method):
 
     dense_prefill: ClassVar[bool] = False
     exact_keys: ClassVar[bool] = False
+    card: ClassVar[Card | None] = Card(
+        prefill="sparse: windowed like a step",
+        rule="evicts all but the first and the last tokens; no distance exceeds the window",
+        unit="token",
+        group_rule="the same tokens for all heads and layers",
+        dense_layers="none",
+        sinks="{n_init}",
+        window="the rest of the budget",
+        on_device="kept K and V, generated tokens, first keys before their rotation, cos and sin",
+        on_host="nothing",
+        index_cost="none",
+        budget="first tokens and window",
+        deviations="the budget sets the window, the paper's is the training length; generated tokens come on top",
+    )
 
     n_init: int
 
@@ -43,6 +59,12 @@ class LMInfinite(Method):
     @property
     def smallest_budget(self) -> int:
         return self.n_init + 1
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case) + costs.angles(case)
+        first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
+        return costs.evict(case, case.budget) + costs.angles(case) + Cost(first)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request.capacity)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from kernels import ops
-from methods.base import KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.windows import Windows
 
@@ -20,6 +23,21 @@ from methods.windows import Windows
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Method):
     """sinks, recent_ratio: how the budget is split, see methods/windows.py."""
+
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects the tokens with the largest exact softmax weights over all stored tokens",
+        unit="token",
+        group_rule="sum of the weights over the query heads of a group",
+        dense_layers="none",
+        sinks="{sinks}",
+        window="{recent_ratio} of the budget behind the sinks",
+        on_device="all K and V",
+        on_host="nothing",
+        index_cost="every key is read to choose: an upper bound, not a method",
+        budget="sinks, window and selected tokens",
+        deviations="the window is the prompt's end and does not move on with generation",
+    )
 
     sinks: int
     recent_ratio: float
@@ -34,6 +52,11 @@ class Oracle(Method):
     @property
     def smallest_budget(self) -> int:
         return self.windows.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        return costs.select(case, self.windows.split(case.budget), index_bytes=0)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [OracleLayer(spec, request, self) for spec in specs]

@@ -11,14 +11,17 @@ up to b=8, nothing is stale between prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isclose
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.windows import Windows
 
@@ -28,6 +31,24 @@ class PQCache(Method):
     """m sub-vectors of 2^b centroids, k-means, and the split of the budget (methods/windows.py)."""
 
     offloads: ClassVar[bool] = True
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects the tokens with the largest softmax weights of quantised keys, among the candidates alone",
+        unit="token",
+        group_rule="sum of the weights over the query heads of a group",
+        dense_layers="none",
+        sinks="{sinks}",
+        window="{recent_ratio} of the budget behind the sinks",
+        on_device="sinks, window, generated tokens, codes, centroids",
+        on_host="K and V between sinks and window",
+        index_cost="{m} codes of {b} bits per token, one byte each; k-means at the seal",
+        budget="sinks, window and selected tokens (the paper counts sinks on top)",
+        deviations=(
+            "k-means has a fixed limit of {iterations} rounds, so that tokens can be reproduced; the paper's adapts to "
+            "the machine's speed. Codes stay on the device, so scoring moves nothing. Generated tokens are always "
+            "read and get no code before a further turn. No cache of recent blocks"
+        ),
+    )
 
     m: int
     b: int
@@ -53,6 +74,26 @@ class PQCache(Method):
     @property
     def smallest_budget(self) -> int:
         return self.windows.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        plan, spec = self.windows.split(case.budget), case.spec
+        middle = case.sealed - plan.sinks - plan.local
+        clusters = min(2**self.b, middle)
+        codes = middle * self.m * (1 if clusters <= 256 else 4)
+        return costs.select(case, plan, spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes))
+
+    def at_communication(self, share: float, head_dim: int) -> PQCache:
+        """m bytes of codes against 2 * head_dim bytes of a key; up to 1/128 the paper takes 6 bits in place of 8."""
+        asked = 2 * share * head_dim
+        m = round(asked)
+        if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):
+            raise CostError(
+                f"comm={share} asks PQCache for {asked:.4g} sub-vectors of one byte, and a key of {head_dim} channels "
+                f"can be split into a divisor of that: choose {0.5 / head_dim:.4g} times such a divisor."
+            )
+        return replace(self, m=m, b=6 if share <= 1 / 128 else 8)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         for spec in specs:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
+from typing import ClassVar
 
-from methods.base import KVLayer, LayerSpec, Request
+from methods.base import Case, KVLayer, LayerSpec, Request
+from methods.card import Card
 from methods.snapkv import SnapKV, SnapLayer
 
 
@@ -20,12 +22,31 @@ from methods.snapkv import SnapKV, SnapLayer
 class PyramidKV(SnapKV):
     """SnapKV's parameters and beta: how many times smaller than the mean the last layer's budget is."""
 
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay, more in low layers",
+        unit="token",
+        group_rule="mean of the weights over the query heads of a group (select_per={select_per})",
+        dense_layers="none",
+        sinks="none",
+        window="{window}",
+        on_device="kept K and V, generated tokens",
+        on_host="nothing",
+        index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
+        budget="window and voted tokens, the mean over the layers; the last layer gets 1/{beta} of it",
+        deviations="amounts as in kvpress; the layers' budgets add up to the last token",
+    )
+
     beta: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} would turn the pyramid over: give at least 1, 20 in the paper.")
+
+    def kept(self, case: Case) -> int:
+        layers, index = case.spec.num_layers, case.spec.index
+        return pyramid(case.budget, case.sealed, layers, self.window, self.beta)[index]
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [PyramidLayer(spec, request, self) for spec in specs]

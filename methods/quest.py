@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import ceil
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +25,30 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
     """page_size in tokens; min_pages: pages that a budget must hold; dense_layers read everything."""
+
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects the pages with the largest upper bounds of q.k",
+        unit="page of {page_size} tokens",
+        group_rule="each query head chooses (select_per={select_per}); kv_head: the largest bound of the group",
+        dense_layers="{dense_layers}",
+        sinks="none",
+        window="the last page (last_page={last_page})",
+        on_device="all K and V, smallest and largest key of each page",
+        on_host="nothing",
+        index_cost="two keys per page, 2/{page_size} of the keys, are read per step",
+        budget="whole pages of one selecting head; the union of a group may be g times as much",
+        deviations="generated tokens are not paged, they are always read; too small a budget is an error",
+    )
 
     page_size: int
     min_pages: int
@@ -50,6 +68,11 @@ class Quest(Method):
     @property
     def smallest_budget(self) -> int:
         return self.min_pages * self.page_size
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case) or case.spec.index in self.dense_layers:
+            return costs.dense(case)
+        return costs.dense(case) + Cost(ceil(case.sealed / self.page_size) * case.row_bytes)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         if request.budget is not None:

@@ -24,8 +24,10 @@ from torch.nn.functional import cosine_similarity
 from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
+from methods import costs
 from methods.angles import Angles
-from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
+from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.hitcache import HitCache, token_rows
 from methods.layers import DenseLayer
 from methods.stores import KVStore, Rows
@@ -46,6 +48,20 @@ class ShadowKV(Method):
 
     offloads: ClassVar[bool] = True
     exact_keys: ClassVar[bool] = False
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects the chunks whose mean keys get the largest softmax weights; outliers are always read",
+        unit="chunk of {chunk} tokens",
+        group_rule="maximum of the weights over the query heads of a group",
+        dense_layers="none",
+        sinks="none",
+        window="the last {local_chunks} whole chunks and the incomplete one",
+        on_device="low-rank keys (rank {rank}), landmarks, outliers, window, generated tokens, the last step's chunks",
+        on_host="V",
+        index_cost="one landmark per chunk; a decomposition of all keys at the seal, keys rebuilt in each step",
+        budget="outliers, window and selected chunks (the paper counts the selected alone)",
+        deviations="generated tokens are never dropped; a further turn reads rebuilt keys",
+    )
 
     chunk: int
     rank: int | float
@@ -83,6 +99,23 @@ class ShadowKV(Method):
     def rank_of(self, tokens: int, channels: int) -> int:
         rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * channels))
         return min(rank, tokens, channels)
+
+    def cost(self, case: Case) -> Cost:
+        """Without hits: a step fetches all it chooses."""
+        if self.reads_whole(case):
+            return costs.dense(case) + costs.angles(case)
+        plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
+        values = case.row_bytes * self.chunk // 2  # of a chunk
+        rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
+        factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
+        selectable = plan.candidates - plan.outliers
+        ids = costs.INT64 * spec.num_kv_heads
+        index = selectable * spec.num_kv_heads * spec.head_dim * size + plan.candidates * ids
+        resident = (case.capacity - selectable * self.chunk) * case.row_bytes
+        hits = plan.top * (2 * values + ids) if self.hit_cache else 0
+        stored = plan.candidates * values
+        device = Cost(resident + factors + index + hits + stored) + costs.angles(case)
+        return device + costs.offload(case, stored, plan.top * values)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request.capacity)

@@ -13,20 +13,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import EvictLayer, Plan, between_ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
     """window: last queries, whose tokens are kept too. kernel: tokens pooled, an odd number (1: none)."""
+
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay",
+        unit="token",
+        group_rule="mean of the weights over the query heads of a group (select_per={select_per})",
+        dense_layers="none",
+        sinks="none",
+        window="{window}",
+        on_device="kept K and V, generated tokens",
+        on_host="nothing",
+        index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
+        budget="window and voted tokens",
+        deviations=(
+            "one choice per KV head, the released code's is per query head at g times the memory (an option); votes "
+            "are averaged before they are pooled"
+        ),
+    )
 
     window: int
     kernel: int
@@ -46,6 +66,15 @@ class SnapKV(Method):
     @property
     def smallest_budget(self) -> int:
         return self.window + 1
+
+    def kept(self, case: Case) -> int:
+        """Prompt tokens that stay in this layer."""
+        return case.budget
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [SnapLayer(spec, request, self) for spec in specs]

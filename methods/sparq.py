@@ -15,14 +15,16 @@ selection is reused (`stale_by`), so is its share of unread tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.stores import Rows
 from methods.windows import Windows
@@ -33,6 +35,23 @@ class SparQ(Method):
     """r channels of a key; the split of the budget (methods/windows.py); mean_value and channel_copy: see above."""
 
     offloads: ClassVar[bool] = True
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="selects the tokens with the largest approximate logits, from {r} channels of the keys",
+        unit="token",
+        group_rule="channels by the sum of |q|, tokens by the sum of logits over the query heads of a group",
+        dense_layers="none",
+        sinks="{sinks}",
+        window="{recent_ratio} of the budget behind the sinks",
+        on_device="sinks, window, generated tokens, mean value",
+        on_host="K and V between sinks and window, and K again, a channel per row (channel_copy={channel_copy})",
+        index_cost="{r} channels of every key are read per step, from the host with placement=host",
+        budget="sinks, window and selected tokens",
+        deviations=(
+            "the window is the prompt's end and does not move on with generation; logits are divided so that the "
+            "query heads of a group can be compared"
+        ),
+    )
 
     r: int
     sinks: int
@@ -52,6 +71,25 @@ class SparQ(Method):
     @property
     def smallest_budget(self) -> int:
         return self.windows.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        plan, spec, on_host = self.windows.split(case.budget), case.spec, case.placement == "host"
+        column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes  # of the middle keys
+        copy = column * spec.head_dim if self.channel_copy else 0
+        means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
+        scored = Cost(0, copy, self.r * column) if on_host else Cost(copy)
+        return costs.select(case, plan, means) + scored
+
+    def at_communication(self, share: float, head_dim: int) -> SparQ:
+        """r of the head_dim channels."""
+        r = int(share * head_dim)
+        if not 1 <= r <= head_dim:
+            raise CostError(
+                f"comm={share} would give SparQ r={r} channels of a key of {head_dim}: choose {1 / head_dim} to 1."
+            )
+        return replace(self, r=r)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         for spec in specs:

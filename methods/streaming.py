@@ -10,17 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import KVLayer, LayerSpec, Method, Request
+from methods import costs
+from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.card import Card
 from methods.layers import EvictLayer, sinks_and_recent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
     """sinks: first tokens kept. positions: `cache` (the paper: places in the cache) or `original` (true positions)."""
+
+    card: ClassVar[Card | None] = Card(
+        prefill="dense",
+        rule="evicts, at the seal: all but the first and the last tokens",
+        unit="token",
+        group_rule="the same tokens for all heads and layers",
+        dense_layers="none",
+        sinks="{sinks}",
+        window="the rest of the budget",
+        on_device="kept K and V, generated tokens",
+        on_host="nothing",
+        index_cost="none",
+        budget="sinks and window",
+        deviations="the window is the prompt's end: generated tokens push none out; the prompt itself is read densely",
+    )
 
     sinks: int
     positions: str
@@ -36,6 +54,9 @@ class Streaming(Method):
     @property
     def smallest_budget(self) -> int:
         return self.sinks + 1
+
+    def cost(self, case: Case) -> Cost:
+        return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [StreamingLayer(spec, request, self) for spec in specs]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from evals.base import Example
+from evals.base import Example, Score, Task, TaskEnv
 from evals.perplexity import WikiText2
 from harness.attach import attached
 from harness.config import Data, Results, Settings
@@ -101,3 +103,39 @@ def test_nothing_ends_before_the_least_length() -> None:
     assert sampler.pick(logits).tolist() == [letter, newline]
     assert sampler.pick(logits).tolist() == [2, 2]
     assert logits[0, 2] == 3
+
+
+@dataclass(frozen=True)
+class Line(Task):
+    """An answer that ends at `stop`, as samsum's at a newline."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "none"
+    stop: str
+    least: int
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        yield Example(
+            id="e",
+            group="g",
+            context="Once upon a time",
+            references=(),
+            max_new_tokens=5,
+            min_new_tokens=self.least,
+            chat=False,
+            stop=(self.stop,),
+        )
+
+    def score(self, example: Example, output: str) -> Score:
+        return Score(0.0)
+
+
+def test_a_run_never_picks_an_end_before_the_least_length(tmp_path: Path) -> None:
+    settings = Settings(results=Results(str(tmp_path)), progress=False, baseline="off")
+    (free,) = evaluate(Full(), Line("\0", 0), MODEL, settings).records
+    first = MODEL.tokenizer().decode(free.tokens[:1])
+    (at_once,) = evaluate(Full(), Line(first, 0), MODEL, settings).records
+    (later,) = evaluate(Full(), Line(first, 1), MODEL, settings).records
+    assert (at_once.tokens, at_once.output, at_once.stop) == (free.tokens[:1], "", "stop_string")
+    assert later.tokens[0] != free.tokens[0]
+    assert later.output

@@ -1,0 +1,61 @@
+"""Decode attention, compiled: decode.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import load
+from kernels.reference import Segment
+
+_attend = load("decode").segment_attention
+_attend.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 5, c_float]
+_attend.restype = None
+
+_LINES = (1, 2, 3, 4, 6, 8)  # head sizes it was built for, in cache lines
+_BYTES = {torch.float32: 4, torch.bfloat16: 2}
+
+
+def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
+    """As in kernels/reference.py; neither rows nor heads are copied."""
+    return _run(q, segments, scale)[0]
+
+
+def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    size = _BYTES.get(q.dtype)
+    if size is None or q.is_cuda:
+        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    if (q.shape[3] * size) % 64 or q.shape[3] * size // 64 not in _LINES:
+        return f"is not built for heads of {q.shape[3]} x {q.dtype}"
+    for k, v, _ in segments:
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+        if k.stride(3) != 1 or v.stride(3) != 1:
+            return "needs the channels of a row side by side"
+    return None
+
+
+def _run(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    batch, heads, _, dim = q.shape
+    size = _BYTES[q.dtype]
+    numbers: list[int] = []
+    kept = []  # alive until the call is over
+    for k, v, rows in segments:
+        count, address = k.shape[2], 0
+        if rows is not None:
+            rows = rows.long().contiguous()
+            kept.append(rows)
+            count, address = rows.shape[2], rows.data_ptr()
+        numbers += (k.data_ptr(), v.data_ptr(), address, count)
+        numbers += [size * stride for x in (k, v) for stride in x.stride()[:3]]
+    q = q.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty((batch, heads), dtype=torch.float32)
+    groups = segments[0].k.shape[1]
+    _attend(
+        size == 2, q.data_ptr(), out.data_ptr(), lse.data_ptr(), (c_int64 * len(numbers))(*numbers),
+        len(segments), batch, groups, heads // groups, dim, scale,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,83 @@
+"""Builds a C++ file beside this one into a shared library, once per machine and version, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch  # first: its OpenMP runtime is then the one the libraries share  # noqa: F401
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    "-O3 -march=native -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-w -fvisibility=hidden"
+).split()
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library of `name`.cpp, from the cache or freshly built; ImportError says why there can be none."""
+    if sys.platform != "linux":
+        raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
+    compiler = _compiler()
+    built = _folder() / f"{name}-{_key(name, compiler)}.so"
+    if not built.exists():
+        _build(SOURCES / f"{name}.cpp", built, compiler)
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise ImportError(f"cannot load {built}: {error}") from error
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise ImportError("no C++ compiler found (g++ or clang++, or set CXX)")
+
+
+def _folder() -> Path:
+    named = os.environ.get("KV_HARNESS_CACHE")
+    base = Path(named).expanduser() if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kv-harness")
+    return base.expanduser() / "kernels"
+
+
+def _key(name: str, compiler: str) -> str:
+    """Source, flags, and what the compiler says of itself and of this processor."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
+        digest.update(file.read_bytes())
+    digest.update(_run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _build(source: Path, target: Path, compiler: str) -> None:
+    """Through a file of its own and a rename: of several processes each builds, and none loads half a library."""
+    log.info("building %s (once per machine and version)", source.name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh = Path(folder) / target.name
+            _run([compiler, *FLAGS, str(source), "-o", str(fresh)])
+            fresh.replace(target)
+    except OSError as error:
+        raise ImportError(f"cannot write {target}: {error.strerror}; set KV_HARNESS_CACHE") from error
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImportError(f"{command[0]} failed: {error}") from error
+    if done.returncode:
+        lines = done.stderr.splitlines() or ["no message"]
+        raise ImportError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+    return done.stdout

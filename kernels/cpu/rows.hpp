@@ -1,0 +1,101 @@
+// Rows of keys against the queries of a group: what decode attention and the scores of an index share.
+#pragma once
+#include "simd.hpp"
+
+constexpr int TOKENS = 32;  // rows of a block
+
+// The two element types behind one face. A vector of either is one cache line.
+struct F32 {
+    using Element = float;
+    using Vector = f32;
+    static constexpr int WIDTH = 16;  // channels of a vector
+    static f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
+};
+struct BF16 {
+    using Element = bf16;
+    using Vector = u32;
+    static constexpr int WIDTH = 32;
+    static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
+};
+
+// Sums over the lanes of sixteen vectors, as one vector.
+inline f32 sums_of(const f32* v) {
+    f32 pairs[8], fours[4], eights[2];
+    UNROLL for (int i = 0; i < 8; i++) {
+        f32 a = v[2 * i], b = v[2 * i + 1];
+        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                   __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        f32 a = pairs[2 * i], b = pairs[2 * i + 1];
+        fours[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    auto halves = [](f32 a, f32 b) {
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    };
+    eights[0] = halves(fours[0], fours[1]), eights[1] = halves(fours[2], fours[3]);
+    return halves(eights[0], eights[1]);
+}
+
+// Calls f(h, n) for all heads: `most` (4, 2 or 1) at a time, the rest in smaller steps.
+template <int most, class F> void in_steps(int heads, F f) {
+    for (int h = 0; h < heads;) {
+        if (most >= 4 && heads - h >= 4)
+            f(h, std::integral_constant<int, most >= 4 ? 4 : 1>{}), h += 4;
+        else if (most >= 2 && heads - h >= 2)
+            f(h, std::integral_constant<int, most >= 2 ? 2 : 1>{}), h += 2;
+        else
+            f(h, std::integral_constant<int, 1>{}), h += 1;
+    }
+}
+constexpr int power_of_two_below(int n) { return n >= 4 ? 4 : n >= 2 ? 2 : 1; }
+
+// A phase goes over a block several times, some heads at a time; each pass asks for its share of the rows to come.
+struct Pass {
+    int index, count;
+    const char* const* ahead;
+
+    void fetch(int from, int to, int lines) const {
+        for (int t = (index * TOKENS + from) / count; t < (index * TOKENS + to) / count; t++)
+            for (int i = 0; i < lines; i++) __builtin_prefetch(ahead[t] + i * LINE);
+    }
+};
+
+// Logits of H heads with a block's rows of L lines. The queries stay in registers: H * L vectors.
+template <class T, int L, int H>
+void add_logits(const typename T::Element* q, const char* const* rows, Pass pass, float scale, float* logits,
+                int64_t stride) {
+    using V = typename T::Vector;
+    constexpr int R = LANES / H;  // rows of a tile
+    V query[H * L];
+    UNROLL for (int i = 0; i < H * L; i++) query[i] = load<V>(q + i * T::WIDTH);
+    for (int at = 0; at < TOKENS; at += R) {
+        pass.fetch(at, at + R, L);
+        f32 acc[LANES] = {};
+        UNROLL for (int t = 0; t < R; t++) {
+            const char* row = rows[at + t];
+            UNROLL for (int c = 0; c < L; c++) {
+                V part = load<V>(row + c * LINE);
+                UNROLL for (int h = 0; h < H; h++) acc[h * R + t] = T::dot(acc[h * R + t], query[h * L + c], part);
+            }
+        }
+        alignas(LINE) float sums[LANES];
+        store(sums, sums_of(acc) * scale);
+        for (int h = 0; h < H; h++) std::memcpy(logits + h * stride + at, sums + h * R, R * sizeof(float));
+    }
+}
+
+// Logits of all heads [heads][TOKENS], `stride` apart.
+template <class T, int L>
+void block_logits(const typename T::Element* q, const char* const* rows, const char* const* ahead, int heads,
+                  float scale, float* logits, int64_t stride) {
+    constexpr int AT_ONCE = power_of_two_below(8 / L);
+    Pass pass{0, 0, ahead};
+    in_steps<AT_ONCE>(heads, [&](int, auto) { pass.count++; });
+    in_steps<AT_ONCE>(heads, [&](int h, auto n) {
+        add_logits<T, L, n>(q + h * L * T::WIDTH, rows, pass, scale, logits + h * stride, stride);
+        pass.index++;
+    });
+}

@@ -1,0 +1,127 @@
+"""Every method's cost formula against what its layers really hold and move: a new yaml is tested by being there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.attach import attached
+from harness.footprint import footprint
+from harness.plugins import build
+from methods.base import Case, Cost, CostError, LayerSpec, Method
+from methods.budget import Budget
+from tests.methods.test_contract import NAMES, _yaml, small
+from tests.tiny import prompt, tiny
+
+LENGTH, RESERVE = 400, 3
+# what decides how much depends on the text, at the value where it is most
+MOST: dict[str, Any] = {"alpha": 1e9}
+
+
+def method_of(name: str) -> Method:
+    method = small(name)
+    return replace(method, **{key: value for key, value in MOST.items() if hasattr(method, key)})  # type: ignore[type-var]
+
+
+def expected(method: Method, specs: list[LayerSpec], budget: Budget, placement: Any) -> Cost:
+    total = Cost(0)
+    for spec in specs:
+        tokens = budget.tokens(LENGTH, spec.index)
+        total += method.cost(Case(spec, LENGTH, tokens, placement, element_bytes=4, reserve=RESERVE))
+    return total
+
+
+@torch.inference_mode()
+def measured(method: Method, budget: Budget, placement: Any) -> tuple[Cost, Cost]:
+    """-> the measured cost after the first step, and the formula's"""
+    model, ids = tiny("llama"), prompt(LENGTH)
+    with attached(model, method, budget=budget, placement=placement, calibration=prompt(64, seed=9)) as kv:
+        cache = kv.cache(capacity=LENGTH + RESERVE)
+        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        cache.seal()
+        traffic = cache.layers[0].request.traffic
+        before = traffic.total_bytes
+        model(token[:, None], past_key_values=cache, use_cache=True)
+        held = footprint(cache.layers)
+        return Cost(held.device_bytes, held.host_bytes, traffic.total_bytes - before), expected(
+            method, kv.specs, budget, placement
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("budget", [Budget(0.2), Budget(150), Budget(0.3, dense_layers=(2,)), Budget(1.0)], ids=str)
+def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget: Budget) -> None:
+    method = method_of(name)
+    if placement == "host" and not method.offloads:
+        pytest.skip("keeps nothing on the host")
+    for real, formula in zip(*measured(method, budget, placement), strict=True):
+        assert real == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("h2o", {"compensation": "literal"}),
+        ("infinigen", {"skew": False, "partial_ratio": 0.5}),
+        ("infllm", {"block": 16}),
+        ("pqcache", {"m": 4, "b": 9}),
+        ("pyramidkv", {"select_per": "query_head"}),
+        ("shadowkv", {"hit_cache": False, "rank": 9, "outlier_share": 0.0}),
+        ("snapkv", {"select_per": "query_head"}),
+        ("sparq", {"channel_copy": False, "mean_value": False}),
+    ],
+)
+def test_parameters_count(name: str, changes: dict[str, Any]) -> None:
+    method = replace(method_of(name), **changes)  # type: ignore[type-var]
+    for placement in ("device", "host") if method.offloads else ("device",):
+        for real, formula in zip(*measured(method, Budget(0.3), placement), strict=True):
+            assert real == pytest.approx(formula, rel=0.02)
+
+
+def test_what_moves_is_counted_in_both_ways() -> None:
+    """The most telling terms, by hand: 2 KV heads of 16 in 3 layers, 4 bytes; 80 tokens of which 39 are chosen."""
+    method = replace(method_of("sparq"), r=6, sinks=2, recent_ratio=0.5)  # type: ignore[type-var]
+    real, formula = measured(method, Budget(80), "host")
+    chosen, searched = 39, 400 - 2 - 39
+    assert real.moved_bytes_per_step == 3 * 2 * 4 * (2 * 16 * chosen + 6 * searched)
+    assert formula.moved_bytes_per_step == real.moved_bytes_per_step
+
+
+def plain(name: str) -> Any:
+    return build(_yaml(name), "method")
+
+
+@pytest.mark.parametrize("share", [1 / 128, 1 / 64, 1 / 32, 1 / 16])
+def test_communication_as_in_the_papers_comparison(share: float) -> None:
+    steps = round(128 * share)
+    pq = plain("pqcache").at_communication(share, 128)
+    assert (pq.m, pq.b) == (2 * steps, 6 if steps == 1 else 8)
+    assert plain("sparq").at_communication(share, 128).r == steps
+    assert replace(plain("infllm"), block=128).at_communication(share, 128).repr_topk == steps
+    for name in ("full", "oracle", "streaming", "lm_infinite", "quest", "snapkv", "pyramidkv", "shadowkv", "infinigen"):
+        assert plain(name).at_communication(share, 128) == plain(name)
+
+
+def test_the_evicting_baseline_is_compensated() -> None:
+    assert plain("h2o").at_communication(1 / 128, 128).compensation == "literal"
+    exact = replace(plain("h2o"), compensation="bytes")
+    assert exact.at_communication(1 / 128, 128) == exact
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "remedy"),
+    [
+        ("pqcache", 1 / 512, "0.0078.* times such a divisor"),
+        ("pqcache", 0.01, "1.28 sub-vectors"),
+        ("sparq", 1 / 128, "choose 0.015625 to 1"),
+        ("infllm", 1 / 128, "method.block to 128"),
+        ("h2o", 1 / 64, "0.0078125"),
+    ],
+)
+def test_a_share_that_cannot_be_met_is_refused_by_name(name: str, share: float, remedy: str) -> None:
+    with pytest.raises(CostError, match=f"comm={share}.*{remedy}"):
+        plain(name).at_communication(share, 64)
