@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Union
 
 CHOICES = {
+    "align": ("tokens", "moved_bytes", "device_bytes"),
     "placement": ("device", "host"),
     "protocol": ("prompt", "context"),
     "chat": ("template", "none"),
@@ -51,6 +52,8 @@ class Settings:
     """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
 
     budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
+    align: str = "tokens"
+    comm: float | None = None
     dense_layers: list[int] = field(default_factory=list)
     layer_budgets: list[Any] = field(default_factory=list)
     stale_by: int = 0
@@ -79,6 +82,12 @@ class Settings:
                 raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
         self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
         self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
+        if self.comm is not None and not 0 < self.comm <= 1:
+            raise SettingsError(
+                f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
+            )
+        if self.align != "tokens" and self.layer_budgets:
+            raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
         self._check_generation(self.generation)
 
     def _check_generation(self, generation: Generation) -> None:

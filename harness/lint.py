@@ -18,7 +18,7 @@ from harness.preparation import Item, budget_of, check_budget, effective, prepar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         return _lint(options.overrides, options.config_dir, options.show)
     except Exception as error:

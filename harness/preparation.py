@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.base import Example, Task, TaskEnv
+from harness.alignment import AlignedBudget, aligned
 from harness.config import Settings, SettingsError
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.embedded import cache_root
@@ -46,11 +47,16 @@ class LintError(ValueError):
     """A prompt that would measure something else than the user believes."""
 
 
+def at_communication(settings: Settings, method: Method, info: ModelInfo) -> Method:
+    """`method` with the parameters that `comm` stands for."""
+    return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
+
+
 def effective(settings: Settings, method: Method) -> Settings:
     """The settings with what does not apply to `method` at its neutral value, so that equal runs have one identity."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"comm": None}  # the method's parameters say it
     if not method.uses_budget:
-        changes |= {"budget": None, "dense_layers": [], "layer_budgets": [], "stale_by": 0}
+        changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "stale_by": 0}
     if not method.offloads:
         changes |= {"placement": "device"}
     return replace(settings, **changes)
@@ -65,7 +71,10 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
         raise SettingsError(
             f"layer_budgets names {len(layers)} layers and {info.name} has {info.num_layers}: give one each."
         )
-    return Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
+    budget = Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
+    if settings.align == "tokens":
+        return budget
+    return aligned(budget, settings.align, method, info, settings.dtype, settings.placement)  # type: ignore[arg-type]
 
 
 def task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
@@ -108,6 +117,8 @@ def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, s
         return
     lengths = {item.prompt.split if settings.protocol == "context" else len(item.prompt.ids) for item in items}
     for length in sorted(lengths):
+        if isinstance(budget, AlignedBudget):
+            budget.refuse(length)
         for layer in range(layers) if budget.per_layer else (0,):
             if layer not in budget.dense_layers:
                 method.check(budget, length, layer)

@@ -25,6 +25,7 @@ from harness.memory import PeakMeter
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import (
     Item,
+    at_communication,
     budget_of,
     calibration_text,
     check_budget,
@@ -88,8 +89,9 @@ class Job:
     def plan(
         cls, method: Method, task: Task, model: ModelSource, wanted: Settings, items: list[Item] | None = None
     ) -> Job:
-        settings = effective(wanted, method)
         info = model.describe()
+        method = at_communication(wanted, method, info)
+        settings = effective(wanted, method)
         budget = budget_of(settings, method, info)
         items = items or prepare(task, model, settings)
         refuse(items)

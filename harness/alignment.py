@@ -1,0 +1,101 @@
+"""`align=moved_bytes|device_bytes`: `budget` names bytes, and each method reads as many tokens as it gets for them.
+
+A budget of T tokens stands for their keys and values in every layer. A method then gets the token budget with which
+its own cost, by the formula it declares, comes closest to these bytes without exceeding them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from harness.models.base import DTYPE_BYTES, ModelInfo
+from methods.base import Case, LayerSpec, Method, Placement
+from methods.budget import Budget, BudgetError
+
+FIELDS = {"moved_bytes": "moved_bytes_per_step", "device_bytes": "device_bytes"}
+VERBS = {"moved_bytes": "moves", "device_bytes": "holds on the device"}
+Measure = Literal["moved_bytes", "device_bytes"]
+
+
+class Alignment(NamedTuple):
+    """What is made equal, for which method, over which layers."""
+
+    measure: Measure
+    method: Method
+    specs: Sequence[LayerSpec]
+    placement: Placement
+    element_bytes: int
+
+    def paid(self, sealed: int, tokens: int) -> int:
+        """Bytes of all layers when the method reads `tokens` of `sealed`."""
+        cases = (Case(spec, sealed, tokens, self.placement, self.element_bytes) for spec in self.specs)
+        return sum(int(getattr(self.method.cost(case), FIELDS[self.measure])) for case in cases)
+
+    def target(self, tokens: int) -> int:
+        """Bytes of the keys and values of `tokens`, all layers."""
+        rows = (Case(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
+        return tokens * sum(rows)
+
+    def solve(self, sealed: int, asked: int) -> int:
+        """Tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will do."""
+        low, high = self.method.smallest_budget, sealed - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.paid(sealed, middle) <= self.target(asked):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def refuse(self, sealed: int, asked: int) -> None:
+        """Raise where no token budget costs what was asked for."""
+        if sealed <= self.method.smallest_budget + 1 or asked >= sealed:
+            return  # read whole
+        least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
+        if least <= self.target(asked) <= most:
+            return
+        row = self.target(1)
+        raise BudgetError(
+            f"align={self.measure}: with placement={self.placement} {type(self.method).__name__} {VERBS[self.measure]} "
+            f"as much as the keys and values of {-(-least // row)} to {most // row} of {sealed} prompt tokens, and "
+            f"budget asks for {asked}: choose one in that range, or align=tokens."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedBudget(Budget):
+    """`asked` tokens' worth of bytes. Lengths that a run is not about, as within a chunked prefill, are not refused."""
+
+    alignment: Alignment = field(kw_only=True)
+    solve: Callable[[int, int], int] = field(kw_only=True, compare=False)
+
+    def tokens(self, sealed: int, layer: int) -> int:
+        asked = Budget.tokens(self, sealed, layer)
+        least = self.alignment.method.smallest_budget
+        return asked if asked >= sealed or sealed <= least + 1 else self.solve(sealed, asked)
+
+    def refuse(self, sealed: int) -> None:
+        plain = Budget(self.asked)
+        self.alignment.refuse(sealed, plain.tokens(sealed, 0))
+
+
+def aligned(budget: Budget, measure: Measure, method: Method, info: ModelInfo, dtype: str, placement: str) -> Budget:
+    """`budget` in bytes in place of tokens, over the layers that it rules."""
+    specs = [spec for spec in shapes(info) if spec.index not in budget.dense_layers]
+    alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype])  # type: ignore[arg-type]
+    return AlignedBudget(budget.asked, budget.dense_layers, alignment=alignment, solve=cache(alignment.solve))
+
+
+def shapes(info: ModelInfo) -> list[LayerSpec]:
+    """The layers of a model that is not loaded: enough for a cost, nothing that runs."""
+    heads = (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
+    return [LayerSpec(index, *heads, _not_loaded, _not_loaded) for index in range(info.num_layers)]
+
+
+def _not_loaded(x: Tensor) -> NoReturn:
+    raise AssertionError("a cost needs no weights")

@@ -1,0 +1,215 @@
+// Scores of an index: what a step looks at to choose the tokens it will read. All are fp32, [B G g S].
+#include "rows.hpp"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Every query of a group with every row of x. x [B G S C], rows of L lines.
+template <class T, int L>
+void products(const typename T::Element* q, const char* x, float* out, int64_t batch, int64_t groups, int heads,
+              int64_t count, int64_t x_batch, int64_t x_group, int64_t x_row) {
+    int64_t blocks = (count + TOKENS - 1) / TOKENS, dim = L * T::WIDTH;
+#pragma omp parallel for schedule(static) if (batch * groups * blocks > 64)
+    for (int64_t task = 0; task < batch * groups * blocks; task++) {
+        int64_t pair = task / blocks, first = task % blocks * TOKENS;
+        const char* base = x + pair / groups * x_batch + pair % groups * x_group;
+        const char *rows[TOKENS], *ahead[TOKENS];
+        for (int t = 0; t < TOKENS; t++) {
+            rows[t] = base + std::min(first + t, count - 1) * x_row;
+            ahead[t] = base + std::min(first + t + 2 * TOKENS, count - 1) * x_row;
+        }
+        float* to = out + pair * heads * count + first;
+        if (first + TOKENS <= count) {
+            block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, to, count);
+        } else {
+            std::vector<float> last(heads * TOKENS);
+            block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, last.data(), TOKENS);
+            for (int h = 0; h < heads; h++) std::copy_n(last.data() + h * TOKENS, count - first, to + h * count);
+        }
+    }
+}
+
+template <class T, class... Rest> void products(int lines, const void* q, Rest... rest) {
+    auto typed = (const typename T::Element*)q;
+    switch (lines) {
+        case 1: return products<T, 1>(typed, rest...);
+        case 2: return products<T, 2>(typed, rest...);
+        case 3: return products<T, 3>(typed, rest...);
+        case 4: return products<T, 4>(typed, rest...);
+        case 6: return products<T, 6>(typed, rest...);
+        case 8: return products<T, 8>(typed, rest...);
+        case 16: return products<T, 16>(typed, rest...);
+    }
+}
+
+// Sixteen values of a channel's row, as fp32; n of them exist.
+inline f32 values(const float* x, int n) {
+    f32 v = {};
+    std::memcpy(&v, x, std::min(n, LANES) * sizeof *x);
+    return v;
+}
+inline f32 values(const bf16* x, int n) {
+    bf16 v[LANES] = {};
+    std::memcpy(v, x, std::min(n, LANES) * sizeof *x);
+    u32 words;
+    UNROLL for (int i = 0; i < LANES; i++) words[i] = v[i];
+    return (f32)(words << 16);
+}
+
+constexpr int WIDE = 2 * LANES;  // tokens at a time
+
+// Up to four heads with 32 tokens of the chosen channels' rows.
+template <class E, int H>
+void channel_block(const float* q, const E* const* rows, int64_t channels, int64_t at, int n, float* out,
+                   int64_t stride) {
+    f32 acc[H][2] = {};
+    for (int64_t c = 0; c < channels; c++) {
+        __builtin_prefetch(rows[c] + at + 8 * WIDE);
+        f32 a = values(rows[c] + at, n), b = n > LANES ? values(rows[c] + at + LANES, n - LANES) : f32{};
+        UNROLL for (int h = 0; h < H; h++) {
+            acc[h][0] += q[h * channels + c] * a;
+            acc[h][1] += q[h * channels + c] * b;
+        }
+    }
+    for (int h = 0; h < H; h++) std::memcpy(out + h * stride, acc[h], n * sizeof(float));
+}
+
+template <class E>
+void by_channel(const float* q, const E* x, const int64_t* channels, float* out, int64_t batch, int64_t groups,
+                int heads, int64_t count, int64_t num_channels, int64_t x_batch, int64_t x_group, int64_t x_row) {
+    int64_t chunk = 4096, chunks = (count + chunk - 1) / chunk;
+#pragma omp parallel for schedule(static) if (batch * groups * count > 4096)
+    for (int64_t task = 0; task < batch * groups * chunks; task++) {
+        int64_t pair = task / chunks, first = task % chunks * chunk, last = std::min(first + chunk, count);
+        const E* base = x + pair / groups * x_batch + pair % groups * x_group;
+        std::vector<const E*> rows(num_channels);
+        for (int64_t c = 0; c < num_channels; c++) rows[c] = base + channels[pair * num_channels + c] * x_row;
+        const float* own = q + pair * heads * num_channels;
+        float* to = out + pair * heads * count;
+        for (int64_t at = first; at < last; at += WIDE)
+            in_steps<4>(heads, [&](int h, auto n) {
+                channel_block<E, n>(own + h * num_channels, rows.data(), num_channels, at,
+                                    std::min<int64_t>(WIDE, last - at), to + h * count + at, count);
+            });
+    }
+}
+
+// A table row per centroid, W heads wide: its products with the heads' sub-vectors.
+template <int W, class E> void pq_table(const E* q, const E* centroids, int heads, int parts, int clusters, int width,
+                                        float* table) {
+    typedef float Wide __attribute__((vector_size(4 * W)));
+    for (int part = 0; part < parts; part++) {
+        std::vector<float> columns(width * W);
+        for (int d = 0; d < width; d++)
+            for (int h = 0; h < heads; h++) columns[d * W + h] = to_float(q[(h * parts + part) * width + d]);
+        for (int first = 0; first < clusters; first += 8) {
+            Wide acc[8] = {};
+            const E* rows[8];
+            for (int i = 0; i < 8; i++) rows[i] = centroids + (part * clusters + std::min(first + i, clusters - 1)) * width;
+            for (int d = 0; d < width; d++)
+                UNROLL for (int i = 0; i < 8; i++) acc[i] += to_float(rows[i][d]) * load<Wide>(&columns[d * W]);
+            for (int i = 0; i < std::min(8, clusters - first); i++)
+                store(table + (part * clusters + first + i) * W, acc[i]);
+        }
+    }
+}
+
+// Sixteen tokens, W sums each, to a row per head.
+template <int W> void spread(const float* sums, float* out, int heads, int64_t stride, int n) {
+    if (W == 4 && n == LANES) {
+        f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
+#define PAIR(a, b, h) \
+    __builtin_shufflevector(a, b, h, h + 4, h + 8, h + 12, h + 16, h + 20, h + 24, h + 28, h + 1, h + 5, h + 9, h + 13, \
+                            h + 17, h + 21, h + 25, h + 29)
+        f32 low[2] = {PAIR(x, y, 0), PAIR(z, w, 0)}, high[2] = {PAIR(x, y, 2), PAIR(z, w, 2)};
+#undef PAIR
+        for (int h = 0; h < heads; h++) {
+            f32 a = h < 2 ? low[0] : high[0], b = h < 2 ? low[1] : high[1];
+            store(out + h * stride,
+                  h % 2 ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+                        : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+        }
+        return;
+    }
+    for (int h = 0; h < heads; h++)
+        for (int t = 0; t < n; t++) out[h * stride + t] = sums[t * W + h];
+}
+
+template <int W, class E, class Code>
+void pq_pair(const E* q, const E* centroids, const Code* codes, float* out, int heads, int parts, int clusters,
+             int width, int64_t first, int64_t last, int64_t count) {
+    typedef float Wide __attribute__((vector_size(4 * W)));
+    std::vector<float> table(parts * clusters * W);
+    pq_table<W>(q, centroids, heads, parts, clusters, width, table.data());
+    alignas(LINE) float sums[LANES * W];
+    for (int64_t at = first; at < last; at += LANES) {
+        int n = std::min<int64_t>(LANES, last - at);
+        const Code* code = codes + at * parts;
+        for (int t = 0; t < n; t++, code += parts) {
+            Wide sum = load<Wide>(table.data() + code[0] * W);
+            for (int part = 1; part < parts; part++)
+                sum += load<Wide>(table.data() + (part * clusters + code[part]) * W);
+            store(sums + t * W, sum);
+        }
+        spread<W>(sums, out + at, heads, count, n);
+    }
+}
+
+template <int W, class E, class Code>
+void pq(const E* q, const E* centroids, const Code* codes, float* out, int64_t pairs, int heads, int parts,
+        int clusters, int width, int64_t count) {
+    int64_t splits = omp_get_max_threads() / std::gcd(pairs, (int64_t)omp_get_max_threads());
+    int64_t length = (count + splits - 1) / splits;
+#pragma omp parallel for schedule(static) if (pairs * count > 4096)
+    for (int64_t task = 0; task < pairs * splits; task++) {
+        int64_t pair = task / splits, first = task % splits * length;
+        pq_pair<W>(q + pair * heads * parts * width, centroids + pair * parts * clusters * width,
+                   codes + pair * count * parts, out + pair * heads * count, heads, parts, clusters, width, first,
+                   std::min(first + length, count), count);
+    }
+}
+
+template <class E, class Code, class... Rest>
+void pq(const void* q, const void* centroids, const void* codes, float* out, int64_t pairs, int heads, Rest... rest) {
+    auto run = [&](auto w) {
+        pq<w>((const E*)q, (const E*)centroids, (const Code*)codes, out, pairs, heads, rest...);
+    };
+    if (heads <= 4)
+        run(std::integral_constant<int, 4>{});
+    else if (heads <= 8)
+        run(std::integral_constant<int, 8>{});
+    else
+        run(std::integral_constant<int, 16>{});
+}
+
+}  // namespace
+
+// q [B G g C] without gaps; strides of x in bytes.
+EXPORT void row_scores(int is_bf16, const void* q, const void* x, float* out, int64_t batch, int64_t groups,
+                       int64_t heads, int64_t count, int64_t lines, int64_t x_batch, int64_t x_group, int64_t x_row) {
+    auto run = is_bf16 ? products<BF16, const char*, float*, int64_t, int64_t, int, int64_t, int64_t, int64_t, int64_t>
+                       : products<F32, const char*, float*, int64_t, int64_t, int, int64_t, int64_t, int64_t, int64_t>;
+    run(lines, q, (const char*)x, out, batch, groups, heads, count, x_batch, x_group, x_row);
+}
+
+// q [B G g r] in fp32 without gaps, channels [B G r]; x [B G D S], strides in elements.
+EXPORT void channel_scores(int is_bf16, const float* q, const void* x, const int64_t* channels, float* out,
+                           int64_t batch, int64_t groups, int64_t heads, int64_t count, int64_t num_channels,
+                           int64_t x_batch, int64_t x_group, int64_t x_row) {
+    if (is_bf16)
+        by_channel(q, (const bf16*)x, channels, out, batch, groups, heads, count, num_channels, x_batch, x_group, x_row);
+    else
+        by_channel(q, (const float*)x, channels, out, batch, groups, heads, count, num_channels, x_batch, x_group,
+                   x_row);
+}
+
+// q [B G g m d'], centroids [B G m C d'], codes [B G S m] of one byte or four, all without gaps.
+EXPORT void pq_scores(int is_bf16, int code_bytes, const void* q, const void* centroids, const void* codes, float* out,
+                      int64_t pairs, int64_t heads, int64_t parts, int64_t clusters, int64_t width, int64_t count) {
+    auto run = is_bf16 ? (code_bytes == 1 ? pq<bf16, uint8_t, int, int, int, int64_t>
+                                          : pq<bf16, int32_t, int, int, int, int64_t>)
+                       : (code_bytes == 1 ? pq<float, uint8_t, int, int, int, int64_t>
+                                          : pq<float, int32_t, int, int, int, int64_t>);
+    run(q, centroids, codes, out, pairs, heads, parts, clusters, width, count);
+}
