@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import ceil
 from typing import Literal, NamedTuple, NoReturn
 
 from torch import Tensor
@@ -59,11 +60,10 @@ class Alignment(NamedTuple):
         least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
         if least <= self.target(asked) <= most:
             return
-        row = self.target(1)
+        name = type(self.method).__name__
         raise BudgetError(
-            f"align={self.measure}: with placement={self.placement} {type(self.method).__name__} {VERBS[self.measure]} "
-            f"as much as the keys and values of {-(-least // row)} to {most // row} of {sealed} prompt tokens, and "
-            f"budget asks for {asked}: choose one in that range, or align=tokens."
+            f"align={self.measure}: with placement={self.placement} {name} {VERBS[self.measure]} "
+            f"{_range_of(least / self.target(1), most / self.target(1), asked)}"
         )
 
 
@@ -86,9 +86,17 @@ class AlignedBudget(Budget):
 
 def aligned(budget: Budget, measure: Measure, method: Method, info: ModelInfo, dtype: str, placement: str) -> Budget:
     """`budget` in bytes in place of tokens, over the layers that it rules."""
-    specs = [spec for spec in shapes(info) if spec.index not in budget.dense_layers]
+    specs = tuple(spec for spec in shapes(info) if spec.index not in budget.dense_layers)
     alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype])  # type: ignore[arg-type]
     return AlignedBudget(budget.asked, budget.dense_layers, alignment=alignment, solve=cache(alignment.solve))
+
+
+def _range_of(least: float, most: float, asked: int) -> str:
+    """What can be had, in tokens' keys and values, and the way out."""
+    if ceil(least) >= int(most):
+        return f"as much as {most:.4g} tokens' keys and values whatever it reads: use align=tokens."
+    legal = f"the keys and values of {ceil(least)} to {int(most)} tokens"
+    return f"{legal}, and budget asks for {asked}: choose one in that range, or align=tokens."
 
 
 def shapes(info: ModelInfo) -> list[LayerSpec]:

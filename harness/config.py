@@ -117,5 +117,7 @@ class RunConfig(Settings):
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """Plain values of a composed configuration as checked `Settings`."""
     nested = {"generation": Generation, "data": Data, "results": Results}
-    values = {name: config[name] for name in (f.name for f in fields(Settings))}
+    values = {
+        field.name: config[field.name] for field in fields(Settings) if field.name in config
+    }  # old runs lack some
     return Settings(**values | {name: make(**config[name]) for name, make in nested.items()})

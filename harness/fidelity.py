@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from harness.hf import KVCache
 from methods.base import AttnInput, KVLayer, LayerSpec, Request
@@ -90,7 +89,7 @@ class Fidelity:
             "error": error,
         }
 
-    def against_full(self, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Full's view of the same text, in one forward. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
         sealed = self.prompt[0].store.length
         cache = KVCache(self.prompt, sealed + len(self.fed))
@@ -106,7 +105,7 @@ class Fidelity:
         exact = full.log_softmax(-1)
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
-    def report(self, model: PreTrainedModel, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
+    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
         """The record's `fidelity` for sequence `place`; `compare` where Full's prompt is the method's. None without a
         measured step."""
         if not self.measured:

@@ -64,7 +64,8 @@ def evaluate_together(wanted: Sequence[Wanted]) -> list[Evaluation]:
     groups: dict[str, list[Job]] = {}
     for method, task, model, settings in wanted:
         refuse(method, settings)
-        key = str((task, model, asdict(replace(settings, budget=None, stale_by=0, placement="device"))))
+        own = {"budget": None, "stale_by": 0, "placement": "device", "comm": None, "align": "tokens"}
+        key = str((task, model, asdict(replace(settings, **own))))
         jobs = groups.setdefault(key, [])
         if settings.baseline == "run" and not jobs:
             jobs.append(Job.plan(Full(), task, model, settings))

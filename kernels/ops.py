@@ -5,19 +5,27 @@ from __future__ import annotations
 from kernels.dispatch import Op
 
 prefill_attention = Op(
-    "prefill_attention", sdpa="kernels.sdpa:prefill_attention", torch="kernels.reference:prefill_attention"
+    "prefill_attention",
+    cpu="kernels.cpu.prefill:prefill_attention",
+    sdpa="kernels.sdpa:prefill_attention",
+    torch="kernels.reference:prefill_attention",
 )
 segment_attention = Op(
     "segment_attention", cpu="kernels.cpu.decode:segment_attention", torch="kernels.reference:segment_attention"
 )
 gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
-top_k = Op("top_k", torch="kernels.reference:top_k")
+row_scores = Op("row_scores", cpu="kernels.cpu.scores:row_scores", torch="kernels.reference:row_scores")
+channel_scores = Op("channel_scores", cpu="kernels.cpu.scores:channel_scores", torch="kernels.reference:channel_scores")
+group_weights = Op("group_weights", cpu="kernels.cpu.choose:group_weights", torch="kernels.reference:group_weights")
+top_k = Op("top_k", cpu="kernels.cpu.choose:top_k", torch="kernels.reference:top_k")
 kmeans = Op("kmeans", torch="kernels.kmeans:kmeans")
-column_sums = Op("column_sums", torch="kernels.column_sums:column_sums")
+column_sums = Op("column_sums", cpu="kernels.cpu.prefill:column_sums", torch="kernels.column_sums:column_sums")
 prefill_attention_with_column_sums = Op(
-    "prefill_attention_with_column_sums", torch="kernels.column_sums:prefill_attention_with_column_sums"
+    "prefill_attention_with_column_sums",
+    cpu="kernels.cpu.prefill:prefill_attention_with_column_sums",
+    torch="kernels.column_sums:prefill_attention_with_column_sums",
 )
-pq_scores = Op("pq_scores", torch="kernels.reference:pq_scores")
+pq_scores = Op("pq_scores", cpu="kernels.cpu.scores:pq_scores", torch="kernels.reference:pq_scores")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

@@ -74,14 +74,36 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1, sorted=False).indices
 
 
+def row_scores(q: Tensor, x: Tensor) -> Tensor:
+    """Every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)"""
+    return (q @ x.transpose(-1, -2)).float()
+
+
+def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
+    """Products in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g S] (fp32)
+
+    SparQ (arXiv 2312.04985): x holds the keys a channel per row, so that only r of its D rows are read.
+    """
+    return (q.to(x.dtype) @ gather_rows(x, channels)).float()
+
+
+def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
+    """Softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
+
+    logits [B G g S], before the scale -> [B G S] (fp32)
+    """
+    weights = (logits.float() * scale).softmax(-1)
+    return weights.sum(2) if reduce == "sum" else weights.amax(2)
+
+
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """Approximate logits, unscaled. q [B H 1 D], centroids [B G m C d'], codes [B G S m] -> [B G g S]
+    """Approximate logits, unscaled. q [B H 1 D], centroids [B G m C d'], codes [B G S m] -> [B G g S] (fp32)
 
     PQCache (arXiv 2407.12820): per sub-vector a table of q . centroid, summed over the sub-vectors by code.
     """
     batch, groups, parts, clusters, width = centroids.shape
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
-    table = (centroids @ split).view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
+    table = (centroids @ split).float().view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
     picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
     return picked.sum(3).transpose(2, 3)

@@ -44,7 +44,7 @@ class H2O(Method):
         on_device="kept K and V, generated tokens, a counter per token",
         on_host="nothing",
         index_cost="column sums of the attention weights at prefill, in fp32",
-        budget="sinks, heavy hitters and window; beyond it with compensation={compensation}",
+        budget="sinks, heavy hitters and window; H2O(C) keeps more (compensation={compensation})",
         deviations="nothing is evicted while generating: generated tokens come on top of the budget",
     )
 

@@ -44,8 +44,9 @@ class PQCache(Method):
         index_cost="{m} codes of {b} bits per token, one byte each; k-means at the seal",
         budget="sinks, window and selected tokens (the paper counts sinks on top)",
         deviations=(
-            "k-means has a fixed limit of {iterations} rounds, so that tokens can be reproduced; the paper's adapts to "
-            "the machine's speed. Codes stay on the device, so scoring moves nothing. Generated tokens are always "
+            "k-means has a fixed limit of {iterations} rounds, so that tokens can be reproduced; the paper's follows "
+            "the machine's speed, to hide the clustering behind the prefill, and here the seal comes after it. Codes "
+            "stay on the device, so scoring moves nothing. Generated tokens are always "
             "read and get no code before a further turn. No cache of recent blocks"
         ),
     )

@@ -21,7 +21,7 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """As in kernels/reference.py; neither rows nor heads are copied."""
-    return _run(q, segments, scale)[0]
+    return attend(q, segments, scale)[0]
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -38,7 +38,8 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     return None
 
 
-def _run(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    """With the log of the sum that the softmax divides by: [B H 1 D], [B H]"""
     batch, heads, _, dim = q.shape
     size = _BYTES[q.dtype]
     numbers: list[int] = []

@@ -43,36 +43,27 @@ template <class T, class... Rest> void products(int lines, const void* q, Rest..
     }
 }
 
-// Sixteen values of a channel's row, as fp32; n of them exist.
-inline f32 values(const float* x, int n) {
-    f32 v = {};
-    std::memcpy(&v, x, std::min(n, LANES) * sizeof *x);
-    return v;
-}
-inline f32 values(const bf16* x, int n) {
-    bf16 v[LANES] = {};
-    std::memcpy(v, x, std::min(n, LANES) * sizeof *x);
-    u32 words;
-    UNROLL for (int i = 0; i < LANES; i++) words[i] = v[i];
-    return (f32)(words << 16);
-}
+typedef uint16_t u16 __attribute__((vector_size(32)));
+
+// Sixteen values of a channel's row, as fp32.
+inline f32 values(const float* x) { return load<f32>(x); }
+inline f32 values(const bf16* x) { return (f32)(__builtin_convertvector(load<u16>(x), u32) << 16); }
 
 constexpr int WIDE = 2 * LANES;  // tokens at a time
 
-// Up to four heads with 32 tokens of the chosen channels' rows.
+// H heads with the first 32 tokens of the chosen channels' rows.
 template <class E, int H>
-void channel_block(const float* q, const E* const* rows, int64_t channels, int64_t at, int n, float* out,
-                   int64_t stride) {
+void channel_block(const float* q, const E* const* rows, int64_t channels, float* out, int64_t stride) {
     f32 acc[H][2] = {};
     for (int64_t c = 0; c < channels; c++) {
-        __builtin_prefetch(rows[c] + at + 8 * WIDE);
-        f32 a = values(rows[c] + at, n), b = n > LANES ? values(rows[c] + at + LANES, n - LANES) : f32{};
+        __builtin_prefetch((const char*)rows[c] + 8 * LINE);
+        f32 a = values(rows[c]), b = values(rows[c] + LANES);
         UNROLL for (int h = 0; h < H; h++) {
             acc[h][0] += q[h * channels + c] * a;
             acc[h][1] += q[h * channels + c] * b;
         }
     }
-    for (int h = 0; h < H; h++) std::memcpy(out + h * stride, acc[h], n * sizeof(float));
+    for (int h = 0; h < H; h++) std::memcpy(out + h * stride, acc[h], sizeof acc[h]);
 }
 
 template <class E>
@@ -83,22 +74,39 @@ void by_channel(const float* q, const E* x, const int64_t* channels, float* out,
     for (int64_t task = 0; task < batch * groups * chunks; task++) {
         int64_t pair = task / chunks, first = task % chunks * chunk, last = std::min(first + chunk, count);
         const E* base = x + pair / groups * x_batch + pair % groups * x_group;
-        std::vector<const E*> rows(num_channels);
-        for (int64_t c = 0; c < num_channels; c++) rows[c] = base + channels[pair * num_channels + c] * x_row;
+        const int64_t* chosen = channels + pair * num_channels;
         const float* own = q + pair * heads * num_channels;
-        float* to = out + pair * heads * count;
-        for (int64_t at = first; at < last; at += WIDE)
+        std::vector<const E*> rows(num_channels);
+        std::vector<E> rest;
+        std::vector<float> end(WIDE * heads);
+        for (int64_t at = first; at < last; at += WIDE) {
+            bool whole = at + WIDE <= last;
+            if (!whole) rest.assign(WIDE * num_channels, 0);  // the rows end here: copies of full length
+            for (int64_t c = 0; c < num_channels; c++) {
+                rows[c] = base + chosen[c] * x_row + at;
+                if (!whole) rows[c] = std::copy_n(rows[c], last - at, &rest[c * WIDE]) - (last - at);
+            }
+            float* to = whole ? out + pair * heads * count + at : end.data();
+            int64_t stride = whole ? count : WIDE;
             in_steps<4>(heads, [&](int h, auto n) {
-                channel_block<E, n>(own + h * num_channels, rows.data(), num_channels, at,
-                                    std::min<int64_t>(WIDE, last - at), to + h * count + at, count);
+                channel_block<E, n>(own + h * num_channels, rows.data(), num_channels, to + h * stride, stride);
             });
+            if (!whole)
+                for (int h = 0; h < heads; h++)
+                    std::copy_n(&end[h * WIDE], last - at, out + (pair * heads + h) * count + at);
+        }
     }
 }
+
+template <int W> struct Lanes;
+template <> struct Lanes<4> { typedef float Vector __attribute__((vector_size(16))); };
+template <> struct Lanes<8> { typedef float Vector __attribute__((vector_size(32))); };
+template <> struct Lanes<16> { typedef float Vector __attribute__((vector_size(64))); };
 
 // A table row per centroid, W heads wide: its products with the heads' sub-vectors.
 template <int W, class E> void pq_table(const E* q, const E* centroids, int heads, int parts, int clusters, int width,
                                         float* table) {
-    typedef float Wide __attribute__((vector_size(4 * W)));
+    using Wide = typename Lanes<W>::Vector;
     for (int part = 0; part < parts; part++) {
         std::vector<float> columns(width * W);
         for (int d = 0; d < width; d++)
@@ -139,7 +147,7 @@ template <int W> void spread(const float* sums, float* out, int heads, int64_t s
 template <int W, class E, class Code>
 void pq_pair(const E* q, const E* centroids, const Code* codes, float* out, int heads, int parts, int clusters,
              int width, int64_t first, int64_t last, int64_t count) {
-    typedef float Wide __attribute__((vector_size(4 * W)));
+    using Wide = typename Lanes<W>::Vector;
     std::vector<float> table(parts * clusters * W);
     pq_table<W>(q, centroids, heads, parts, clusters, width, table.data());
     alignas(LINE) float sums[LANES * W];

@@ -103,6 +103,27 @@ def gather_rows() -> Iterator[Case]:
     yield Case("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
 
 
+def row_scores() -> Iterator[Case]:
+    for name, width in (("dim16", 16), ("dim64", 64), ("dim96", 96), ("dim128", 128), ("dim256", 256), ("dim25", 25)):
+        for group, count in ((1, 1), (3, 65), (4, 128), (8, 333)):
+            q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
+            yield Case("row_scores", f"{name}-g{group}-{count}", (q, x))
+
+
+def channel_scores() -> Iterator[Case]:
+    for group, count, channels in ((1, 1, 1), (3, 31, 5), (4, 4100, 16), (8, 333, 64)):
+        x = random(2, 2, 2, 64, count + 3)[..., :count]
+        args = (random(1, 2, 2, group, channels), x, pick(3, 2, 2, 64, channels))
+        yield Case("channel_scores", f"g{group}-{channels}x{count}", args)
+
+
+def group_weights() -> Iterator[Case]:
+    for group, count in ((1, 1), (3, 31), (4, 4100), (8, 333)):
+        for reduce in ("sum", "largest"):
+            logits = 20 * random(1, 2, 2, group, count)
+            yield Case("group_weights", f"g{group}-{count}-{reduce}", (logits, 0.3, reduce))
+
+
 def pq_scores() -> Iterator[Case]:
     for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
         codes = torch.randint(clusters, (2, 2, 333, parts), generator=torch.Generator().manual_seed(7))
@@ -120,8 +141,18 @@ def top_k() -> Iterator[Case]:
     holes[..., ::3], holes[..., 5] = float("-inf"), float("inf")
     yield Case("top_k", "all-equal", (torch.ones(2, 2, 300), 17))
     yield Case("top_k", "infinite", (holes, 180))
+    yield Case("top_k", "none", (random(9, 2, 3, 10), 0))
     yield Case("top_k", "view", (random(9, 1, 3, 500)[..., 3:451], 20))
 
 
 def cases() -> list[Case]:
-    return [*segment_attention(), *prefill_attention(), *gather_rows(), *pq_scores(), *top_k()]
+    return [
+        *segment_attention(),
+        *prefill_attention(),
+        *gather_rows(),
+        *row_scores(),
+        *channel_scores(),
+        *group_weights(),
+        *pq_scores(),
+        *top_k(),
+    ]

@@ -1,0 +1,234 @@
+// Causal attention of a prompt, and how much attention each key receives (H2O's column sums).
+//
+// Per KV head, keys and values are packed once into blocks of 64; tasks of 64 queries then go over the blocks up to
+// their diagonal with a running softmax. For the column sums the weights of a task are kept until its maxima and
+// totals are known, so nothing is computed twice and memory is linear in the stored tokens.
+#include "tiles.hpp"
+
+namespace {
+
+constexpr int QUERIES = 64;  // of a task
+constexpr int KEYS = 64;     // of a block
+constexpr int VECTORS = KEYS / LANES;
+
+struct Call {  // strides in bytes
+    const char *q, *k, *v;  // v and out are null where only the sums are wanted
+    char* out;
+    float* sums;  // [B H S], or null
+    int64_t batch, groups, heads, fresh, stored, dim;  // heads of a group; fresh: queries, the last of `stored`
+    int64_t q_batch, q_head, q_token, k_batch, k_group, k_token, v_batch, v_group, v_token;
+    int64_t out_batch, out_head, out_token;
+    float scale;
+};
+
+// One KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
+template <class T> struct Packed {
+    int64_t dim, block_words;
+    std::vector<uint32_t> k, v;
+
+    Packed(const Call& call)
+        : dim(call.dim), block_words(KEYS * dim / T::PER_WORD),
+          k((call.stored + KEYS - 1) / KEYS * block_words), v(call.v ? k.size() : 0) {}
+
+    void pack(const Call& call, const char* keys, const char* values, int64_t block) {
+        const char* rows[KEYS];
+        int64_t first = block * KEYS;
+        int count = std::min<int64_t>(KEYS, call.stored - first);
+        for (int i = 0; i < count; i++) rows[i] = keys + (first + i) * call.k_token;
+        transpose(rows, count, dim / T::PER_WORD, &k[block * block_words], KEYS);
+        if (!call.v) return;
+        for (int i = 0; i < count; i++) rows[i] = values + (first + i) * call.v_token;
+        mix(rows, count, &v[block * block_words], T{});
+    }
+
+    void mix(const char* const* rows, int count, uint32_t* out, F32Words) {
+        for (int i = 0; i < KEYS; i++)
+            if (i < count)
+                std::memcpy(out + i * dim, rows[i], 4 * dim);
+            else
+                std::fill_n(out + i * dim, dim, 0);
+    }
+    void mix(const char* const* rows, int count, uint32_t* out, BF16Words) {
+        std::vector<bf16> none(dim);
+        for (int i = 0; i < KEYS; i += 2) {
+            const bf16* one = i < count ? (const bf16*)rows[i] : none.data();
+            const bf16* two = i + 1 < count ? (const bf16*)rows[i + 1] : none.data();
+            for (int c = 0; c < dim; c++) out[i / 2 * dim + c] = one[c] | (uint32_t)two[c] << 16;
+        }
+    }
+};
+
+// What one thread needs for a task.
+template <class T> struct Task {
+    const Call& call;
+    const Packed<T>& packed;
+    int64_t dim, words;
+    std::vector<uint32_t> q;                  // [QUERIES][words]
+    std::vector<float> acc;                   // [QUERIES][D]
+    std::vector<uint32_t> weights;            // [QUERIES][words of KEYS], of one block
+    std::vector<float> kept;                  // [blocks][QUERIES][KEYS], all weights, where column sums are wanted
+    std::vector<float> tops;                  // [blocks][QUERIES], the maxima that these stand under
+    alignas(LINE) float logits[QUERIES][KEYS];
+    float top[QUERIES], total[QUERIES];
+    static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD;
+
+    Task(const Call& call, const Packed<T>& packed)
+        : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim),
+          weights(QUERIES * WEIGHT_WORDS) {
+        int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 0;
+        kept.resize(blocks * QUERIES * KEYS);
+        tops.resize(blocks * QUERIES);
+    }
+
+    // `count` queries from `first` of one head, at `from`.
+    void run(const char* from, char* to, float* sums, int64_t first, int count) {
+        std::fill(q.begin(), q.end(), 0);
+        std::fill(acc.begin(), acc.end(), 0.0f);
+        for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, 4 * words);
+        std::fill_n(top, QUERIES, -INFINITY);
+        std::fill_n(total, QUERIES, 0.0f);
+        int64_t position = call.stored - call.fresh + first, blocks = (position + count - 1) / KEYS + 1;
+        for (int64_t block = 0; block < blocks; block++) {
+            multiply_keys(&packed.k[block * packed.block_words]);
+            int64_t open = position - block * KEYS;  // keys of this block that the first query sees, less one
+            float* keep = call.sums ? &kept[block * QUERIES * KEYS] : nullptr;
+            for (int m = 0; m < QUERIES; m++) weigh(m, open + m, keep ? keep + m * KEYS : nullptr);
+            if (call.sums) std::copy_n(top, QUERIES, &tops[block * QUERIES]);
+            if (call.v) add_values(&packed.v[block * packed.block_words]);
+        }
+        for (int m = 0; m < count && call.v; m++) {
+            auto row = (typename T::Element*)(to + (first + m) * call.out_token);
+            for (int64_t c = 0; c < dim; c++) put(row + c, acc[m * dim + c] / total[m]);
+        }
+        if (call.sums) add_sums(sums, blocks, count);
+    }
+
+    void multiply_keys(const uint32_t* keys) {
+        for (int m = 0; m < QUERIES; m += TILE_ROWS) {
+            const uint32_t* rows[TILE_ROWS];
+            f32 tile[TILE_ROWS][VECTORS] = {};
+            for (int r = 0; r < TILE_ROWS; r++) rows[r] = &q[(m + r) * words];
+            multiply<T, VECTORS>(rows, keys, KEYS, words, tile);
+            for (int r = 0; r < TILE_ROWS; r++)
+                for (int i = 0; i < VECTORS; i++) store(logits[m + r] + i * LANES, tile[r][i] * call.scale);
+        }
+    }
+
+    // Logits of query m to weights; it sees the keys up to `open`.
+    void weigh(int m, int64_t open, float* keep) {
+        f32 x[VECTORS], best = splat(-INFINITY);
+        UNROLL for (int i = 0; i < VECTORS; i++) {
+            x[i] = load<f32>(logits[m] + i * LANES);
+            if (open < KEYS - 1)
+                for (int lane = 0; lane < LANES; lane++)
+                    if (i * LANES + lane > open) x[i][lane] = -INFINITY;
+            best = maximum(best, x[i]);
+        }
+        if (any(best > top[m])) raise(m, largest(best));
+        f32 sum_of = {};
+        UNROLL for (int i = 0; i < VECTORS; i++) {
+            x[i] = exp2(x[i] - top[m]);
+            sum_of += x[i];
+        }
+        total[m] += sum(sum_of);
+        set_weights(x, &weights[m * WEIGHT_WORDS], T{});
+        for (int i = 0; i < VECTORS && keep; i++) store(keep + i * LANES, x[i]);
+    }
+    static void set_weights(const f32* x, uint32_t* out, F32Words) {
+        for (int i = 0; i < VECTORS; i++) store(out + i * LANES, x[i]);
+    }
+    static void set_weights(const f32* x, uint32_t* out, BF16Words) {
+        for (int i = 0; i < VECTORS; i += 2) store(out + i / 2 * LANES, pack_neighbours(x[i], x[i + 1]));
+    }
+
+    void raise(int m, float best) {
+        float shrink = std::exp2(top[m] - best);
+        for (int64_t c = 0; c < dim; c += LANES) store(&acc[m * dim + c], load<f32>(&acc[m * dim + c]) * shrink);
+        total[m] *= shrink;
+        top[m] = best;
+    }
+
+    void add_values(const uint32_t* values) {
+        int64_t c = 0;
+        for (; c + 4 * LANES <= dim; c += 4 * LANES) add_channels<4>(values, c);
+        for (; c < dim; c += LANES) add_channels<1>(values, c);
+    }
+    template <int V> void add_channels(const uint32_t* values, int64_t c) {
+        for (int m = 0; m < QUERIES; m += TILE_ROWS) {
+            const uint32_t* rows[TILE_ROWS];
+            f32 tile[TILE_ROWS][V];
+            for (int r = 0; r < TILE_ROWS; r++) {
+                rows[r] = &weights[(m + r) * WEIGHT_WORDS];
+                for (int i = 0; i < V; i++) tile[r][i] = load<f32>(&acc[(m + r) * dim + c + i * LANES]);
+            }
+            multiply<T, V>(rows, values + c, dim, WEIGHT_WORDS, tile);
+            for (int r = 0; r < TILE_ROWS; r++)
+                for (int i = 0; i < V; i++) store(&acc[(m + r) * dim + c + i * LANES], tile[r][i]);
+        }
+    }
+
+    void add_sums(float* sums, int64_t blocks, int count) {
+        for (int64_t block = 0; block < blocks; block++) {
+            alignas(LINE) float column[KEYS] = {};
+            for (int m = 0; m < count; m++) {
+                float share = std::exp2(tops[block * QUERIES + m] - top[m]) / total[m];
+                for (int j = 0; j < KEYS; j++) column[j] += kept[(block * QUERIES + m) * KEYS + j] * share;
+            }
+            int n = std::min<int64_t>(KEYS, call.stored - block * KEYS);
+            for (int j = 0; j < n; j++) sums[block * KEYS + j] += column[j];
+        }
+    }
+};
+
+template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b, int64_t g) {
+    const char* keys = call.k + b * call.k_batch + g * call.k_group;
+    const char* values = call.v + b * call.v_batch + g * call.v_group;
+    int64_t blocks = packed.k.size() / packed.block_words, parts = (call.fresh + QUERIES - 1) / QUERIES;
+    int64_t tasks = parts * call.heads, threads = omp_get_max_threads(), sums_size = call.heads * call.stored;
+    std::vector<float> sums(call.sums ? threads * sums_size : 0);  // per thread: always added in the same order
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
+        auto task = std::make_unique<Task<T>>(call, packed);
+        float* own = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
+#pragma omp for schedule(static, 1)
+        for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
+            int64_t h = i % call.heads, first = i / call.heads * QUERIES, head = g * call.heads + h;
+            task->run(call.q + b * call.q_batch + head * call.q_head,
+                      call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr, first,
+                      std::min<int64_t>(QUERIES, call.fresh - first));
+        }
+    }
+    float* to = call.sums ? call.sums + (b * call.groups + g) * sums_size : nullptr;
+    for (size_t i = 0; i < sums.size(); i++) to[i % sums_size] += sums[i];
+}
+
+template <class T> void run(const Call& call) {
+    Packed<T> packed(call);
+    for (int64_t pair = 0; pair < call.batch * call.groups; pair++)
+        run_head<T>(call, packed, pair / call.groups, pair % call.groups);
+}
+
+}  // namespace
+
+// Numbers as in struct Call, without the scale; sums are added to.
+extern "C" __attribute__((visibility("default"))) void prefill_attention(int is_bf16, const int64_t* numbers,
+                                                                         float scale) {
+    Call call;
+    std::memcpy(&call, numbers, offsetof(Call, scale));
+    call.scale = scale * (float)M_LOG2E;
+    if (is_bf16)
+        run<BF16Words>(call);
+    else
+        run<F32Words>(call);
+}
+
+// Whether it was built for vectors this wide; on narrower ones torch's own attention is faster.
+extern "C" __attribute__((visibility("default"))) int has_wide_vectors() {
+#if defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}

@@ -1,0 +1,82 @@
+"""Prefill attention and column sums, compiled: prefill.cpp."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import decode, scores
+from kernels.cpu.library import load
+from kernels.reference import Segment
+
+_library = load("prefill")
+_library.prefill_attention.argtypes = [c_int, c_void_p, c_float]
+_WIDE = bool(_library.has_wide_vectors())
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As in kernels/reference.py. The result lies in memory as [B T H D], as the output projection wants it."""
+    if q.shape[2] == 1:
+        return decode.segment_attention(q, [Segment(k, v)], scale)
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    _run(q, k, v, out, None, scale)
+    return out
+
+
+def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16):
+        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    if not _WIDE:
+        return "needs AVX-512: torch's own attention is faster without"
+    if q.shape[3] % 16:
+        return f"needs a head size that 16 divides, got {q.shape[3]}"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+    if any(x.stride(3) != 1 for x in (q, k, v)):
+        return "needs the channels of a row side by side"
+    return decode.segment_attention_refuses(q, [Segment(k, v)], scale) if q.shape[2] == 1 else None
+
+
+def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """As in kernels/column_sums.py."""
+    sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+    _run(q, k, None, None, sums, scale)
+    return sums
+
+
+def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
+    return prefill_attention_refuses(q, k, k, scale)
+
+
+def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As in kernels/column_sums.py."""
+    if q.shape[2] == 1:
+        return _one_query(q, k, v, scale)
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+    _run(q, k, v, out, sums, scale)
+    return out, sums
+
+
+def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    return prefill_attention_refuses(q, k, v, scale)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A decode step: the packing of keys and values would not pay."""
+    out, lse = decode.attend(q, [Segment(k, v)], scale)
+    logits = scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
+    return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, sums: Tensor | None, scale: float) -> None:
+    batch, heads, fresh, dim = q.shape
+    groups, stored = k.shape[1:3]
+    size = q.element_size()
+    numbers = [0 if x is None else x.data_ptr() for x in (q, k, v, out, sums)]
+    numbers += [batch, groups, heads // groups, fresh, stored, dim]
+    for x in (q, k, v, out):
+        numbers += (0, 0, 0) if x is None else [size * stride for stride in x.stride()[:3]]
+    _library.prefill_attention(size == 2, (c_int64 * len(numbers))(*numbers), scale)
