@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def evaluate_together(wanted: Sequence[Wanted]) -> list[Evaluation]:
     groups: dict[str, list[Job]] = {}
     for method, task, model, settings in wanted:
         refuse(method, settings)
-        own = {"budget": None, "stale_by": 0, "placement": "device", "comm": None, "align": "tokens"}
+        own: dict[str, Any] = {"budget": None, "stale_by": 0, "placement": "device", "comm": None, "align": "tokens"}
         key = str((task, model, asdict(replace(settings, **own))))
         jobs = groups.setdefault(key, [])
         if settings.baseline == "run" and not jobs:

@@ -18,7 +18,7 @@ row_scores = Op("row_scores", cpu="kernels.cpu.scores:row_scores", torch="kernel
 channel_scores = Op("channel_scores", cpu="kernels.cpu.scores:channel_scores", torch="kernels.reference:channel_scores")
 group_weights = Op("group_weights", cpu="kernels.cpu.choose:group_weights", torch="kernels.reference:group_weights")
 top_k = Op("top_k", cpu="kernels.cpu.choose:top_k", torch="kernels.reference:top_k")
-kmeans = Op("kmeans", torch="kernels.kmeans:kmeans")
+kmeans = Op("kmeans", cpu="kernels.cpu.kmeans:kmeans", torch="kernels.kmeans:kmeans")
 column_sums = Op("column_sums", cpu="kernels.cpu.prefill:column_sums", torch="kernels.column_sums:column_sums")
 prefill_attention_with_column_sums = Op(
     "prefill_attention_with_column_sums",

@@ -1,0 +1,139 @@
+// Lloyd's iterations for many small problems at once. A round reads each point once: its nearest centroid is found by
+// a matrix product with 64 centroids at a time, and the point is added to that centroid's sum while it is at hand.
+#include "tiles.hpp"
+
+namespace {
+
+constexpr int WIDE = 64;  // centroids of a tile
+constexpr int VECTORS = WIDE / LANES;
+constexpr int64_t POINTS = 4096;  // of a task; its sums are joined in a fixed order, whatever the threads
+
+struct Problem {
+    const float* x;    // [P d]
+    float* centroids;  // [C d]
+    int32_t* codes;    // [P]
+    int64_t points, dim, clusters, tiles, tasks;
+    std::vector<float> columns;     // [tiles][d][WIDE], the centroids; what fills the last tile up is zero
+    std::vector<float> half_norms;  // [tiles * WIDE], infinite there
+    std::vector<float> sums;        // [tasks][C d]
+    std::vector<int32_t> counts;    // [tasks][C]
+    double shift = 0;
+
+    void start(const float* first_x, float* first_centroids, int32_t* first_codes, int64_t i) {
+        x = first_x + i * points * dim, centroids = first_centroids + i * clusters * dim;
+        codes = first_codes + i * points;
+        columns.resize(tiles * dim * WIDE);
+        half_norms.resize(tiles * WIDE);
+        sums.resize(tasks * clusters * dim);
+        counts.resize(tasks * clusters);
+    }
+
+    void arrange() {
+        std::fill(half_norms.begin(), half_norms.end(), INFINITY);
+        for (int64_t c = 0; c < clusters; c++) {
+            float norm = 0;
+            for (int64_t d = 0; d < dim; d++) {
+                float value = centroids[c * dim + d];
+                columns[(c / WIDE * dim + d) * WIDE + c % WIDE] = value;
+                norm += value * value;
+            }
+            half_norms[c] = norm / 2;
+        }
+    }
+
+    // The nearest centroids of four points.
+    void nearest(const uint32_t* const* rows, int32_t* code) const {
+        f32 best[TILE_ROWS];
+        i32 where[TILE_ROWS], lane;
+        UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+        for (int r = 0; r < TILE_ROWS; r++) best[r] = splat(-INFINITY), where[r] = lane;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            f32 scores[TILE_ROWS][VECTORS] = {};
+            multiply<F32Words, VECTORS>(rows, (const uint32_t*)&columns[tile * dim * WIDE], WIDE, dim, scores);
+            UNROLL for (int i = 0; i < VECTORS; i++) {
+                f32 norms = load<f32>(&half_norms[tile * WIDE + i * LANES]);
+                UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+                    f32 score = scores[r][i] - norms;
+                    i32 better = score > best[r];
+                    best[r] = better ? score : best[r];
+                    where[r] = better ? lane + (int32_t)(tile * WIDE + i * LANES) : where[r];
+                }
+            }
+        }
+        for (int r = 0; r < TILE_ROWS; r++) {
+            i32 first = best[r] == largest(best[r]) ? where[r] : i32{} + INT32_MAX;  // of equals, the first
+            int32_t least = first[0];
+            for (int i = 1; i < LANES; i++) least = std::min(least, first[i]);
+            code[r] = least;
+        }
+    }
+
+    void assign(int64_t task, bool add) {
+        int64_t first = task * POINTS, last = std::min(first + POINTS, points);
+        float* sum = &sums[task * clusters * dim];
+        int32_t* count = &counts[task * clusters];
+        if (add) std::fill_n(sum, clusters * dim, 0.0f), std::fill_n(count, clusters, 0);
+        for (int64_t p = first; p < last; p += TILE_ROWS) {
+            int n = std::min<int64_t>(TILE_ROWS, last - p);
+            const uint32_t* rows[TILE_ROWS];
+            for (int r = 0; r < TILE_ROWS; r++) rows[r] = (const uint32_t*)(x + (p + std::min(r, n - 1)) * dim);
+            int32_t code[TILE_ROWS];
+            nearest(rows, code);
+            for (int r = 0; r < n; r++) {
+                codes[p + r] = code[r];
+                if (!add) continue;
+                float* to = sum + code[r] * dim;
+                for (int64_t d = 0; d < dim; d++) to[d] += x[(p + r) * dim + d];
+                count[code[r]]++;
+            }
+        }
+    }
+
+    // Centroids to the means of their points; one without points stays.
+    void move() {
+        shift = 0;
+        for (int64_t c = 0; c < clusters; c++) {
+            int64_t count = 0;
+            for (int64_t task = 0; task < tasks; task++) count += counts[task * clusters + c];
+            if (!count) continue;
+            for (int64_t d = 0; d < dim; d++) {
+                double sum = 0;
+                for (int64_t task = 0; task < tasks; task++) sum += sums[(task * clusters + c) * dim + d];
+                float mean = sum / count, by = mean - centroids[c * dim + d];
+                shift += by * by;
+                centroids[c * dim + d] = mean;
+            }
+        }
+    }
+};
+
+}  // namespace
+
+// x [N P d]; centroids [N C d], the initial ones, are moved; codes [N P]; bounds [N] of the squared movement.
+extern "C" __attribute__((visibility("default"))) void kmeans(const float* x, float* centroids, int32_t* codes,
+                                                              const float* bounds, int64_t problems, int64_t points,
+                                                              int64_t dim, int64_t clusters, int64_t iterations) {
+    int64_t tiles = (clusters + WIDE - 1) / WIDE, tasks = (points + POINTS - 1) / POINTS;
+    Problem like{};
+    like.points = points, like.dim = dim, like.clusters = clusters, like.tiles = tiles, like.tasks = tasks;
+    std::vector<Problem> all(problems, like);
+    for (int64_t i = 0; i < problems; i++) all[i].start(x, centroids, codes, i);
+    bool more = iterations > 0;
+#pragma omp parallel
+    for (int64_t round = 0;; round++) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < problems; i++) all[i].arrange();
+        bool add = more;  // every thread reads it here, before the barrier below
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < problems * tasks; i++) all[i / tasks].assign(i % tasks, add);
+        if (!add) break;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < problems; i++) all[i].move();
+#pragma omp single
+        {
+            more = false;
+            for (int64_t i = 0; i < problems; i++) more |= !(all[i].shift <= bounds[i]);
+            more = more && round + 1 < iterations;
+        }
+    }
+}
