@@ -25,6 +25,7 @@ INTERRUPTED = 130
 SWEEP = ("-m", "--multirun")
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
+_projects: set[str] = set()  # of Weights & Biases
 _together: list[tuple[Any, Any, Any, Settings]] = []  # jobs that wait for a shared prefill
 
 
@@ -45,6 +46,8 @@ def _job(config: DictConfig) -> None:
 
     settings = settings_of(plain)
     method, task, model = (plugins.build(plain[kind], kind) for kind in ("method", "task", "model"))
+    if settings.results.wandb:
+        _projects.add(settings.results.wandb)
     if settings.dry_run:
         from harness.dry_run import show
 
@@ -65,6 +68,15 @@ def _run_together() -> None:
     _finished.extend(result.folder for result in evaluate_together([Wanted(*job) for job in _together]))
 
 
+def _publish() -> None:
+    from harness.files import read_json, read_yaml
+    from harness.tracking import publish
+
+    for project in _projects:
+        for folder in _finished:
+            publish(project, folder, read_yaml(folder / "config.yaml"), read_json(folder / "summary.json"))
+
+
 def _fail(message: str) -> None:
     _failed.append(message)
     print(f"error: {message}", file=sys.stderr)
@@ -75,6 +87,7 @@ def main() -> int:
     sys.argv[1:] = arguments
     _finished.clear()
     _failed.clear()
+    _projects.clear()
     _together.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
@@ -95,6 +108,7 @@ def main() -> int:
         from harness.report import print_report
 
         print_report(_finished)
+        _publish()
     if len(_failed) > 1:
         print(f"{len(_failed)} jobs failed, see above.", file=sys.stderr)
     return 1 if _failed else 0

@@ -45,6 +45,7 @@ class Data:
 class Results:
     root: str = "results/runs"
     save_prompts: bool = False
+    wandb: str | None = None
 
 
 @dataclass

@@ -26,6 +26,7 @@ prefill_attention_with_column_sums = Op(
     torch="kernels.column_sums:prefill_attention_with_column_sums",
 )
 pq_scores = Op("pq_scores", cpu="kernels.cpu.scores:pq_scores", torch="kernels.reference:pq_scores")
+rebuild_keys = Op("rebuild_keys", cpu="kernels.cpu.rebuild:rebuild_keys", torch="kernels.reference:rebuild_keys")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

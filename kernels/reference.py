@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.rope import rotate
+
 
 class Segment(NamedTuple):
     """Keys and values to attend to: all of them, or `rows` of each KV head."""
@@ -107,3 +109,15 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
     picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
     return picked.sum(3).transpose(2, 3)
+
+
+def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys from low-rank factors, rotated. u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]
+
+    ShadowKV (arXiv 2410.21465): a position is a row of u, of cos and of sin; both halves of cos and sin are alike.
+    """
+    batch, groups, count = positions.shape
+    rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, -1)).view(batch, groups, count, -1)
+    plain = (rows @ basis).float().view(batch * groups, 1, count, -1)
+    at = positions.reshape(batch * groups, count)
+    return rotate(plain, cos[at].float(), sin[at].float()).view(batch, groups, count, -1).to(u.dtype)

@@ -17,7 +17,8 @@ struct Problem {
     std::vector<float> half_norms;  // [tiles * WIDE], infinite there
     std::vector<float> sums;        // [tasks][C d]
     std::vector<int32_t> counts;    // [tasks][C]
-    double shift = 0;
+    std::vector<float> moments;     // [tasks][2][d]
+    double shift = 0, bound = 0;    // of the centroids' squared movement in a round, and where it is little enough
 
     void start(const float* first_x, float* first_centroids, int32_t* first_codes, int64_t i) {
         x = first_x + i * points * dim, centroids = first_centroids + i * clusters * dim;
@@ -26,6 +27,7 @@ struct Problem {
         half_norms.resize(tiles * WIDE);
         sums.resize(tasks * clusters * dim);
         counts.resize(tasks * clusters);
+        moments.resize(tasks * 2 * dim);
     }
 
     void arrange() {
@@ -62,9 +64,7 @@ struct Problem {
         }
         for (int r = 0; r < TILE_ROWS; r++) {
             i32 first = best[r] == largest(best[r]) ? where[r] : i32{} + INT32_MAX;  // of equals, the first
-            int32_t least = first[0];
-            for (int i = 1; i < LANES; i++) least = std::min(least, first[i]);
-            code[r] = least;
+            code[r] = smallest(first);
         }
     }
 
@@ -83,10 +83,35 @@ struct Problem {
                 codes[p + r] = code[r];
                 if (!add) continue;
                 float* to = sum + code[r] * dim;
-                for (int64_t d = 0; d < dim; d++) to[d] += x[(p + r) * dim + d];
+                const float* from = x + (p + r) * dim;
+                int64_t d = 0;
+                for (; d + LANES <= dim; d += LANES) store(to + d, load<f32>(to + d) + load<f32>(from + d));
+                for (; d < dim; d++) to[d] += from[d];
                 count[code[r]]++;
             }
         }
+    }
+
+    // Sums of a task's points, less the first point, and of their squares.
+    void measure(int64_t task) {
+        int64_t first = task * POINTS, last = std::min(first + POINTS, points);
+        float* sum = &moments[task * 2 * dim];
+        for (int64_t p = first; p < last; p++)
+            for (int64_t d = 0; d < dim; d++) {
+                float by = x[p * dim + d] - x[d];
+                sum[d] += by;
+                sum[dim + d] += by * by;
+            }
+    }
+    double mean_variance() const {
+        double total = 0;
+        for (int64_t d = 0; d < dim; d++) {
+            double sum = 0, squares = 0;
+            for (int64_t task = 0; task < tasks; task++)
+                sum += moments[(task * 2) * dim + d], squares += moments[(task * 2 + 1) * dim + d];
+            total += squares / points - sum / points * (sum / points);
+        }
+        return total / dim;
     }
 
     // Centroids to the means of their points; one without points stays.
@@ -109,31 +134,41 @@ struct Problem {
 
 }  // namespace
 
-// x [N P d]; centroids [N C d], the initial ones, are moved; codes [N P]; bounds [N] of the squared movement.
+// x [N P d]; centroids [N C d], the initial ones, are moved; codes [N P]. Ends after `iterations` rounds, or once the
+// movement of every problem is at most `tolerance` times the mean variance of its points.
 extern "C" __attribute__((visibility("default"))) void kmeans(const float* x, float* centroids, int32_t* codes,
-                                                              const float* bounds, int64_t problems, int64_t points,
-                                                              int64_t dim, int64_t clusters, int64_t iterations) {
-    int64_t tiles = (clusters + WIDE - 1) / WIDE, tasks = (points + POINTS - 1) / POINTS;
+                                                              int64_t problems, int64_t points, int64_t dim,
+                                                              int64_t clusters, int64_t iterations, double tolerance) {
     Problem like{};
-    like.points = points, like.dim = dim, like.clusters = clusters, like.tiles = tiles, like.tasks = tasks;
+    like.points = points, like.dim = dim, like.clusters = clusters;
+    like.tiles = (clusters + WIDE - 1) / WIDE, like.tasks = (points + POINTS - 1) / POINTS;
     std::vector<Problem> all(problems, like);
     for (int64_t i = 0; i < problems; i++) all[i].start(x, centroids, codes, i);
+    int64_t tasks = problems * like.tasks;
     bool more = iterations > 0;
 #pragma omp parallel
-    for (int64_t round = 0;; round++) {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < problems; i++) all[i].arrange();
-        bool add = more;  // every thread reads it here, before the barrier below
+    {
+        if (tolerance > 0) {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < problems * tasks; i++) all[i / tasks].assign(i % tasks, add);
-        if (!add) break;
+            for (int64_t i = 0; i < tasks; i++) all[i / like.tasks].measure(i % like.tasks);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < problems; i++) all[i].move();
+            for (int64_t i = 0; i < problems; i++) all[i].bound = tolerance * all[i].mean_variance();
+        }
+        for (int64_t round = 0;; round++) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < problems; i++) all[i].arrange();
+            bool add = more;
+#pragma omp for schedule(dynamic)
+            for (int64_t i = 0; i < tasks; i++) all[i / like.tasks].assign(i % like.tasks, add);
+            if (!add) break;
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < problems; i++) all[i].move();
 #pragma omp single
-        {
-            more = false;
-            for (int64_t i = 0; i < problems; i++) more |= !(all[i].shift <= bounds[i]);
-            more = more && round + 1 < iterations;
+            {
+                more = false;
+                for (const Problem& one : all) more |= !(one.shift <= one.bound);
+                more &= round + 1 < iterations;
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.library import load
 
 _kmeans = load("kmeans").kmeans
-_kmeans.argtypes = [*[c_void_p] * 4, *[c_int64] * 5]
+_kmeans.argtypes = [*[c_void_p] * 3, *[c_int64] * 5, c_double]
 _kmeans.restype = None
 
 _MOST_CLUSTERS = 4096  # a table of sums per 4096 points
@@ -22,11 +22,9 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
     problems, points, dim = x.shape
     centroids = x[:, initial]
     codes = torch.empty(problems, points, dtype=torch.int32)
-    bounds = tolerance * x.var(dim=1, correction=0).mean(-1) if tolerance else torch.zeros(problems)
     _kmeans(
-        x.data_ptr(), centroids.data_ptr(), codes.data_ptr(), bounds.data_ptr(),
-        problems, points, dim, len(initial), iterations,
-    )  # fmt: skip
+        x.data_ptr(), centroids.data_ptr(), codes.data_ptr(), problems, points, dim, len(initial), iterations, tolerance
+    )
     return centroids, codes
 
 

@@ -34,27 +34,22 @@ inline f32 splat(float x) { return f32{} + x; }
 inline u32 splat(uint32_t x) { return u32{} + x; }
 inline f32 maximum(f32 a, f32 b) { return a > b ? a : b; }
 
-inline float sum(f32 v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
-
-inline float largest(f32 v) {
-    float best = v[0];
-    for (int i = 1; i < LANES; i++) best = std::max(best, v[i]);
-    return best;
-}
-
-inline bool any(i32 mask) {
 #if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+inline float sum(f32 v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float largest(f32 v) { return _mm512_reduce_max_ps((__m512)v); }
+inline int32_t smallest(i32 v) { return _mm512_reduce_min_epi32((__m512i)v); }
+inline bool any(i32 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 #else
-    int all = 0;
-    for (int i = 0; i < LANES; i++) all |= mask[i];
+template <class V, class F> inline auto fold(V v, F f) {
+    auto all = v[0];
+    for (int i = 1; i < LANES; i++) all = f(all, v[i]);
     return all;
-#endif
 }
+inline float sum(f32 v) { return fold(v, [](float a, float b) { return a + b; }); }
+inline float largest(f32 v) { return fold(v, [](float a, float b) { return std::max(a, b); }); }
+inline int32_t smallest(i32 v) { return fold(v, [](int32_t a, int32_t b) { return std::min(a, b); }); }
+inline bool any(i32 mask) { return fold(mask, [](int32_t a, int32_t b) { return a | b; }); }
+#endif
 
 // A word holds two bf16, the even channel in its lower half.
 inline f32 even(u32 words) { return (f32)(words << 16); }

@@ -22,10 +22,11 @@ inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t str
     for (int s = 0; s < steps; s++) {
         u32 part[V];
         UNROLL for (int i = 0; i < V; i++) {
-            part[i] = load<u32>(b + s * stride + i * LANES);
+            u32 once = load<u32>(b + s * stride + i * LANES);
 #if defined(__AVX512F__)
-            asm("" : "+v"(part[i]));  // read once: the compiler would read it again for each row
+            asm("" : "+v"(once));  // in a register: the compiler would read it again for each row
 #endif
+            part[i] = once;
         }
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
             u32 a = splat(rows[r][s]);

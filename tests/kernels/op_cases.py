@@ -145,6 +145,15 @@ def top_k() -> Iterator[Case]:
     yield Case("top_k", "view", (random(9, 1, 3, 500)[..., 3:451], 20))
 
 
+def rebuild_keys() -> Iterator[Case]:
+    for name, (batch, _, groups, dim, count) in SHAPES.items():
+        for rank, chosen in ((10, 1), (26, max(1, count // 2)), (10, 0)):
+            angles = random(1, count, dim // 2).repeat(1, 2)
+            u = random(2, batch, count, rank + 2)[..., :rank]
+            args = (u, random(3, batch, groups, rank, dim), pick(4, batch, groups, count, chosen))
+            yield Case("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
+
+
 def cases() -> list[Case]:
     return [
         *segment_attention(),
@@ -155,4 +164,5 @@ def cases() -> list[Case]:
         *group_weights(),
         *pq_scores(),
         *top_k(),
+        *rebuild_keys(),
     ]

@@ -1,0 +1,117 @@
+// Keys from their low-rank factors, rotated on the way out of the registers (ShadowKV).
+#include "tiles.hpp"
+
+namespace {
+
+struct Call {  // strides in elements; a position is a row of u, of cos and of sin
+    const void *u, *basis, *cos, *sin;
+    const int64_t* positions;  // [B G K]
+    void* out;                 // [B G K D]
+    int64_t batch, groups, count, rank, dim;
+    int64_t u_batch, u_row, angle_row;
+};
+
+inline f32 load_floats(const float* x) { return load<f32>(x); }
+inline f32 load_floats(const bf16* x) {
+    typedef uint16_t u16 __attribute__((vector_size(32)));
+    return (f32)(__builtin_convertvector(load<u16>(x), u32) << 16);
+}
+inline void store_floats(float* to, const f32* x, int vectors) {
+    for (int i = 0; i < vectors; i++) store(to + i * LANES, x[i]);
+}
+inline void store_floats(bf16* to, const f32* x, int vectors) {
+    if (vectors == 2) return store(to, pack_neighbours(x[0], x[1]));
+    u32 words = pack_neighbours(x[0], x[0]);
+    std::memcpy(to, &words, LANES * sizeof *to);
+}
+
+// Sixteen words of a step: one row of fp32, or two of bf16 with their entries side by side.
+inline u32 words_of(const float* row, int64_t) { return load<u32>(row); }
+inline u32 words_of(const bf16* row, int64_t next) {
+    typedef uint16_t u16 __attribute__((vector_size(32)));
+    return __builtin_convertvector(load<u16>(row), u32) | __builtin_convertvector(load<u16>(row + next), u32) << 16;
+}
+
+// A basis [r][D] in words, channels that turn together side by side: H vectors of the first half, then their partners.
+template <class T, int H> std::vector<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
+    std::vector<uint32_t> words(rank / T::PER_WORD * dim);
+    uint32_t* to = words.data();
+    for (int64_t row = 0; row < rank; row += T::PER_WORD)
+        for (int64_t c = 0; c < dim / 2; c += H * LANES)
+            for (int side = 0; side < 2; side++)
+                for (int i = 0; i < H; i++, to += LANES)
+                    store(to, words_of(basis + row * dim + side * dim / 2 + c + i * LANES, dim));
+    return words;
+}
+
+inline void fetch(const void* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)from + i);
+}
+
+template <class T, int H>
+void rebuild(const Call& call, const std::vector<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
+    using E = typename T::Element;
+    int64_t half = call.dim / 2, b = pair / call.groups;
+    for (int64_t at = first; at < last; at += TILE_ROWS) {
+        int n = std::min<int64_t>(TILE_ROWS, last - at);
+        const uint32_t* rows[TILE_ROWS];
+        const E *cos[TILE_ROWS], *sin[TILE_ROWS];
+        for (int r = 0; r < TILE_ROWS; r++) {
+            int64_t position = call.positions[pair * call.count + at + std::min(r, n - 1)];
+            rows[r] = (const uint32_t*)((const E*)call.u + b * call.u_batch + position * call.u_row);
+            cos[r] = (const E*)call.cos + position * call.angle_row;
+            sin[r] = (const E*)call.sin + position * call.angle_row;
+            int64_t next = call.positions[pair * call.count + std::min(at + TILE_ROWS + r, last - 1)];
+            if(0) fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
+            if(0) fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
+            if(0) fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
+        }
+        E* out = (E*)call.out + (pair * call.count + at) * call.dim;
+        for (int64_t c = 0; c < half; c += H * LANES) {
+            f32 tile[TILE_ROWS][2 * H] = {};
+            multiply<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, call.rank / T::PER_WORD, tile);
+            for (int r = 0; r < n; r++) {
+                f32 low[H], high[H];
+                for (int i = 0; i < H; i++) {
+                    f32 x = tile[r][i], y = tile[r][H + i];
+                    f32 turn = load_floats(cos[r] + c + i * LANES), tilt = load_floats(sin[r] + c + i * LANES);
+                    low[i] = x * turn - y * tilt;
+                    high[i] = y * turn + x * tilt;
+                }
+                store_floats(out + r * call.dim + c, low, H);
+                store_floats(out + r * call.dim + half + c, high, H);
+            }
+        }
+    }
+}
+
+template <class T, int H> void run(const Call& call) {
+    int64_t pairs = call.batch * call.groups, threads = omp_get_max_threads();
+    int64_t splits = threads / std::gcd(pairs, threads), length = (call.count + splits - 1) / splits;
+#pragma omp parallel for schedule(static) if (pairs * call.count > 64)
+    for (int64_t task = 0; task < pairs * splits; task++) {
+        int64_t pair = task / splits, first = task % splits * length;
+        auto own = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
+        auto basis = arrange<T, H>(own, call.rank, call.dim);
+        rebuild<T, H>(call, basis, pair, first, std::min(first + length, call.count));
+    }
+}
+
+template <class T> void run(const Call& call) {
+    if (call.dim % (4 * LANES) == 0)
+        run<T, 2>(call);
+    else
+        run<T, 1>(call);
+}
+
+}  // namespace
+
+// Numbers as in struct Call.
+extern "C" __attribute__((visibility("default"))) void rebuild_keys(int is_bf16, const int64_t* numbers) {
+    Call call;
+    std::memcpy(&call, numbers, sizeof call);
+    if (is_bf16)
+        run<BF16Words>(call);
+    else
+        run<F32Words>(call);
+}

@@ -1,0 +1,39 @@
+"""Rebuilding of low-rank keys, compiled: rebuild.cpp."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import load
+
+_rebuild = load("rebuild").rebuild_keys
+_rebuild.argtypes = [c_int, c_void_p]
+_rebuild.restype = None
+
+
+def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As in kernels/reference.py."""
+    batch, groups, rank, dim = basis.shape
+    basis, positions = basis.contiguous(), positions.long().contiguous()
+    cos, sin = (x.to(u.dtype) for x in (cos, sin))
+    out = u.new_empty((batch, groups, positions.shape[2], dim))
+    numbers = [x.data_ptr() for x in (u, basis, cos, sin, positions, out)]
+    numbers += [batch, groups, positions.shape[2], rank, dim, u.stride(0), u.stride(1), cos.stride(0)]
+    _rebuild(u.element_size() == 2, (c_int64 * len(numbers))(*numbers))
+    return out
+
+
+def rebuild_keys_refuses(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    if u.is_cuda or u.dtype not in (torch.float32, torch.bfloat16) or basis.dtype != u.dtype:
+        return f"takes float32 or bfloat16 on the CPU, got {u.dtype} and {basis.dtype} on {u.device}"
+    dim = basis.shape[3]
+    if dim % 32 or cos.shape[1] != dim:
+        return f"turns whole heads of a multiple of 32, got {cos.shape[1]} channels of {dim}"
+    if u.dtype == torch.bfloat16 and (u.shape[2] % 2 or u.stride(0) % 2 or u.stride(1) % 2):
+        return f"takes an even rank in bfloat16, got {u.shape[2]}"
+    if u.stride(2) != 1 or cos.stride(1) != 1 or sin.stride() != cos.stride():
+        return "needs the entries of a row side by side"
+    return None
