@@ -15,11 +15,11 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Keys and values to attend to: all of them, or `rows` of each KV head."""
+    """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head."""
 
     k: Tensor  # [B G S D]
     v: Tensor  # [B G S D]
-    rows: Tensor | None = None  # [B G K], indices into S, no repeats
+    rows: Tensor | None = None  # [B G K] or [B H K], indices into S, no repeats
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -35,12 +35,12 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """One token attends to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
 
-    The query heads of a group are folded into the token axis, so no key or value is repeated.
+    The query heads that read the same rows are folded into the token axis, so no key or value is repeated for them.
     """
     batch, heads, _, dim = q.shape
-    groups = segments[0].k.shape[1]
+    groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch * groups, heads // groups, dim)
-    parts = [(gather_rows(s.k, s.rows), gather_rows(s.v, s.rows)) if s.rows is not None else s[:2] for s in segments]
+    parts = [[_rows_of(x, s.rows, groups) for x in s[:2]] for s in segments]
     logits = [torch.bmm(folded, k.flatten(0, 1).transpose(1, 2)) for k, _ in parts]
     joined = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
     weights = joined.float().mul_(scale).softmax(-1).to(q.dtype).split([part.shape[-1] for part in logits], -1)
@@ -48,6 +48,13 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
         out = torch.baddbmm(out, weight, v.flatten(0, 1))
     return out.view(batch, heads, 1, dim)
+
+
+def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
+    """x [B G S D], rows [B G|H K] or None for all -> [B groups K D]"""
+    if rows is not None:
+        x = gather_rows(x, rows.reshape(*x.shape[:2], -1)).view(*rows.shape, -1)
+    return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
     ShadowKV (arXiv 2410.21465): a position is a row of u, of cos and of sin; both halves of cos and sin are alike.
     """
     batch, groups, count = positions.shape
-    rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, -1)).view(batch, groups, count, -1)
-    plain = (rows @ basis).float().view(batch * groups, 1, count, -1)
-    at = positions.reshape(batch * groups, count)
-    return rotate(plain, cos[at].float(), sin[at].float()).view(batch, groups, count, -1).to(u.dtype)
+    rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, groups * count)).unflatten(2, (groups, count))
+    plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
+    at = positions.flatten(0, 1)
+    return rotate(plain, cos[at].float(), sin[at].float()).unflatten(0, (batch, groups)).squeeze(2).to(u.dtype)

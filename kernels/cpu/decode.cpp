@@ -12,11 +12,12 @@ struct Segment {  // strides in bytes
     const char *k, *v;
     const int64_t* rows;  // null: all
     int64_t count, k_batch, k_group, k_token, v_batch, v_group, v_token;
+    int64_t k_share, rows_share;  // how many neighbours among `groups` have the same keys, and the same rows
 };
 
 struct Call {
     const Segment* segments;
-    int64_t num_segments, batch, groups, heads, dim;  // heads of a group
+    int64_t num_segments, batch, groups, heads, dim;  // groups that choose rows; heads of a group
     float scale;                                      // with log2(e): logits are powers of two
 };
 
@@ -25,7 +26,7 @@ struct Block {
     int count;
 };
 
-// Hands out the rows of one KV head, segment after segment, in blocks.
+// Hands out the rows of one group, segment after segment, in blocks.
 struct Rows {
     const Call& call;
     int64_t pair, left, at;  // at: in the current segment
@@ -42,9 +43,9 @@ struct Rows {
         while (count < TOKENS && left) {
             int64_t n = std::min({int64_t{TOKENS - count}, left, segment->count - at});
             const Segment& s = *segment;
-            const char* k = s.k + pair / call.groups * s.k_batch + pair % call.groups * s.k_group;
-            const char* v = s.v + pair / call.groups * s.v_batch + pair % call.groups * s.v_group;
-            const int64_t* rows = s.rows + pair * s.count + at;
+            const char* k = s.k + pair / call.groups * s.k_batch + pair % call.groups / s.k_share * s.k_group;
+            const char* v = s.v + pair / call.groups * s.v_batch + pair % call.groups / s.k_share * s.v_group;
+            const int64_t* rows = s.rows + pair / s.rows_share * s.count + at;
             for (int i = 0; i < n; i++) {
                 int64_t row = s.rows ? rows[i] : at + i;
                 block.k[count + i] = k + row * s.k_token;
@@ -184,7 +185,7 @@ template <class T>
 void join(const State* state, int64_t parts, int64_t stride, int64_t dim, typename T::Element* out, float* lse) {
     float top = -INFINITY, total = 0;
     for (int64_t i = 0; i < parts; i++) top = std::max(top, state[i * stride].top);
-    std::vector<float> share(parts);
+    Buffer<float> share(parts);
     for (int64_t i = 0; i < parts; i++) {
         share[i] = std::exp2(state[i * stride].top - top);
         total += share[i] * sum(state[i * stride].totals);
@@ -202,7 +203,7 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
     for (int64_t i = 0; i < call.num_segments; i++) tokens += call.segments[i].count;
     int64_t parts = threads / std::gcd(pairs, threads), length = (tokens + parts - 1) / parts;
     int64_t tasks = pairs * parts;
-    std::vector<float> sums(tasks * call.heads * call.dim);
+    Buffer<float> sums(tasks * call.heads * call.dim);
     std::vector<State> states(tasks * call.heads);
     for (size_t i = 0; i < states.size(); i++) states[i] = {-INFINITY, f32{}, sums.data() + i * call.dim};
 #pragma omp parallel for schedule(static) if (tasks * length * call.heads > 1024)
@@ -218,7 +219,7 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
 
 }  // namespace
 
-// q and out [B H D] without gaps, lse [B H]; ten numbers a segment, as in struct Segment.
+// q and out [B H D] without gaps, lse [B H]; twelve numbers a segment, as in struct Segment.
 extern "C" __attribute__((visibility("default"))) void segment_attention(int is_bf16, const void* q, void* out, float* lse, const int64_t* segments,
                                   int64_t num_segments, int64_t batch, int64_t groups, int64_t heads, int64_t dim,
                                   float scale) {

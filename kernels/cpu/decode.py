@@ -42,19 +42,20 @@ def attend(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor
     """With the log of the sum that the softmax divides by: [B H 1 D], [B H]"""
     batch, heads, _, dim = q.shape
     size = _BYTES[q.dtype]
+    groups = max((k if rows is None else rows).shape[1] for k, _, rows in segments)
     numbers: list[int] = []
     kept = []  # alive until the call is over
     for k, v, rows in segments:
-        count, address = k.shape[2], 0
+        count, address, rows_share = k.shape[2], 0, 1
         if rows is not None:
             rows = rows.long().contiguous()
             kept.append(rows)
-            count, address = rows.shape[2], rows.data_ptr()
+            count, address, rows_share = rows.shape[2], rows.data_ptr(), groups // rows.shape[1]
         numbers += (k.data_ptr(), v.data_ptr(), address, count)
         numbers += [size * stride for x in (k, v) for stride in x.stride()[:3]]
+        numbers += (groups // k.shape[1], rows_share)
     q = q.contiguous()
     out, lse = torch.empty_like(q), q.new_empty((batch, heads), dtype=torch.float32)
-    groups = segments[0].k.shape[1]
     _attend(
         size == 2, q.data_ptr(), out.data_ptr(), lse.data_ptr(), (c_int64 * len(numbers))(*numbers),
         len(segments), batch, groups, heads // groups, dim, scale,

@@ -13,11 +13,11 @@ struct Problem {
     float* centroids;  // [C d]
     int32_t* codes;    // [P]
     int64_t points, dim, clusters, tiles, tasks;
-    std::vector<float> columns;     // [tiles][d][WIDE], the centroids; what fills the last tile up is zero
-    std::vector<float> half_norms;  // [tiles * WIDE], infinite there
-    std::vector<float> sums;        // [tasks][C d]
-    std::vector<int32_t> counts;    // [tasks][C]
-    std::vector<float> moments;     // [tasks][2][d]
+    Buffer<float> columns;     // [tiles][d][WIDE], the centroids; what fills the last tile up is zero
+    Buffer<float> half_norms;  // [tiles * WIDE], infinite there
+    Buffer<float> sums;        // [tasks][C d]
+    Buffer<int32_t> counts;    // [tasks][C]
+    Buffer<float> moments;     // [tasks][2][d]
     double shift = 0, bound = 0;    // of the centroids' squared movement in a round, and where it is little enough
 
     void start(const float* first_x, float* first_centroids, int32_t* first_codes, int64_t i) {

@@ -24,7 +24,7 @@ struct Call {  // strides in bytes
 // One KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
 template <class T> struct Packed {
     int64_t dim, block_words;
-    std::vector<uint32_t> k, v;
+    Buffer<uint32_t> k, v;
 
     Packed(const Call& call)
         : dim(call.dim), block_words(KEYS * dim / T::PER_WORD),
@@ -63,11 +63,11 @@ template <class T> struct Task {
     const Call& call;
     const Packed<T>& packed;
     int64_t dim, words;
-    std::vector<uint32_t> q;                  // [QUERIES][words]
-    std::vector<float> acc;                   // [QUERIES][D]
-    std::vector<uint32_t> weights;            // [QUERIES][words of KEYS], of one block
-    std::vector<float> kept;                  // [blocks][QUERIES][KEYS], all weights, where column sums are wanted
-    std::vector<float> tops;                  // [blocks][QUERIES], the maxima that these stand under
+    Buffer<uint32_t> q;                  // [QUERIES][words]
+    Buffer<float> acc;                   // [QUERIES][D]
+    Buffer<uint32_t> weights;            // [QUERIES][words of KEYS], of one block
+    Buffer<float> kept;                  // [blocks][QUERIES][KEYS], all weights, where column sums are wanted
+    Buffer<float> tops;                  // [blocks][QUERIES], the maxima that these stand under
     alignas(LINE) float logits[QUERIES][KEYS];
     float top[QUERIES], total[QUERIES];
     static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD;
@@ -185,7 +185,7 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
     const char* values = call.v + b * call.v_batch + g * call.v_group;
     int64_t blocks = packed.k.size() / packed.block_words, parts = (call.fresh + QUERIES - 1) / QUERIES;
     int64_t tasks = parts * call.heads, threads = omp_get_max_threads(), sums_size = call.heads * call.stored;
-    std::vector<float> sums(call.sums ? threads * sums_size : 0);  // per thread: always added in the same order
+    Buffer<float> sums(call.sums ? threads * sums_size : 0);  // per thread: always added in the same order
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)

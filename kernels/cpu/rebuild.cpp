@@ -33,8 +33,8 @@ inline u32 words_of(const bf16* row, int64_t next) {
 }
 
 // A basis [r][D] in words, channels that turn together side by side: H vectors of the first half, then their partners.
-template <class T, int H> std::vector<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
-    std::vector<uint32_t> words(rank / T::PER_WORD * dim);
+template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
+    Buffer<uint32_t> words(rank / T::PER_WORD * dim);
     uint32_t* to = words.data();
     for (int64_t row = 0; row < rank; row += T::PER_WORD)
         for (int64_t c = 0; c < dim / 2; c += H * LANES)
@@ -49,7 +49,7 @@ inline void fetch(const void* from, int64_t bytes) {
 }
 
 template <class T, int H>
-void rebuild(const Call& call, const std::vector<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
+void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
     int64_t half = call.dim / 2, b = pair / call.groups;
     for (int64_t at = first; at < last; at += TILE_ROWS) {
@@ -62,9 +62,9 @@ void rebuild(const Call& call, const std::vector<uint32_t>& basis, int64_t pair,
             cos[r] = (const E*)call.cos + position * call.angle_row;
             sin[r] = (const E*)call.sin + position * call.angle_row;
             int64_t next = call.positions[pair * call.count + std::min(at + TILE_ROWS + r, last - 1)];
-            if(0) fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
-            if(0) fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
-            if(0) fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
+            fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
+            fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
+            fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
         }
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
         for (int64_t c = 0; c < half; c += H * LANES) {

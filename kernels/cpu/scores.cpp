@@ -23,7 +23,7 @@ void products(const typename T::Element* q, const char* x, float* out, int64_t b
         if (first + TOKENS <= count) {
             block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, to, count);
         } else {
-            std::vector<float> last(heads * TOKENS);
+            Buffer<float> last(heads * TOKENS);
             block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, last.data(), TOKENS);
             for (int h = 0; h < heads; h++) std::copy_n(last.data() + h * TOKENS, count - first, to + h * count);
         }
@@ -77,8 +77,8 @@ void by_channel(const float* q, const E* x, const int64_t* channels, float* out,
         const int64_t* chosen = channels + pair * num_channels;
         const float* own = q + pair * heads * num_channels;
         std::vector<const E*> rows(num_channels);
-        std::vector<E> rest;
-        std::vector<float> end(WIDE * heads);
+        Buffer<E> rest;
+        Buffer<float> end(WIDE * heads);
         for (int64_t at = first; at < last; at += WIDE) {
             bool whole = at + WIDE <= last;
             if (!whole) rest.assign(WIDE * num_channels, 0);  // the rows end here: copies of full length
@@ -108,7 +108,7 @@ template <int W, class E> void pq_table(const E* q, const E* centroids, int head
                                         float* table) {
     using Wide = typename Lanes<W>::Vector;
     for (int part = 0; part < parts; part++) {
-        std::vector<float> columns(width * W);
+        Buffer<float> columns(width * W);
         for (int d = 0; d < width; d++)
             for (int h = 0; h < heads; h++) columns[d * W + h] = to_float(q[(h * parts + part) * width + d]);
         for (int first = 0; first < clusters; first += 8) {
@@ -148,7 +148,7 @@ template <int W, class E, class Code>
 void pq_pair(const E* q, const E* centroids, const Code* codes, float* out, int heads, int parts, int clusters,
              int width, int64_t first, int64_t last, int64_t count) {
     using Wide = typename Lanes<W>::Vector;
-    std::vector<float> table(parts * clusters * W);
+    Buffer<float> table(parts * clusters * W);
     pq_table<W>(q, centroids, heads, parts, clusters, width, table.data());
     alignas(LINE) float sums[LANES * W];
     for (int64_t at = first; at < last; at += LANES) {

@@ -19,6 +19,8 @@ struct BF16Words {
 // acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
 template <class T, int V>
 inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int steps, f32 (&acc)[TILE_ROWS][V]) {
+    f32 sum[TILE_ROWS][V];  // of its own, so that it stays in registers
+    UNROLL for (int i = 0; i < TILE_ROWS * V; i++) sum[i / V][i % V] = acc[i / V][i % V];
     for (int s = 0; s < steps; s++) {
         u32 part[V];
         UNROLL for (int i = 0; i < V; i++) {
@@ -30,9 +32,10 @@ inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t str
         }
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
             u32 a = splat(rows[r][s]);
-            UNROLL for (int i = 0; i < V; i++) acc[r][i] = T::dot(acc[r][i], a, part[i]);
+            UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], a, part[i]);
         }
     }
+    UNROLL for (int i = 0; i < TILE_ROWS * V; i++) acc[i / V][i % V] = sum[i / V][i % V];
 }
 
 // Neighbouring lanes of a, then of b, as words of two bf16.

@@ -69,6 +69,8 @@ def segment_attention() -> Iterator[Case]:
         rows = pick(4, batch, groups, count, max(1, count // 3))
         yield Case("segment_attention", f"{name}-chosen", (q, [Segment(k, v, rows)], 0.2))
         yield Case("segment_attention", f"{name}-int32", (q, [Segment(k, v, rows.int())], 0.2))
+        own = pick(7, batch, heads, count, max(1, count // 3))
+        yield Case("segment_attention", f"{name}-per-head", (q, [Segment(k, v, own), Segment(k, v, rows)], 0.2))
         if count > 30:
             yield Case("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
     yield Case("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))

@@ -75,6 +75,17 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
 
+def test_query_heads_may_read_rows_of_their_own() -> None:
+    k, v = stored(2, 1, 2, 30, 16).double(), stored(3, 1, 2, 30, 16).double()
+    q, rows = random(1, 1, 4, 1, 16).double(), pick(4, 1, 4, 30, 5)
+    got = reference.segment_attention(q, [reference.Segment(k, v, rows)], 0.3)
+    for head in range(4):
+        keys, values = (x[:, head // 2, rows[0, head]] for x in (k, v))
+        assert_close(
+            got[:, head], scaled_dot_product_attention(q[:, head], keys, values, scale=0.3), rtol=1e-6, atol=1e-6
+        )
+
+
 def test_prefill_is_causal_from_the_bottom_right() -> None:
     q, k, v = random(1, 1, 4, 3, 16), stored(2, 1, 2, 10, 16), stored(3, 1, 2, 10, 16)
     got = reference.prefill_attention(q, k, v, 0.25)
