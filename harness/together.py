@@ -22,7 +22,8 @@ from harness.hf import KVCache, routed
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import Item, limit_threads
 from harness.records import Record
-from harness.run import Evaluation, Job, Runner, load, progress
+from harness.run import Evaluation, Job
+from harness.runner import Runner, load, progress
 from harness.store import Run
 from kernels import ops
 from methods.base import AttnInput, KVLayer, Method
@@ -92,14 +93,14 @@ def _evaluate(jobs: Sequence[Job]) -> list[Evaluation]:
             closing.push(lambda kind, error, trace, run=run: run.close(*_end(kind, error)))
             runs.append(run)
         _generate(list(zip(jobs, runs, strict=True)))
-    return _beside_full(jobs, runs)
+    return _beside_full(jobs)
 
 
-def _beside_full(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Evaluation]:
-    alone = [job.evaluation(run) for job, run in zip(jobs, runs, strict=True)]
+def _beside_full(jobs: Sequence[Job]) -> list[Evaluation]:
+    alone = [job.evaluation() for job in jobs]
     full = next((one for job, one in zip(jobs, alone, strict=True) if isinstance(job.method, Full)), None)
     others = [None if one is full else full for one in alone]
-    return [job.evaluation(run, other) for job, run, other in zip(jobs, runs, others, strict=True)]
+    return [job.evaluation(other) for job, other in zip(jobs, others, strict=True)]
 
 
 def _end(kind: type[BaseException] | None, error: BaseException | None) -> tuple[str, str | None]:

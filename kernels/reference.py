@@ -53,7 +53,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
     """x [B G S D], rows [B G|H K] or None for all -> [B groups K D]"""
     if rows is not None:
-        x = gather_rows(x, rows.reshape(*x.shape[:2], -1)).view(*rows.shape, -1)
+        per_group = rows.shape[1] // x.shape[1] * rows.shape[2]
+        x = gather_rows(x, rows.reshape(*x.shape[:2], per_group)).view(*rows.shape, x.shape[3])
     return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
 
 

@@ -180,22 +180,22 @@ template <class T> void attend_rows(const Call& call, Rows rows, const typename 
     }
 }
 
-// Joins the parts of one head, `stride` states apart.
+// Joins the parts of one head, `stride` states apart, in the first.
 template <class T>
-void join(const State* state, int64_t parts, int64_t stride, int64_t dim, typename T::Element* out, float* lse) {
+void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::Element* out, float* lse) {
     float top = -INFINITY, total = 0;
     for (int64_t i = 0; i < parts; i++) top = std::max(top, state[i * stride].top);
-    Buffer<float> share(parts);
     for (int64_t i = 0; i < parts; i++) {
-        share[i] = std::exp2(state[i * stride].top - top);
-        total += share[i] * sum(state[i * stride].totals);
+        State& part = state[i * stride];
+        float share = std::exp2(part.top - top);
+        total += share * sum(part.totals);
+        for (int64_t c = 0; c < dim; c += LANES) {
+            f32 own = load<f32>(part.acc + c) * share;
+            store(state->acc + c, i ? load<f32>(state->acc + c) + own : own);
+        }
     }
-    for (int64_t c = 0; c < dim; c++) {
-        float x = 0;
-        for (int64_t i = 0; i < parts; i++) x += share[i] * state[i * stride].acc[channel(T{}, c)];
-        put(out + c, x / total);
-    }
-    *lse = (top + std::log2(total)) * (float)M_LN2;
+    for (int64_t c = 0; c < dim; c++) put(out + c, state->acc[channel(T{}, c)] / total);
+    if (lse) *lse = (top + std::log2(total)) * (float)M_LN2;
 }
 
 template <class T> void run(const Call& call, const typename T::Element* q, typename T::Element* out, float* lse) {
@@ -214,12 +214,12 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
     }
     for (int64_t i = 0; i < pairs * call.heads; i++)
         join<T>(states.data() + i / call.heads * parts * call.heads + i % call.heads, parts, call.heads, call.dim,
-                out + i * call.dim, lse + i);
+                out + i * call.dim, lse ? lse + i : nullptr);
 }
 
 }  // namespace
 
-// q and out [B H D] without gaps, lse [B H]; twelve numbers a segment, as in struct Segment.
+// q and out [B H D] without gaps, lse [B H] or null; twelve numbers a segment, as in struct Segment.
 extern "C" __attribute__((visibility("default"))) void segment_attention(int is_bf16, const void* q, void* out, float* lse, const int64_t* segments,
                                   int64_t num_segments, int64_t batch, int64_t groups, int64_t heads, int64_t dim,
                                   float scale) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 from kernels.cpu.library import load
 from kernels.reference import Segment
 
-_attend = load("decode").segment_attention
-_attend.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 5, c_float]
-_attend.restype = None
+_library = load("decode")
+_library.segment_attention.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 5, c_float]
 
 _LINES = (1, 2, 3, 4, 6, 8)  # head sizes it was built for, in cache lines
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -21,7 +21,7 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """As in kernels/reference.py; neither rows nor heads are copied."""
-    return attend(q, segments, scale)[0]
+    return _attend(q, segments, scale, None)
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -40,6 +40,11 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
 
 def attend(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
     """With the log of the sum that the softmax divides by: [B H 1 D], [B H]"""
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return _attend(q, segments, scale, lse), lse
+
+
+def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
     size = _BYTES[q.dtype]
     groups = max((k if rows is None else rows).shape[1] for k, _, rows in segments)
@@ -51,13 +56,14 @@ def attend(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor
             rows = rows.long().contiguous()
             kept.append(rows)
             count, address, rows_share = rows.shape[2], rows.data_ptr(), groups // rows.shape[1]
+        (kb, kg, kt, _), (vb, vg, vt, _) = k.stride(), v.stride()
         numbers += (k.data_ptr(), v.data_ptr(), address, count)
-        numbers += [size * stride for x in (k, v) for stride in x.stride()[:3]]
+        numbers += (size * kb, size * kg, size * kt, size * vb, size * vg, size * vt)
         numbers += (groups // k.shape[1], rows_share)
     q = q.contiguous()
-    out, lse = torch.empty_like(q), q.new_empty((batch, heads), dtype=torch.float32)
-    _attend(
-        size == 2, q.data_ptr(), out.data_ptr(), lse.data_ptr(), (c_int64 * len(numbers))(*numbers),
-        len(segments), batch, groups, heads // groups, dim, scale,
+    out = torch.empty_like(q)
+    _library.segment_attention(
+        size == 2, q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        pack(f"{len(numbers)}q", *numbers), len(segments), batch, groups, heads // groups, dim, scale,
     )  # fmt: skip
-    return out, lse
+    return out

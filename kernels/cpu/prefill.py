@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_void_p
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -79,4 +80,4 @@ def _run(q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, sums: Tenso
     numbers += [batch, groups, heads // groups, fresh, stored, dim]
     for x in (q, k, v, out):
         numbers += (0, 0, 0) if x is None else [size * stride for stride in x.stride()[:3]]
-    _library.prefill_attention(size == 2, (c_int64 * len(numbers))(*numbers), scale)
+    _library.prefill_attention(size == 2, pack(f"{len(numbers)}q", *numbers), scale)

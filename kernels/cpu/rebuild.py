@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_void_p
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
     out = u.new_empty((batch, groups, positions.shape[2], dim))
     numbers = [x.data_ptr() for x in (u, basis, cos, sin, positions, out)]
     numbers += [batch, groups, positions.shape[2], rank, dim, u.stride(0), u.stride(1), cos.stride(0)]
-    _rebuild(u.element_size() == 2, (c_int64 * len(numbers))(*numbers))
+    _rebuild(u.element_size() == 2, pack(f"{len(numbers)}q", *numbers))
     return out
 
 
