@@ -66,13 +66,18 @@ def group_table(comparison: Comparison) -> list[Column]:
     groups = list(dict.fromkeys(group for run in scores for group in run))
     if len(groups) < 2:
         return []
-    sizes = [str(max(run[group]["n"] for run in scores if group in run)) for group in groups]
-    columns = [Column("group", "", groups, left=True), Column("n", "", sizes)]
+    sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
+    columns = [Column("group", "", groups, left=True), Column("n", "", [str(size) for size in sizes.values()])]
     for entry, run in zip(comparison.entries, scores, strict=True):
         holds = entry.significant_groups
-        cells = [percent(run[group]["mean"]) + "*" * (group in holds) if group in run else "" for group in groups]
+        cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
         columns.append(Column(entry.label, budget(entry.summary), cells))
     return columns
+
+
+def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
+    """An unfinished group says over how many examples its mean is."""
+    return percent(score["mean"]) + "*" * holds + (f" ({score['n']})" if score["n"] < size else "")
 
 
 def average_table(comparison: Comparison) -> list[Column]:

@@ -163,6 +163,8 @@ def test_groups_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert row(text, "qasper").split() == ["qasper", "2", "50.0", "50.0"]
     assert row(text, "trec").split() == ["trec", "1", "100.0", "100.0"]
     assert "Holm" not in text
+    write_run(tmp_path, lines[:1], "h2o", "interrupted")
+    assert row(printed(capsys, tmp_path), "qasper").split() == ["qasper", "2", "50.0", "100.0", "(1)", "50.0"]
 
 
 def test_a_group_that_differs_from_full_is_marked_after_holm(
