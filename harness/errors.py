@@ -6,15 +6,15 @@ import errno
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 
-from harness.config import SettingsError
-from harness.plugins import suggestion
+from harness.config import Data, Generation, Results, Settings, SettingsError
+from harness.plugins import spell, suggestion
 
 GROUPS = ("method", "task", "model")
 
@@ -82,8 +82,7 @@ def explain(error: HydraException, keys: list[str]) -> str:
         return f"There is no setting {unknown[1]}{suggestion(unknown[1], keys)}"
     merging = re.search(r"Error merging override (\S+)", str(error))
     if isinstance(error, ConfigCompositionException) and merging:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        return f"{merging[1]} has the wrong type: {reason}."
+        return f"{merging[1]} has the wrong type{_wanted(merging[1].partition('=')[0])}."
     return sentence(error)
 
 
@@ -100,6 +99,14 @@ def default_keys(conf: Path, overrides: list[str]) -> list[str]:
         if file.is_file():
             keys += [f"{group}.{key}" for key in yaml.safe_load(file.read_text())]
     return [key for key in keys if not key.startswith(("defaults", "hydra")) and "_target_" not in key]
+
+
+def _wanted(key: str) -> str:
+    """ ": it should be a whole number" for a setting whose type is known."""
+    *parents, name = key.lstrip("+~").split(".")
+    owner = {"generation": Generation, "data": Data, "results": Results}.get(parents[0]) if parents else Settings
+    hint = get_type_hints(owner).get(name) if owner else None
+    return f": it should be {spell(hint)}" if hint else ""
 
 
 def flatten(config: Any, prefix: str = "") -> list[str]:

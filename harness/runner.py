@@ -54,8 +54,8 @@ class Runner:
         alike = {(item.prompt.split, item.new_tokens, item.example.min_new_tokens) for item in batch}
         if len(lengths) > 1 or len(alike) > 1:
             raise SettingsError(
-                f"batch={len(batch)} needs prompts of equal length, and these have {min(lengths)} to {max(lengths)} "
-                "tokens: use batch=1."
+                f"batch={len(batch)} needs prompts of equal length, with questions and answers of equal length, and "
+                f"these have {min(lengths)} to {max(lengths)} tokens: use batch=1."
             )
         context = batch[0].prompt.split if self.settings.protocol == "context" else None
         ids = torch.tensor([item.prompt.ids for item in batch])
