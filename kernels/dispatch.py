@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]  # name, arguments, the call itself -> its result
+
 REFERENCE = "torch"
 _forced: ContextVar[str | None] = ContextVar("forced_backend", default=None)
+_around: ContextVar[Around | None] = ContextVar("around_operations", default=None)
 
 
 class BackendError(RuntimeError):
@@ -37,7 +41,10 @@ class Op:
             reason = self.refusal(backend, *args, **kwargs)
             if reason is None:
                 self.used.add(backend)
-                return self._load(backend)[0](*args, **kwargs)
+                run, around = self._load(backend)[0], _around.get()
+                return (
+                    run(*args, **kwargs) if around is None else around(self.name, args, partial(run, *args, **kwargs))
+                )
         raise BackendError(f"{self.name}: {forced}: {reason}")
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
@@ -72,3 +79,13 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+@contextmanager
+def watched(around: Around) -> Iterator[None]:
+    """Every operation runs through `around`, which may clock it: for traces and benchmarks."""
+    token = _around.set(around)
+    try:
+        yield
+    finally:
+        _around.reset(token)

@@ -13,10 +13,18 @@ prefill_attention = Op(
 segment_attention = Op(
     "segment_attention", cpu="kernels.cpu.decode:segment_attention", torch="kernels.reference:segment_attention"
 )
+segment_attention_with_lse = Op(
+    "segment_attention_with_lse",
+    cpu="kernels.cpu.decode:segment_attention_with_lse",
+    torch="kernels.reference:segment_attention_with_lse",
+)
+merge_attention = Op("merge_attention", torch="kernels.reference:merge_attention")
 gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
+put_rows = Op("put_rows", torch="kernels.reference:put_rows")
 row_scores = Op("row_scores", cpu="kernels.cpu.scores:row_scores", torch="kernels.reference:row_scores")
 channel_scores = Op("channel_scores", cpu="kernels.cpu.scores:channel_scores", torch="kernels.reference:channel_scores")
 group_weights = Op("group_weights", cpu="kernels.cpu.choose:group_weights", torch="kernels.reference:group_weights")
+log_sum_exp = Op("log_sum_exp", cpu="kernels.cpu.choose:log_sum_exp", torch="kernels.reference:log_sum_exp")
 top_k = Op("top_k", cpu="kernels.cpu.choose:top_k", torch="kernels.reference:top_k")
 kmeans = Op("kmeans", cpu="kernels.cpu.kmeans:kmeans", torch="kernels.kmeans:kmeans")
 column_sums = Op("column_sums", cpu="kernels.cpu.prefill:column_sums", torch="kernels.column_sums:column_sums")

@@ -20,6 +20,7 @@ template <class F> inline void over(const float* x, int64_t count, float filler,
 
 struct Softmax {
     float scale, top, inverse;
+    float log() const { return (top - std::log2(inverse)) * (float)M_LN2; }  // of the sum of exponentials
     f32 weights(f32 logits) const { return exp2(logits * scale - top) * inverse; }
 };
 
@@ -96,6 +97,13 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
 }
 
 }  // namespace
+
+// The log of the sum of exponentials of each row
+EXPORT void log_sum_exp(const float* logits, float* out, int64_t rows, int64_t count, float scale) {
+#pragma omp parallel for schedule(dynamic) if (rows * count > 4096)
+    for (int64_t row = 0; row < rows; row++)
+        out[row] = softmax(logits + row * count, count, scale * (float)M_LOG2E).log();
+}
 
 // logits [P g S] -> weights [P S]
 EXPORT void group_weights(const float* logits, float* out, int64_t pairs, int64_t heads, int64_t count, float scale,

@@ -11,6 +11,7 @@ from kernels.cpu.library import load
 
 _library = load("choose")
 _library.group_weights.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int]
+_library.log_sum_exp.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float]
 _library.top_k.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
 
 
@@ -24,6 +25,17 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
+    return _unfit(logits)
+
+
+def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
+    out = logits.new_empty(logits.shape[:-1])
+    logits = logits.contiguous()
+    _library.log_sum_exp(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], scale)
+    return out
+
+
+def log_sum_exp_refuses(logits: Tensor, scale: float) -> str | None:
     return _unfit(logits)
 
 

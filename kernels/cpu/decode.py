@@ -24,6 +24,10 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return _attend(q, segments, scale, None)
 
 
+def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    return segment_attention_refuses(q, segments, scale)
+
+
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
     size = _BYTES.get(q.dtype)
     if size is None or q.is_cuda:
@@ -38,8 +42,7 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     return None
 
 
-def attend(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """With the log of the sum that the softmax divides by: [B H 1 D], [B H]"""
+def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return _attend(q, segments, scale, lse), lse
 

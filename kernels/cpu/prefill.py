@@ -67,7 +67,7 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """A decode step: the packing of keys and values would not pay."""
-    out, lse = decode.attend(q, [Segment(k, v)], scale)
+    out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 

@@ -63,9 +63,21 @@ struct Pass {
     }
 };
 
-// Logits of H heads with a block's rows of L lines. The queries stay in registers: H * L vectors.
-template <class T, int L, int H>
-void add_logits(const typename T::Element* q, const char* const* rows, Pass pass, float scale, float* logits,
+// The first `bytes` of a line, zeros behind; nothing further is touched.
+template <class V> inline V load_part(const void* from, int bytes) {
+#if defined(__AVX512BW__)
+    return (V)_mm512_maskz_loadu_epi8(~0ull >> (LINE - bytes), from);
+#else
+    V v = {};
+    std::memcpy(&v, from, bytes);
+    return v;
+#endif
+}
+
+// Logits of H heads with a block's rows of L lines, the last of which holds `rest` bytes if rows end inside it
+// (PART). The queries have whole lines and stay in registers: H * L vectors.
+template <class T, int L, int H, bool PART>
+void add_logits(const typename T::Element* q, const char* const* rows, int rest, Pass pass, float scale, float* logits,
                 int64_t stride) {
     using V = typename T::Vector;
     constexpr int R = LANES / H;  // rows of a tile
@@ -77,7 +89,7 @@ void add_logits(const typename T::Element* q, const char* const* rows, Pass pass
         UNROLL for (int t = 0; t < R; t++) {
             const char* row = rows[at + t];
             UNROLL for (int c = 0; c < L; c++) {
-                V part = load<V>(row + c * LINE);
+                V part = PART && c == L - 1 ? load_part<V>(row + c * LINE, rest) : load<V>(row + c * LINE);
                 UNROLL for (int h = 0; h < H; h++) acc[h * R + t] = T::dot(acc[h * R + t], query[h * L + c], part);
             }
         }
@@ -88,14 +100,14 @@ void add_logits(const typename T::Element* q, const char* const* rows, Pass pass
 }
 
 // Logits of all heads [heads][TOKENS], `stride` apart.
-template <class T, int L>
+template <class T, int L, bool PART = false>
 void block_logits(const typename T::Element* q, const char* const* rows, const char* const* ahead, int heads,
-                  float scale, float* logits, int64_t stride) {
+                  float scale, float* logits, int64_t stride, int rest = LINE) {
     constexpr int AT_ONCE = power_of_two_below(8 / L);
     Pass pass{0, 0, ahead};
     in_steps<AT_ONCE>(heads, [&](int, auto) { pass.count++; });
     in_steps<AT_ONCE>(heads, [&](int h, auto n) {
-        add_logits<T, L, n>(q + h * L * T::WIDTH, rows, pass, scale, logits + h * stride, stride);
+        add_logits<T, L, n, PART>(q + h * L * T::WIDTH, rows, rest, pass, scale, logits + h * stride, stride);
         pass.index++;
     });
 }

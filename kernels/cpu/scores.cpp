@@ -5,41 +5,52 @@
 
 namespace {
 
-// Every query of a group with every row of x. x [B G S C], rows of L lines.
-template <class T, int L>
-void products(const typename T::Element* q, const char* x, float* out, int64_t batch, int64_t groups, int heads,
-              int64_t count, int64_t x_batch, int64_t x_group, int64_t x_row) {
-    int64_t blocks = (count + TOKENS - 1) / TOKENS, dim = L * T::WIDTH;
-#pragma omp parallel for schedule(static) if (batch * groups * blocks > 64)
-    for (int64_t task = 0; task < batch * groups * blocks; task++) {
+struct Rows {  // strides in bytes
+    const char* x;
+    int64_t batch, groups, heads, count, row_bytes, x_batch, x_group, x_row;
+};
+
+// Every query of a group with every row of x [B G S C].
+template <class T, int L, bool PART>
+void products(const typename T::Element* q, const Rows& in, float* out) {
+    int64_t blocks = (in.count + TOKENS - 1) / TOKENS, tasks = in.batch * in.groups * blocks;
+    int rest = in.row_bytes - (L - 1) * LINE;
+#pragma omp parallel for schedule(static) if (tasks > 64)
+    for (int64_t task = 0; task < tasks; task++) {
         int64_t pair = task / blocks, first = task % blocks * TOKENS;
-        const char* base = x + pair / groups * x_batch + pair % groups * x_group;
+        const char* base = in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
         const char *rows[TOKENS], *ahead[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
-            rows[t] = base + std::min(first + t, count - 1) * x_row;
-            ahead[t] = base + std::min(first + t + 2 * TOKENS, count - 1) * x_row;
+            rows[t] = base + std::min(first + t, in.count - 1) * in.x_row;
+            ahead[t] = base + std::min(first + t + 2 * TOKENS, in.count - 1) * in.x_row;
         }
-        float* to = out + pair * heads * count + first;
-        if (first + TOKENS <= count) {
-            block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, to, count);
+        const auto* own = q + pair * in.heads * L * T::WIDTH;
+        float* to = out + pair * in.heads * in.count + first;
+        if (first + TOKENS <= in.count) {
+            block_logits<T, L, PART>(own, rows, ahead, in.heads, 1.0f, to, in.count, rest);
         } else {
-            Buffer<float> last(heads * TOKENS);
-            block_logits<T, L>(q + pair * heads * dim, rows, ahead, heads, 1.0f, last.data(), TOKENS);
-            for (int h = 0; h < heads; h++) std::copy_n(last.data() + h * TOKENS, count - first, to + h * count);
+            Buffer<float> last(in.heads * TOKENS);
+            block_logits<T, L, PART>(own, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
+            for (int64_t h = 0; h < in.heads; h++)
+                std::copy_n(&last[h * TOKENS], in.count - first, to + h * in.count);
         }
     }
 }
 
-template <class T, class... Rest> void products(int lines, const void* q, Rest... rest) {
+template <class T, int L> void products_of(const void* q, const Rows& in, float* out) {
     auto typed = (const typename T::Element*)q;
-    switch (lines) {
-        case 1: return products<T, 1>(typed, rest...);
-        case 2: return products<T, 2>(typed, rest...);
-        case 3: return products<T, 3>(typed, rest...);
-        case 4: return products<T, 4>(typed, rest...);
-        case 6: return products<T, 6>(typed, rest...);
-        case 8: return products<T, 8>(typed, rest...);
-        case 16: return products<T, 16>(typed, rest...);
+    in.row_bytes % LINE ? products<T, L, true>(typed, in, out) : products<T, L, false>(typed, in, out);
+}
+
+template <class T> void products_of(const void* q, const Rows& in, float* out) {
+    switch ((in.row_bytes + LINE - 1) / LINE) {
+        case 1: return products_of<T, 1>(q, in, out);
+        case 2: return products_of<T, 2>(q, in, out);
+        case 3: return products_of<T, 3>(q, in, out);
+        case 4: return products_of<T, 4>(q, in, out);
+        case 6: return products_of<T, 6>(q, in, out);
+        case 8: return products_of<T, 8>(q, in, out);
+        case 16: return products_of<T, 16>(q, in, out);
     }
 }
 
@@ -193,12 +204,11 @@ void pq(const void* q, const void* centroids, const void* codes, float* out, int
 
 }  // namespace
 
-// q [B G g C] without gaps; strides of x in bytes.
-EXPORT void row_scores(int is_bf16, const void* q, const void* x, float* out, int64_t batch, int64_t groups,
-                       int64_t heads, int64_t count, int64_t lines, int64_t x_batch, int64_t x_group, int64_t x_row) {
-    auto run = is_bf16 ? products<BF16, const char*, float*, int64_t, int64_t, int, int64_t, int64_t, int64_t, int64_t>
-                       : products<F32, const char*, float*, int64_t, int64_t, int, int64_t, int64_t, int64_t, int64_t>;
-    run(lines, q, (const char*)x, out, batch, groups, heads, count, x_batch, x_group, x_row);
+// q [B G g C] without gaps, C filled up to whole lines with zeros; numbers as in struct Rows.
+EXPORT void row_scores(int is_bf16, const void* q, const int64_t* numbers, float* out) {
+    Rows in;
+    std::memcpy(&in, numbers, sizeof in);
+    is_bf16 ? products_of<BF16>(q, in, out) : products_of<F32>(q, in, out);
 }
 
 // q [B G g r] in fp32 without gaps, channels [B G r]; x [B G D S], strides in elements.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
+from struct import pack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.cpu.library import load
 
 _library = load("scores")
-_library.row_scores.argtypes = [c_int, *[c_void_p] * 3, *[c_int64] * 8]
+_library.row_scores.argtypes = [c_int, *[c_void_p] * 3]
 _library.channel_scores.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 8]
 _library.pq_scores.argtypes = [c_int, c_int, *[c_void_p] * 4, *[c_int64] * 6]
 
@@ -23,17 +25,15 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.element_size()
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
-    q = q.contiguous()
-    strides = [size * stride for stride in x.stride()[:3]]
-    _library.row_scores(
-        size == 2, q.data_ptr(), x.data_ptr(), out.data_ptr(), batch, groups, heads, count, width * size // 64, *strides
-    )
+    q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
+    numbers = (x.data_ptr(), batch, groups, heads, count, width * size, *(size * stride for stride in x.stride()[:3]))
+    if count:
+        _library.row_scores(size == 2, q.data_ptr(), pack("9q", *numbers), out.data_ptr())
     return out
 
 
 def row_scores_refuses(q: Tensor, x: Tensor) -> str | None:
-    bytes_per_row = q.shape[3] * _BYTES.get(q.dtype, 1)
-    if bytes_per_row % 64 or bytes_per_row // 64 not in _LINES:
+    if -(-q.shape[3] * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
         return f"is not built for rows of {q.shape[3]} x {q.dtype}"
     return _unfit(q, x) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
 

@@ -88,6 +88,16 @@ def _three(k: Tensor, v: Tensor, chosen: int) -> list[Segment]:
     ]
 
 
+def segment_attention_with_lse() -> Iterator[Case]:
+    for case in segment_attention():
+        yield case._replace(op="segment_attention_with_lse")
+
+
+def merge_attention() -> Iterator[Case]:
+    outs, lses = [random(i, 2, 6, 1, 16) for i in range(3)], [5 * random(i, 2, 6) for i in range(3, 6)]
+    yield Case("merge_attention", "three", (outs, lses))
+
+
 def prefill_attention() -> Iterator[Case]:
     for name, (batch, heads, groups, dim, count) in SHAPES.items():
         for new in sorted({count, max(1, count // 3), 1}):
@@ -126,6 +136,11 @@ def group_weights() -> Iterator[Case]:
             yield Case("group_weights", f"g{group}-{count}-{reduce}", (logits, 0.3, reduce))
 
 
+def log_sum_exp() -> Iterator[Case]:
+    for count in (1, 31, 4100):
+        yield Case("log_sum_exp", f"{count}", (20 * random(1, 2, 3, 4, count), 0.3))
+
+
 def pq_scores() -> Iterator[Case]:
     for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
         codes = torch.randint(clusters, (2, 2, 333, parts), generator=torch.Generator().manual_seed(7))
@@ -159,7 +174,10 @@ def rebuild_keys() -> Iterator[Case]:
 def cases() -> list[Case]:
     return [
         *segment_attention(),
+        *segment_attention_with_lse(),
+        *merge_attention(),
         *prefill_attention(),
+        *log_sum_exp(),
         *gather_rows(),
         *row_scores(),
         *channel_scores(),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from kernels import ops
-from kernels.dispatch import BackendError, Op, use_backend
+from kernels.dispatch import BackendError, Op, use_backend, watched
 
 
 @pytest.fixture
@@ -58,3 +60,16 @@ def test_used_backends_are_recorded_until_forgotten() -> None:
     assert set(ops.used_backends()) == {"top_k"}
     ops.forget_used()
     assert ops.used_backends() == {}
+
+
+def test_watched_operations_run_through_the_watcher(op: Op) -> None:
+    seen = []
+
+    def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        seen.append((name, arguments))
+        return call()
+
+    with watched(around):
+        assert op(2) == ("picky", 2)
+    op(4)
+    assert seen == [("double", (2,))]

@@ -34,9 +34,14 @@ def test_backend_equals_reference(case: Case, backend: str, dtype: torch.dtype, 
         _assert_best(args[0], got)
         return
     wanted = _reference(case.op)(*converted(args, torch.float64, device))
-    assert got.shape == wanted.shape
-    size = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
-    assert_close(got.double(), wanted.double(), atol=size * TOLERANCE[dtype], rtol=0)
+    for one, other in zip(_each(got), _each(wanted), strict=True):
+        assert one.shape == other.shape
+        size = max(1.0, other.abs().max().item()) if other.numel() else 1.0
+        assert_close(one.double(), other.double(), atol=size * TOLERANCE[dtype], rtol=0)
+
+
+def _each(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _reference(name: str) -> Any:
@@ -55,6 +60,7 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 def test_every_operation_has_cases() -> None:
     assert {case.op for case in cases()} >= set(OPS) - {
         "kmeans",
+        "put_rows",
         "column_sums",
         "prefill_attention_with_column_sums",
     }  # have files of their own
@@ -75,6 +81,14 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
 
+def test_merged_parts_are_one_softmax() -> None:
+    k, v, q = stored(2, 1, 2, 30, 16).double(), stored(3, 1, 2, 30, 16).double(), random(1, 1, 4, 1, 16).double()
+    parts = [reference.Segment(k[:, :, part], v[:, :, part]) for part in (slice(0, 7), slice(7, 30))]
+    outs, lses = zip(*(reference.segment_attention_with_lse(q, [part], 0.3) for part in parts), strict=True)
+    whole = reference.segment_attention(q, [reference.Segment(k, v)], 0.3)
+    assert_close(reference.merge_attention(outs, lses), whole, atol=1e-6, rtol=1e-6)
+
+
 def test_query_heads_may_read_rows_of_their_own() -> None:
     k, v = stored(2, 1, 2, 30, 16).double(), stored(3, 1, 2, 30, 16).double()
     q, rows = random(1, 1, 4, 1, 16).double(), pick(4, 1, 4, 30, 5)
@@ -84,6 +98,17 @@ def test_query_heads_may_read_rows_of_their_own() -> None:
         assert_close(
             got[:, head], scaled_dot_product_attention(q[:, head], keys, values, scale=0.3), rtol=1e-6, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("layout", ["heads outside", "tokens outside", "inner view"])
+def test_rows_put_are_the_rows_gathered(layout: str) -> None:
+    x = random(1, 2, 9, 3, 8).transpose(1, 2) if layout == "tokens outside" else stored(1, 2, 3, 9, 8)
+    x = x[:, :, 2:] if layout == "inner view" else x
+    before, rows, values = x.clone(), pick(2, 2, 3, x.shape[2], 4), random(3, 2, 3, 4, 8)
+    ops.put_rows(x, rows, values)
+    assert torch.equal(ops.gather_rows(x, rows), values)
+    untouched = torch.ones(x.shape[:3], dtype=torch.bool).scatter(2, rows, False)
+    assert torch.equal(x[untouched], before[untouched])
 
 
 def test_prefill_is_causal_from_the_bottom_right() -> None:

@@ -1,0 +1,20 @@
+"""`python -m harness.bench layer | generate`: see each one's `--help`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+KINDS = ("layer", "generate")
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in KINDS:
+        print(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
+        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
+    made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""`python -m harness.bench layer`: one attention layer, decoding one token, for every method and context length.
+
+The keys and values of the prompt are random and were never computed; each step has a new random query, the worst case
+for a method that keeps what the last step fetched. A method's step and Full's run in turn. The parts of a step come
+from further, clocked steps: scores and choice (select), gathering and rebuilding (fetch), attention (attend), the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from harness.bench import calibrate, methods, output
+from harness.bench.measure import estimate, ratios, seconds
+from harness.bench.synthetic import Shape
+from harness.bench.traffic import PHASES, bytes_read
+from harness.tables import Column
+from kernels.dispatch import watched
+from methods.base import AttnInput, KVLayer, Method, Request
+from methods.budget import Budget, BudgetError
+from methods.full import Full
+from methods.layers import DenseLayer
+
+INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense
+TRACED = 5  # steps with a clock in each operation
+
+
+class Decoding:
+    """A sealed layer of a method that takes one new random token per step."""
+
+    def __init__(self, method: Method, shape: Shape, tokens: int, options: argparse.Namespace) -> None:
+        specs = shape.specs()
+        request = Request(
+            batch=1,
+            capacity=tokens + 4 * options.rounds + TRACED + 8,
+            dtype=shape.dtype,
+            device=shape.device,
+            budget=Budget(options.budget) if method.uses_budget else None,
+            stale_by=options.stale_by,
+            placement=options.placement if method.offloads else "device",
+            prepared=method.prepare(specs, shape.observe()),
+        )
+        self.shape, self.position = shape, tokens - 1  # of the last token
+        self.layer: KVLayer = method.start(specs, request)[INDEX]
+        shape.fill(self.layer, tokens, attending=not method.dense_prefill)
+        self.seal_s = seconds(self.layer.seal, shape.device)
+        self.next: AttnInput
+        self.guess: Callable[..., None] | None = getattr(self.layer, "guess", None)
+
+    def step(self) -> None:
+        if self.guess is not None:  # a layer that chooses while the one before it runs
+            self.guess(self.next)
+        self.layer.decode(self.next)
+
+    def rewind(self, tokens: int) -> None:
+        """Full forgets what it generated."""
+        assert isinstance(self.layer, DenseLayer)
+        self.position, self.layer.store.length = tokens - 1, tokens
+
+    def advance(self) -> None:
+        self.position += 1
+        self.next = self.shape.token(3 * self.position, self.position)
+
+
+@torch.inference_mode()
+def measure(name: str, method: Method, full: Decoding, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    shape = full.shape
+    own = Decoding(method, shape, tokens, options)
+
+    def with_next(decoding: Decoding) -> list[float]:
+        decoding.advance()
+        return [seconds(decoding.step, shape.device)]
+
+    for decoding in (full, own) * 2:
+        with_next(decoding)
+    times: dict[str, list[float]] = defaultdict(list)
+    for place in range(options.rounds):
+        for key, decoding in (("own", own), ("full", full))[:: -1 if place % 2 else 1]:
+            times[key] += with_next(decoding)
+    parts, read = trace(own)
+    step_s = estimate(times["own"])
+    return {
+        "method": name,
+        "tokens": tokens,
+        "step_s": step_s,
+        "full_s": estimate(times["full"]),
+        "speedup": ratios(times["full"], times["own"]),
+        "parts_s": parts,
+        "read_bytes": read,
+        "gb_s": read / step_s.median / 1e9,
+        "seal_s": own.seal_s,
+        "attended": sum(own.layer.attended),
+        "fallback": own.layer.fallback,
+    }
+
+
+def trace(decoding: Decoding) -> tuple[dict[str, float], float]:
+    """Seconds of each phase and bytes that its operations read, medians over steps."""
+    phases: dict[str, list[float]] = defaultdict(list)
+    read = []
+    for _ in range(TRACED):
+        decoding.advance()
+        with clocked(decoding.shape.device) as (spent, moved):
+            whole = seconds(decoding.step, decoding.shape.device)
+        for phase in PHASES:
+            phases[phase].append(spent[phase])
+        phases["rest"].append(whole - sum(spent.values()))
+        read.append(sum(moved))
+    return {phase: median(values) for phase, values in phases.items()}, median(read)
+
+
+@contextmanager
+def clocked(device: torch.device) -> Iterator[tuple[dict[str, float], list[int]]]:
+    """Adds up the time of the operations that run inside, by phase, and the bytes each reads."""
+    spent: dict[str, float] = defaultdict(float)
+    read: list[int] = []
+
+    def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        made: list[Any] = []
+        spent[next(phase for phase, names in PHASES.items() if name in names)] += seconds(
+            lambda: made.append(call()), device
+        )
+        read.append(bytes_read(name, arguments, made[0]))
+        return made[0]
+
+    with watched(around):
+        yield spent, read
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    shape = Shape(
+        options.heads, options.kv_heads, options.head_dim, calibrate.DTYPES[options.dtype], torch.device(options.device)
+    )
+    rows = []
+    for tokens in options.tokens:
+        full = Decoding(Full(), shape, tokens, options)
+        for name, method in methods.chosen(options.methods).items():
+            full.rewind(tokens)
+            try:
+                row = measure(name, method, full, tokens, options)
+            except BudgetError as error:
+                row = {"method": name, "tokens": tokens, "error": str(error)}
+            rows.append(row)
+            print(_progress(row), flush=True)
+    return rows
+
+
+def _progress(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['method']} at {row['tokens']}: {row['error']}"
+    return (
+        f"{row['method']} at {row['tokens']}: {row['step_s'].median * 1e3:.3f} ms, {row['speedup'].median:.2f} x Full"
+    )
+
+
+def table(rows: Sequence[dict[str, Any]], limit_gb_s: float) -> list[Column]:
+    def part(phase: str) -> Callable[[output.Row], float]:
+        return lambda row: row["parts_s"][phase] * 1e3
+
+    def ms(row: output.Row) -> list[float]:
+        return [value * 1e3 for value in row["step_s"]]
+
+    shown = [row for row in rows if "error" not in row]
+    return [
+        output.column("tokens", "", shown, lambda row: str(row["tokens"])),
+        output.column("method", "", shown, lambda row: row["method"], left=True),
+        output.column("step", "ms", shown, ms),
+        output.column("Full / it", "", shown, lambda row: row["speedup"]),
+        *(output.column(phase, "ms", shown, part(phase)) for phase in (*PHASES, "rest")),
+        output.column("read", "MB", shown, lambda row: row["read_bytes"] / 1e6),
+        output.column("GB/s", "", shown, lambda row: row["gb_s"]),
+        output.column("of limit", "%", shown, lambda row: 100 * row["gb_s"] / limit_gb_s),
+        output.column("attended", "", shown, lambda row: row["attended"]),
+        output.column("seal", "s", shown, lambda row: row["seal_s"]),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m harness.bench layer", description=__doc__)
+    made.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
+    made.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384, 32768, 65536, 131072])
+    made.add_argument("--budget", type=lambda text: float(text) if "." in text else int(text), default=2048)
+    made.add_argument("--heads", type=int, default=32)
+    made.add_argument("--kv-heads", type=int, default=8)
+    made.add_argument("--head-dim", type=int, default=128)
+    made.add_argument("--dtype", default="bf16", choices=calibrate.DTYPES)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--placement", default="device", choices=("device", "host"))
+    made.add_argument("--stale-by", type=int, default=0)
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    limits = calibrate.calibrate(torch.device(options.device))
+    print(calibrate.line(limits), flush=True)
+    rows = run(options)
+    title = (
+        f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
+        f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
+    )
+    result = {"options": vars(options) | {"out": None}, "limits": limits, "synthetic": True, "rows": rows}
+    folder = output.finish("layer", title, result, table(rows, limits["read_gb_s"]), options.out)
+    good = [row for row in rows if "error" not in row]
+    labels = ("prompt tokens", "times faster than Full")
+    output.lines(folder / "plot.png", good, x="tokens", y="speedup", series="method", labels=labels, title=title)
+    return 0

@@ -1,0 +1,77 @@
+"""Attention layers without a model: specs, random inputs, and a prompt that nobody computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from methods.base import AttnInput, KVLayer, LayerSpec
+
+CHUNK = 8192  # tokens taken in at a time
+QUERIES = 64  # of a chunk, its last: enough for every window, and column sums stay affordable
+WIDTH = 64  # of the hidden state, which only InfiniGen's guess projects
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention layer of a model."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    layers: int = 4
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def specs(self) -> list[LayerSpec]:
+        return [self._spec(index) for index in range(self.layers)]
+
+    def _spec(self, index: int) -> LayerSpec:
+        weight = _random(index, (WIDTH, self.heads * self.head_dim), self) * WIDTH**-0.5
+
+        def project(hidden: Tensor) -> Tensor:
+            return (hidden @ weight).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+
+        scale = self.head_dim**-0.5
+        return LayerSpec(index, self.layers, self.heads, self.kv_heads, self.head_dim, scale, self.rope, project)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [P] -> cos, sin [1 P D]"""
+        channels = torch.arange(0, self.head_dim, 2, device=self.device, dtype=torch.float32)
+        turns = positions.to(self.device).float()[:, None] * 500_000.0 ** (-channels / self.head_dim)
+        both = torch.cat([turns, turns], -1).unsqueeze(0)
+        return both.cos().to(self.dtype), both.sin().to(self.dtype)
+
+    def token(self, seed: int, position: int) -> AttnInput:
+        """One new token, another one for each seed."""
+        return self._input(seed, position, 1, 1)
+
+    def _input(self, seed: int, start: int, count: int, queries: int) -> AttnInput:
+        q = _random(seed, (1, self.heads, queries, self.head_dim), self)
+        k, v = _random(seed + 1, (2, 1, self.kv_heads, count, self.head_dim), self)
+        cos, sin = self.rope(torch.arange(start, start + count))
+        return AttnInput(q, k, v, cos, sin, _random(seed + 2, (1, queries, WIDTH), self), start)
+
+    def fill(self, layer: KVLayer, tokens: int, attending: bool = False) -> None:
+        """Takes in `tokens` random tokens; without attention, or `attending` where a method's own prefill is needed."""
+        for start in range(0, tokens, CHUNK):
+            count = min(CHUNK, tokens - start)
+            x = self._input(start, start, count, count if attending else min(count, QUERIES))
+            layer.prefill(x) if attending else layer.absorb(x)
+
+    def observe(self) -> Callable[[int], Iterator[AttnInput]]:
+        """What `prepare` of a method may see of the model."""
+        return lambda tokens: (self._input(7 * index, 0, tokens, tokens) for index in range(self.layers))
+
+
+def _random(seed: int, shape: tuple[int, ...], like: Shape) -> Tensor:
+    draw = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)

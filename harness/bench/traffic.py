@@ -1,0 +1,61 @@
+"""Which part of a decode step an operation is, and the bytes it must read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+# fmt: off
+PHASES = {
+    "select": (
+        "row_scores", "channel_scores", "pq_scores", "group_weights", "log_sum_exp", "top_k", "column_sums", "kmeans",
+    ),
+    "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
+    "attend": (
+        "segment_attention", "segment_attention_with_lse", "merge_attention",
+        "prefill_attention", "prefill_attention_with_column_sums",
+    ),
+}
+# fmt: on
+
+
+def _segments(q: Tensor, segments: Any, scale: float) -> int:
+    """Keys and values, each once; rows that several query heads choose for themselves count for each."""
+    total = 0
+    for k, v, rows in segments:
+        tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()
+        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+    return total
+
+
+def _whole(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+_READ: dict[str, Callable[..., int]] = {
+    "segment_attention": _segments,
+    "segment_attention_with_lse": _segments,
+    "merge_attention": lambda outs, lses: _whole(*outs),
+    "row_scores": lambda q, x: _whole(x),
+    "channel_scores": lambda q, x, channels: channels.numel() * x.shape[3] * x.element_size(),
+    "pq_scores": lambda q, centroids, codes: _whole(centroids, codes),
+    "group_weights": lambda logits, scale, reduce: _whole(logits),
+    "log_sum_exp": lambda logits, scale: _whole(logits),
+    "kmeans": lambda x, initial, iterations, tolerance: _whole(x),
+    "top_k": lambda scores, count: _whole(scores),
+    "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
+    "put_rows": lambda x, rows, values: _whole(values),
+    "rebuild_keys": lambda u, basis, positions, cos, sin: (
+        positions.numel() * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
+    ),
+    "column_sums": lambda q, k, scale: _whole(k),
+    "prefill_attention": lambda q, k, v, scale: _whole(k, v),
+    "prefill_attention_with_column_sums": lambda q, k, v, scale: _whole(k, v),
+}
+
+
+def bytes_read(name: str, arguments: tuple[Any, ...], result: Any) -> int:
+    """By the arguments' sizes; nothing that a cache may save is taken off."""
+    return _READ[name](*arguments)
