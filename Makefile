@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-gpu demo bench-generate clean
+.PHONY: help setup check test demo bench-generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -29,9 +29,6 @@ check: setup  ## ruff and mypy
 
 test: setup  ## the whole test suite, on the CPU
 	$(BIN)/python -m pytest
-
-test-gpu:  ## tests that need a CUDA device; needs only torch, triton and pytest there
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/kernels
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host
