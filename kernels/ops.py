@@ -22,7 +22,10 @@ merge_attention = Op("merge_attention", torch="kernels.reference:merge_attention
 gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
 put_rows = Op("put_rows", torch="kernels.reference:put_rows")
 row_scores = Op("row_scores", cpu="kernels.cpu.scores:row_scores", torch="kernels.reference:row_scores")
-channel_scores = Op("channel_scores", cpu="kernels.cpu.scores:channel_scores", torch="kernels.reference:channel_scores")
+channel_scores = Op(
+    "channel_scores", cpu="kernels.cpu.channels:channel_scores", torch="kernels.reference:channel_scores"
+)
+channel_sums = Op("channel_sums", cpu="kernels.cpu.channels:channel_sums", torch="kernels.reference:channel_sums")
 group_weights = Op("group_weights", cpu="kernels.cpu.choose:group_weights", torch="kernels.reference:group_weights")
 log_sum_exp = Op("log_sum_exp", cpu="kernels.cpu.choose:log_sum_exp", torch="kernels.reference:log_sum_exp")
 top_k = Op("top_k", cpu="kernels.cpu.choose:top_k", torch="kernels.reference:top_k")
@@ -33,7 +36,8 @@ prefill_attention_with_column_sums = Op(
     cpu="kernels.cpu.prefill:prefill_attention_with_column_sums",
     torch="kernels.column_sums:prefill_attention_with_column_sums",
 )
-pq_scores = Op("pq_scores", cpu="kernels.cpu.scores:pq_scores", torch="kernels.reference:pq_scores")
+pq_scores = Op("pq_scores", cpu="kernels.cpu.pq:pq_scores", torch="kernels.reference:pq_scores")
+pq_weights = Op("pq_weights", cpu="kernels.cpu.pq:pq_weights", torch="kernels.reference:pq_weights")
 rebuild_keys = Op("rebuild_keys", cpu="kernels.cpu.rebuild:rebuild_keys", torch="kernels.reference:rebuild_keys")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))

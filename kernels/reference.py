@@ -130,6 +130,12 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     return (q.to(x.dtype) @ gather_rows(x, channels)).float()
 
 
+def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """These scores summed over the group [B G S], and each head's log of the sum of their exponentials [B G g]."""
+    scores = channel_scores(q, x, channels)
+    return scores.sum(2), scores.logsumexp(-1)
+
+
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     """Softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
 
@@ -150,6 +156,11 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
     picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
     return picked.sum(3).transpose(2, 3)
+
+
+def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
+    """`group_weights` of these scores, summed over the query heads of a group. -> [B G S] (fp32)"""
+    return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

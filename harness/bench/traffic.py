@@ -10,7 +10,8 @@ from torch import Tensor
 # fmt: off
 PHASES = {
     "select": (
-        "row_scores", "channel_scores", "pq_scores", "group_weights", "log_sum_exp", "top_k", "column_sums", "kmeans",
+        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights", "log_sum_exp",
+        "top_k", "column_sums", "kmeans",
     ),
     "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
     "attend": (
@@ -40,7 +41,9 @@ _READ: dict[str, Callable[..., int]] = {
     "merge_attention": lambda outs, lses: _whole(*outs),
     "row_scores": lambda q, x: _whole(x),
     "channel_scores": lambda q, x, channels: channels.numel() * x.shape[3] * x.element_size(),
+    "channel_sums": lambda q, x, channels: channels.numel() * x.shape[3] * x.element_size(),
     "pq_scores": lambda q, centroids, codes: _whole(centroids, codes),
+    "pq_weights": lambda q, centroids, codes, scale: _whole(centroids, codes),
     "group_weights": lambda logits, scale, reduce: _whole(logits),
     "log_sum_exp": lambda logits, scale: _whole(logits),
     "kmeans": lambda x, initial, iterations, tolerance: _whole(x),

@@ -55,45 +55,94 @@ inline uint32_t order(float x) {
     return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
 
-struct Found {
-    uint32_t key;
-    int32_t index;
-};
+// Everything from here on goes without branches on the data: half of them would be foretold wrong.
 
-// Appends the indices and keys of x[count] with key >= least.
-void collect(const float* x, int64_t count, uint32_t least, std::vector<Found>& found) {
-    for (int64_t at = 0; at < count; at += LANES) {
-        int n = std::min<int64_t>(LANES, count - at);
-        u32 keys = order((u32)(n == LANES ? load<f32>(x + at) : tail(x + at, n, 0)));
-        i32 hits = keys >= least;
-        if (!any(hits)) continue;
-        for (int i = 0; i < n; i++)
-            if (hits[i]) found.push_back({keys[i], (int32_t)(at + i)});
-    }
+inline int bits_of(i32 mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#else
+    int bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (mask[i] & 1) << i;
+    return bits;
+#endif
 }
 
-// The k largest of x: a histogram of the keys' upper bits tells which of them can be among these.
-void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
-    constexpr int BITS = 11, BINS = 1 << BITS;
-    uint32_t bins[4][BINS] = {};  // four, so that equal neighbours do not wait for each other
-    int64_t at = 0;
-    for (; at + LANES <= count; at += LANES) {
-        u32 keys = order((u32)load<f32>(x + at)) >> (32 - BITS);
-        UNROLL for (int i = 0; i < LANES; i++) bins[i % 4][keys[i]]++;
+// Packs the lanes of v that `bits` names.
+inline u32 compress(u32 v, int bits) {
+#if defined(__AVX512F__)
+    return (u32)_mm512_maskz_compress_epi32(bits, (__m512i)v);
+#else
+    u32 packed = {};
+    for (int i = 0, n = 0; i < LANES; i++)
+        if (bits >> i & 1) packed[n++] = v[i];
+    return packed;
+#endif
+}
+
+// The k-th largest of keys[count], bit by bit from the top; behind them stands room for a vector of zeros.
+uint32_t kth_largest(uint32_t* keys, int64_t count, int64_t k) {
+    std::fill_n(keys + count, LANES, 0);
+    uint32_t found = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        i32 reached = {};
+        for (int64_t i = 0; i < count; i += LANES) reached -= load<u32>(keys + i) >= (found | bit);
+        int64_t total = 0;
+        for (int i = 0; i < LANES; i++) total += reached[i];
+        if (total >= k) found |= bit;
     }
-    for (; at < count; at++) bins[0][order(x[at]) >> (32 - BITS)]++;
-    int64_t above = 0, bin = BINS;
-    while (above < k) {
-        bin--;
-        above += bins[0][bin] + bins[1][bin] + bins[2][bin] + bins[3][bin];
-    }
-    std::vector<Found> found;
-    found.reserve(above);
-    collect(x, count, (uint32_t)bin << (32 - BITS), found);
-    std::nth_element(found.begin(), found.begin() + k - 1, found.end(), [](Found a, Found b) {
-        return a.key > b.key || (a.key == b.key && a.index < b.index);
+    return found;
+}
+
+// The keys of x[count] that are at least `least`, and where they stand; returns how many there are.
+int64_t collect(const float* x, int64_t count, uint32_t least, uint32_t* keys, int32_t* places) {
+    int64_t found = 0;
+    u32 place;
+    UNROLL for (int i = 0; i < LANES; i++) place[i] = i;
+    over(x, count, 0, [&](int64_t at, f32 v) {
+        u32 key = order((u32)v);
+        int hits = bits_of(key >= least);
+        if (at + LANES > count) hits &= (1 << (count - at)) - 1;
+        store(keys + found, compress(key, hits));
+        store(places + found, compress(place + (uint32_t)at, hits));
+        found += __builtin_popcount(hits);
     });
-    for (int64_t i = 0; i < k; i++) out[i] = found[i].index;
+    return found;
+}
+
+// A key that, by a sample of x, somewhat more than k others reach; 0 where k is too large a part for that.
+uint32_t guess(const float* x, int64_t count, int64_t k) {
+    int64_t size = std::min<int64_t>(1024, count / 8), stride = size ? count / size : 0;
+    double expected = (double)k / count * size;
+    int64_t rank = expected + 3 * std::sqrt(expected) + 2;
+    if (rank >= size) return 0;
+    uint32_t sample[1024 + LANES];
+    for (int64_t i = 0; i < size; i++) sample[i] = order(x[i * stride + (i * 7919) % stride]);
+    return kth_largest(sample, size, rank + 1);
+}
+
+// Room of a thread, kept from call to call.
+struct Candidates {
+    Buffer<uint32_t> keys;
+    Buffer<int32_t> places, chosen;
+
+    void fit(size_t count) {
+        if (keys.size() < count) keys.resize(count), places.resize(count), chosen.resize(count);
+    }
+};
+
+// The k largest of x; of equal ones those that come first.
+void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
+    static thread_local Candidates all;
+    all.fit(count + LANES);  // a whole vector may be written behind the last
+    uint32_t* keys = all.keys.data();
+    int32_t *places = all.places.data(), *chosen = all.chosen.data();
+    int64_t size = collect(x, count, guess(x, count, k), keys, places);
+    if (size < k) size = collect(x, count, 0, keys, places);
+    uint32_t last = kth_largest(keys, size, k);
+    int64_t found = 0;
+    for (int64_t i = 0; i < size; i++) chosen[found] = places[i], found += keys[i] > last;
+    for (int64_t i = 0; found < k; i++) chosen[found] = places[i], found += keys[i] == last;
+    for (int64_t i = 0; i < k; i++) out[i] = chosen[i];
 }
 
 }  // namespace

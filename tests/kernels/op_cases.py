@@ -129,6 +129,11 @@ def channel_scores() -> Iterator[Case]:
         yield Case("channel_scores", f"g{group}-{channels}x{count}", args)
 
 
+def channel_sums() -> Iterator[Case]:
+    for case in channel_scores():
+        yield case._replace(op="channel_sums")
+
+
 def group_weights() -> Iterator[Case]:
     for group, count in ((1, 1), (3, 31), (4, 4100), (8, 333)):
         for reduce in ("sum", "largest"):
@@ -148,6 +153,15 @@ def pq_scores() -> Iterator[Case]:
         for group in (1, 3, 4, 8):
             args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
             yield Case("pq_scores", f"{name}-g{group}", args)
+
+
+def pq_weights() -> Iterator[Case]:
+    for case in pq_scores():
+        yield Case("pq_weights", case.name, (*case.args, 0.3))
+    q, centroids, codes = next(pq_scores()).args
+    far = centroids.clone()
+    far[..., 0, :] += 60 * q[:, ::1, 0, :32].view(2, 2, 1, 32)  # a centroid that no token has, far above the others
+    yield Case("pq_weights", "far-bound", (q, far, codes.clamp(min=1), 1.0))
 
 
 def top_k() -> Iterator[Case]:
@@ -181,8 +195,10 @@ def cases() -> list[Case]:
         *gather_rows(),
         *row_scores(),
         *channel_scores(),
+        *channel_sums(),
         *group_weights(),
         *pq_scores(),
+        *pq_weights(),
         *top_k(),
         *rebuild_keys(),
     ]

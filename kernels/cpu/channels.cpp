@@ -1,0 +1,144 @@
+// Products of a group's queries with all keys in a few channels (SparQ). The keys lie a channel per row, so that the
+// other rows are never touched.
+#include "rows.hpp"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int WIDE = 2 * LANES;   // tokens of a block
+constexpr int64_t CHUNK = 4096;   // tokens of a task
+constexpr int MOST_HEADS = 16;
+
+struct Call {
+    const float* q;           // [P g r]
+    const void* x;            // [B G D S], strides in elements
+    const int64_t* channels;  // [P r]
+    float* out;               // [P g S], or their sums [P S]
+    float* lse;               // [P g], or null
+    int64_t is_bf16, batch, groups, heads, count, num_channels, x_batch, x_group, x_row;
+};
+
+typedef uint16_t u16 __attribute__((vector_size(32)));
+inline f32 values(const float* x) { return load<f32>(x); }
+inline f32 values(const bf16* x) { return (f32)(__builtin_convertvector(load<u16>(x), u32) << 16); }
+
+using Block = float[MOST_HEADS][WIDE];
+
+// The blocks of tokens [first, last) of one KV head, one after the other.
+template <class E> struct Reader {
+    const Call& call;
+    int64_t pair;
+    std::vector<const E*> rows;
+    Buffer<E> rest;  // copies of full length where the rows end inside a block
+
+    Reader(const Call& call, int64_t pair)
+        : call(call), pair(pair), rows(call.num_channels), rest(WIDE * call.num_channels) {}
+
+    void read(int64_t at, int64_t n, Block& logits) {
+        const E* base = (const E*)call.x + pair / call.groups * call.x_batch + pair % call.groups * call.x_group + at;
+        for (int64_t c = 0; c < call.num_channels; c++) {
+            rows[c] = base + call.channels[pair * call.num_channels + c] * call.x_row;
+            if (n < WIDE) rows[c] = std::copy_n(rows[c], n, &rest[c * WIDE]) - n;
+        }
+        in_steps<4>(call.heads, [&](int h, auto heads) {
+            constexpr int H = heads;
+            const float* q = call.q + (pair * call.heads + h) * call.num_channels;
+            f32 acc[H][2] = {};
+            for (int64_t c = 0; c < call.num_channels; c++) {
+                __builtin_prefetch((const char*)rows[c] + 8 * LINE);
+                f32 a = values(rows[c]), b = values(rows[c] + LANES);
+                UNROLL for (int i = 0; i < H; i++) {
+                    acc[i][0] += q[i * call.num_channels + c] * a;
+                    acc[i][1] += q[i * call.num_channels + c] * b;
+                }
+            }
+            std::memcpy(logits[h], acc, sizeof acc);
+        });
+    }
+};
+
+// Calls f(reader, pair, chunk, first token, last) for every task, in parallel.
+template <class E, class F> void tasks(const Call& call, F f) {
+    int64_t chunks = (call.count + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(static) if (call.batch * call.groups * call.count > CHUNK)
+    for (int64_t task = 0; task < call.batch * call.groups * chunks; task++) {
+        int64_t chunk = task % chunks;
+        Reader<E> reader(call, task / chunks);
+        f(reader, task / chunks, chunk, chunk * CHUNK, std::min((chunk + 1) * CHUNK, call.count));
+    }
+}
+
+template <class E> void scores(const Call& call) {
+    tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t, int64_t first, int64_t last) {
+        alignas(LINE) Block logits;
+        for (int64_t at = first; at < last; at += WIDE) {
+            int64_t n = std::min<int64_t>(WIDE, last - at);
+            reader.read(at, n, logits);
+            for (int64_t h = 0; h < call.heads; h++)
+                std::memcpy(call.out + (pair * call.heads + h) * call.count + at, logits[h], n * sizeof(float));
+        }
+    });
+}
+
+// A sum of exponentials under the largest exponent so far.
+struct Total {
+    float top = -INFINITY;
+    f32 sums = {};
+
+    void add(f32 x) {
+        if (any(x > top)) {
+            float higher = largest(x);
+            sums *= std::exp2(top - higher);
+            top = higher;
+        }
+        sums += exp2(x - top);
+    }
+    float log2() const { return top + std::log2(sum(sums)); }
+};
+
+// Sums over the heads, and the log of each head's sum of exponentials.
+template <class E> void sums(const Call& call) {
+    int64_t chunks = (call.count + CHUNK - 1) / CHUNK, pairs = call.batch * call.groups;
+    Buffer<float> logs(pairs * chunks * call.heads);
+    tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t chunk, int64_t first, int64_t last) {
+        alignas(LINE) Block logits;
+        Total totals[MOST_HEADS];
+        for (int64_t at = first; at < last; at += WIDE) {
+            int64_t n = std::min<int64_t>(WIDE, last - at);
+            reader.read(at, n, logits);
+            f32 sum[2] = {};
+            for (int64_t h = 0; h < call.heads; h++) {
+                for (int64_t t = n; t < WIDE; t++) logits[h][t] = -INFINITY;
+                for (int i = 0; i < 2; i++) {
+                    f32 x = load<f32>(logits[h] + i * LANES);
+                    sum[i] += x;
+                    totals[h].add(x * (float)M_LOG2E);
+                }
+            }
+            std::memcpy(call.out + pair * call.count + at, sum, n * sizeof(float));
+        }
+        for (int64_t h = 0; h < call.heads; h++) logs[(pair * chunks + chunk) * call.heads + h] = totals[h].log2();
+    });
+    for (int64_t i = 0; i < pairs * call.heads; i++) {
+        const float* log = &logs[i / call.heads * chunks * call.heads + i % call.heads];
+        float top = -INFINITY, total = 0;
+        for (int64_t chunk = 0; chunk < chunks; chunk++) top = std::max(top, log[chunk * call.heads]);
+        for (int64_t chunk = 0; chunk < chunks; chunk++) total += std::exp2(log[chunk * call.heads] - top);
+        call.lse[i] = (top + std::log2(total)) * (float)M_LN2;
+    }
+}
+
+}  // namespace
+
+// Numbers as in struct Call.
+EXPORT void channel_scores(const int64_t* numbers) {
+    Call call;
+    std::memcpy(&call, numbers, sizeof call);
+    call.is_bf16 ? scores<bf16>(call) : scores<float>(call);
+}
+EXPORT void channel_sums(const int64_t* numbers) {
+    Call call;
+    std::memcpy(&call, numbers, sizeof call);
+    call.is_bf16 ? sums<bf16>(call) : sums<float>(call);
+}
