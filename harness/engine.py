@@ -8,6 +8,7 @@ runs before the question, which then goes through `decode` token by token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,7 @@ from harness.footprint import Footprint, footprint
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
+from harness.trace import Tracer
 from methods.layers import DenseLayer
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
@@ -54,11 +56,14 @@ class Generation:
     kv: Footprint = field(default_factory=Footprint)
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/teacher.py)
+    trace: dict[str, Any] | None = None  # of the whole batch
 
 
 class Engine:
     """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
-    every n-th step with exact attention (harness/fidelity.py), 0 for never."""
+    every n-th step with exact attention (harness/fidelity.py), 0 for never. `tracer`: clocks the decode steps."""
+
+    tracer: Tracer | None = None
 
     def __init__(self, attachment: Attachment, *, prefill_chunk: int | None = None, fidelity: int = 0) -> None:
         self.attachment = attachment
@@ -128,6 +133,8 @@ class Engine:
         if cache.watch is not None:
             exact = self.attachment.method.dense_prefill  # else Full's prompt is not the method's
             out.fidelity = [cache.watch.report(self.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
+        if self.tracer is not None:
+            out.trace = self.tracer.take()
         return out
 
     def _question(self, question: Tensor, cache: KVCache, run: _Run) -> Tensor:
@@ -139,7 +146,8 @@ class Engine:
         return logits
 
     def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
-        logits = self._step(token, cache)
+        with self.tracer.step(cache) if self.tracer is not None else nullcontext():
+            logits = self._step(token, cache)
         run.note_step()
         if cache.watch is not None:
             cache.watch.note(token, logits)

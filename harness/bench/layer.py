@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +19,9 @@ import torch
 from harness.bench import calibrate, methods, output
 from harness.bench.measure import estimate, ratios, seconds
 from harness.bench.synthetic import Shape
-from harness.bench.traffic import PHASES, bytes_read
+from harness.bench.traffic import bytes_read
 from harness.tables import Column
-from kernels.dispatch import watched
+from harness.trace import PHASES, Stopwatch, clocked
 from methods.base import AttnInput, KVLayer, Method, Request
 from methods.budget import Budget, BudgetError
 from methods.full import Full
@@ -107,31 +106,20 @@ def trace(decoding: Decoding) -> tuple[dict[str, float], float]:
     read = []
     for _ in range(TRACED):
         decoding.advance()
-        with clocked(decoding.shape.device) as (spent, moved):
-            whole = seconds(decoding.step, decoding.shape.device)
+        whole, spent, moved = _traced_step(decoding)
         for phase in PHASES:
             phases[phase].append(spent[phase])
         phases["rest"].append(whole - sum(spent.values()))
-        read.append(sum(moved))
+        read.append(moved)
     return {phase: median(values) for phase, values in phases.items()}, median(read)
 
 
-@contextmanager
-def clocked(device: torch.device) -> Iterator[tuple[dict[str, float], list[int]]]:
-    """Adds up the time of the operations that run inside, by phase, and the bytes each reads."""
-    spent: dict[str, float] = defaultdict(float)
-    read: list[int] = []
-
-    def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        made: list[Any] = []
-        spent[next(phase for phase, names in PHASES.items() if name in names)] += seconds(
-            lambda: made.append(call()), device
-        )
-        read.append(bytes_read(name, arguments, made[0]))
-        return made[0]
-
-    with watched(around):
-        yield spent, read
+def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
+    """Seconds of the step, and of each phase in it; bytes read."""
+    watch, read = Stopwatch(decoding.shape.device), list[int]()
+    with clocked(watch, lambda *call: read.append(bytes_read(*call))):
+        whole = seconds(decoding.step, decoding.shape.device)
+    return whole, watch.totals(), sum(read)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which part of a decode step an operation is, and the bytes it must read."""
+"""The bytes an operation must read."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-
-# fmt: off
-PHASES = {
-    "select": (
-        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights", "log_sum_exp",
-        "top_k", "column_sums", "kmeans",
-    ),
-    "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
-    "attend": (
-        "segment_attention", "segment_attention_with_lse", "merge_attention",
-        "prefill_attention", "prefill_attention_with_column_sums",
-    ),
-}
-# fmt: on
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
