@@ -10,19 +10,20 @@ up to b=8, nothing is stale between prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kernels import ops
 from methods import costs
-from methods.base import Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
+from methods.rounds import Fit, measure
 from methods.windows import Windows
 
 
@@ -44,16 +45,16 @@ class PQCache(Method):
         index_cost="{m} codes of {b} bits per token, one byte each; k-means at the seal",
         budget="sinks, window and selected tokens (the paper counts sinks on top)",
         deviations=(
-            "k-means has a fixed limit of {iterations} rounds, so that tokens can be reproduced; the paper's follows "
-            "the machine's speed, to hide the clustering behind the prefill, and here the seal comes after it. Codes "
-            "stay on the device, so scoring moves nothing. Generated tokens are always "
+            "k-means rounds are limited to {iterations}, so that tokens can be reproduced; the paper's number follows "
+            "the machine's speed, to hide the clustering behind the prefill (iterations=auto; here the seal still "
+            "comes after it). Codes stay on the device, so scoring moves nothing. Generated tokens are always "
             "read and get no code before a further turn. No cache of recent blocks"
         ),
     )
 
     m: int
     b: int
-    iterations: int
+    iterations: int | Literal["auto"] | tuple[float, ...]
     tolerance: float
     seed: int
     sinks: int
@@ -65,8 +66,48 @@ class PQCache(Method):
             raise ValueError(f"m={self.m} must be at least 1: it is the number of sub-vectors a key is split into.")
         if not 1 <= self.b <= 16:
             raise ValueError(f"b={self.b} must lie in 1..16: it is the bits of a code, 2^b centroids.")
-        if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations} must be at least 1: k-means needs a round.")
+        self._check_iterations()
+
+    def _check_iterations(self) -> None:
+        asked = self.iterations
+        if isinstance(asked, int) and asked < 1:
+            raise ValueError(f"iterations={asked} must be at least 1: k-means needs a round.")
+        if isinstance(asked, Sequence) and asked != "auto":
+            object.__setattr__(self, "iterations", tuple(asked))  # yaml brings a list, which has no hash
+            if len(asked) != len(Fit._fields) or min(asked) < 0:
+                raise ValueError(
+                    f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} "
+                    "numbers that a run with auto wrote into its run.json, none negative."
+                )
+
+    def rounds(self, tokens: int, prepared: object) -> int:
+        """The most rounds for `tokens` clustered tokens; `prepared` is what `prepare` returned."""
+        if isinstance(self.iterations, int):
+            return self.iterations
+        assert isinstance(prepared, Fit)
+        return prepared.rounds(tokens)
+
+    def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
+        """The fit behind `iterations=auto`."""
+        if isinstance(self.iterations, int):
+            return None
+        if self.iterations == "auto":
+            return measure(len(specs), observe, lambda keys, rounds: self.cluster(keys, rounds, tolerance=0.0))
+        return Fit(*self.iterations)
+
+    def cluster(self, keys: Tensor, rounds: int, tolerance: float) -> tuple[Tensor, Tensor]:
+        """keys [B G M D] -> centroids [B G m C d'] in fp32, codes [B G m M]"""
+        batch, groups, count, dim = keys.shape
+        clusters = min(2**self.b, count)
+        split = keys.float().view(batch, groups, count, self.m, dim // self.m).transpose(2, 3)
+        points = split.reshape(batch * groups * self.m, count, dim // self.m)
+        draw = torch.Generator().manual_seed(self.seed)
+        initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
+        centroids, codes = ops.kmeans(points, initial, rounds, tolerance)
+        return centroids.view(batch, groups, self.m, clusters, -1), codes.view(batch, groups, self.m, count)
+
+    def measured(self, prepared: object) -> Mapping[str, object]:
+        return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
 
     @property
     def windows(self) -> Windows:
@@ -116,19 +157,12 @@ class PQLayer(SelectLayer):
         return self.method.windows.split(budget)
 
     def index(self, keys: Tensor) -> None:
-        batch, groups, count, dim = keys.shape
-        parts, clusters = self.method.m, min(2**self.method.b, count)
-        split = keys.float().view(batch, groups, count, parts, dim // parts).transpose(2, 3)
-        points = split.reshape(batch * groups * parts, count, dim // parts)
-        draw = torch.Generator().manual_seed(self.method.seed)
-        initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
-        centroids, codes = ops.kmeans(points, initial, self.method.iterations, self.method.tolerance)
-        self.centroids = centroids.view(batch, groups, parts, clusters, -1).to(keys.dtype)
-        code_type = torch.uint8 if clusters <= 256 else torch.int32
-        self.codes = codes.view(batch, groups, parts, count).transpose(2, 3).to(code_type).contiguous()
+        rounds = self.method.rounds(keys.shape[2], self.request.prepared)
+        centroids, codes = self.method.cluster(keys, rounds, self.method.tolerance)
+        self.centroids = centroids.to(keys.dtype)
+        code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
+        self.codes = codes.transpose(2, 3).to(code_type).contiguous()
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        logits = ops.pq_scores(q, self.centroids, self.codes)  # [B G g M]
-        weights = (logits.float() * self.spec.scale).softmax(-1).sum(2)
-        rows: Tensor = ops.top_k(weights, top)
+        rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows

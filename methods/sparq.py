@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.reference import Segment
 from methods import costs
 from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
-from methods.stores import Rows
+from methods.stores import HostStore, Rows
 from methods.windows import Windows
 
 
@@ -98,12 +99,20 @@ class SparQ(Method):
         return [SparQLayer(spec, request, self) for spec in specs]
 
 
+class Approximate(NamedTuple):
+    """Queries in the picked channels alone, and what all middle tokens together get of them."""
+
+    query: Tensor  # [B G g D], without the scale
+    middle: Tensor  # [B G g] fp32, log of the sum of exponentials
+
+
 class SparQLayer(SelectLayer):
     """The sum of values and the share of unread tokens are kept for `mean_value` only."""
 
     method: SparQ
     by_channel: Rows | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, of every token so far
+    approximate: Approximate | None = None  # of the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, what the read tokens hold of the approximate softmax
 
     def split(self, budget: int) -> Plan:
@@ -117,15 +126,30 @@ class SparQLayer(SelectLayer):
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels = ops.top_k(groups.abs().sum(2), self.method.r)  # [B G r]
-        picked = groups.gather(-1, channels.unsqueeze(2).expand(-1, -1, groups.shape[2], -1)).float()
-        share = picked.abs().sum(-1, keepdim=True) / groups.float().abs().sum(-1, keepdim=True).clamp(min=1e-20)
-        picked = (picked * (self.spec.scale / share.clamp(min=1e-20).sqrt())).to(q.dtype)  # [B G g r]
-        logits = (picked @ self._middle_channels(channels)).float()  # [B G g M]
-        rows: Tensor = ops.top_k(logits.sum(2), top)
+        mass = groups.float().abs()
+        channels = ops.top_k(mass.sum(2), self.method.r)  # [B G r]
+        index = channels.unsqueeze(2).expand(*groups.shape[:3], -1)
+        share = mass.gather(-1, index).sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=1e-20)
+        picked = groups.gather(-1, index).float() / share.clamp(min=1e-20).sqrt()  # [B G g r]
+        sums, lse = self._scores((picked * self.spec.scale).to(q.dtype), channels)
         if self.method.mean_value:
-            self.covered = self._covered(logits, rows, picked, channels)
+            query = torch.zeros_like(groups).scatter_(-1, index, picked.to(q.dtype))  # channels not picked are zero
+            self.approximate = Approximate(query, lse)
+        rows: Tensor = ops.top_k(sums, top)
         return rows
+
+    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+        """After a selection the approximate queries go over the same rows, in the same pass, for what they cover."""
+        if self.approximate is None:
+            return super().attend(q, *segments)
+        (query, middle), self.approximate = self.approximate, None
+        batch, groups, group, dim = query.shape
+        both = torch.cat([q.view_as(query), query], 2).view(batch, -1, 1, dim)
+        outs, lse = ops.segment_attention_with_lse(both, segments, self.spec.scale)
+        _, always = ops.segment_attention_with_lse(query.view_as(q), self.always_read(), self.spec.scale)
+        read = lse.view(batch, groups, -1)[..., group:]
+        self.covered = (read - torch.logaddexp(always.view_as(middle), middle)).exp().unsqueeze(-1)
+        return outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
 
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)
@@ -136,23 +160,24 @@ class SparQLayer(SelectLayer):
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
-    def _middle_channels(self, channels: Tensor) -> Tensor:
-        """These channels of the middle keys, from where they lie. [B G r] -> [B G r M]"""
+    def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the middle, from where its keys lie: `channel_sums` of picked [B G g r] in channels [B G r]."""
+        if self.middle is None:
+            by_channel = self.by_channel.rows_held if self.by_channel is not None else self._middle_view().k.mT
+            return _sums(picked, by_channel, channels)
+        every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
+        return _sums(picked, self._moved_channels(self.middle, channels), every)
+
+    def _moved_channels(self, middle: HostStore, channels: Tensor) -> Tensor:
+        """[B G r] -> [B G r M] on the device"""
         if self.by_channel is not None:
             return self.by_channel.fetch(channels)
-        keys = self._middle_view().k if self.middle is None else self.middle.k
-        index = channels.to(keys.device).unsqueeze(2).expand(-1, -1, keys.shape[2], -1)
-        found = keys.gather(-1, index).transpose(2, 3)
-        if self.middle is not None:
-            self.request.traffic.to_device_bytes += found.nbytes
+        index = channels.to(middle.k.device).unsqueeze(2).expand(-1, -1, middle.length, -1)
+        found = middle.k.gather(-1, index).mT
+        self.request.traffic.to_device_bytes += found.nbytes
         return found.to(channels.device, non_blocking=True)
 
-    def _covered(self, middle: Tensor, rows: Tensor, picked: Tensor, channels: Tensor) -> Tensor:
-        """The approximate softmax over every token, summed over those that are read. -> [B G g 1]"""
-        shape = (*picked.shape[:3], self.spec.head_dim)
-        index = channels.unsqueeze(2).expand_as(picked)
-        query = picked.new_zeros(shape).scatter(-1, index, picked)  # channels not picked are zero
-        always = [(query @ segment.k.transpose(-1, -2)).float() for segment in self.always_read()]
-        chosen = middle.gather(-1, rows.unsqueeze(2).expand(-1, -1, shape[2], -1))
-        read = torch.cat([*always, chosen], -1).logsumexp(-1, keepdim=True)
-        return (read - torch.cat([*always, middle], -1).logsumexp(-1, keepdim=True)).exp()
+
+def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = ops.channel_sums(picked, by_channel, channels)
+    return made
