@@ -164,7 +164,7 @@ class Job:
         loaded = load(self.model, self.settings.dtype, self.settings.device)
         ops.forget_used()
         self.note(run)
-        attachment = self.attachment(loaded)
+        attachment = self.attachment(loaded, run)
         with routed(loaded.model):
             runner = Runner(self, attachment, loaded)
             runner.warm_up(pending)
@@ -187,15 +187,19 @@ class Job:
             host_is_cpu=self.settings.device == "cpu",
         )
 
-    def attachment(self, loaded: LoadedModel) -> Attachment:
-        return Attachment(
+    def attachment(self, loaded: LoadedModel, run: Run) -> Attachment:
+        """A run that goes on keeps what its first session measured of the machine."""
+        attachment = Attachment(
             loaded.model,
-            self.method,
+            replace(self.method, **run.info.get("measured", {})),  # type: ignore[type-var]
             self.budget,
             self.settings.placement,  # type: ignore[arg-type]
             torch.tensor([calibration_text(self.model)]),
             self.settings.stale_by,
         )
+        if measured := self.method.measured(attachment.prepared):
+            run.note(measured=dict(measured))
+        return attachment
 
 
 def outside(*plugs: Any) -> list[Path]:

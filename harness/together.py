@@ -117,7 +117,7 @@ def _generate(pairs: Sequence[tuple[Job, Run]]) -> None:
     limit_threads(first.settings)
     loaded = load(first.model, first.settings.dtype, first.settings.device)
     ops.forget_used()
-    members = [_Member(job, run, Runner(job, job.attachment(loaded), loaded)) for job, run in open_pairs]
+    members = [_Member(job, run, Runner(job, job.attachment(loaded, run), loaded)) for job, run in open_pairs]
     for member in members:
         member.job.note(member.run)
     pending = [item for item in first.items if any(not m.run.contains(item.example.id) for m in members)]

@@ -7,7 +7,7 @@ tokens, D head size, E model width. KV head i serves query heads i*g ... i*g+g-1
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -179,6 +179,10 @@ class Method(ABC):
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
         """Work done once per model and kept: `observe(tokens)` runs calibration text, yields each layer's input."""
         return None
+
+    def measured(self, prepared: object) -> Mapping[str, object]:
+        """Of `prepared`, what was timed on this machine: parameters with which the run can be repeated elsewhere."""
+        return {}
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:

@@ -16,6 +16,7 @@ import yaml
 
 from harness import run as run_module
 from harness.config import Results, Settings
+from harness.files import read_json, write_json
 from harness.run import Evaluation, evaluate
 from methods.full import Full
 from methods.pqcache import PQCache
@@ -116,6 +117,21 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
     with lines.open("a") as file:
         file.write(damage)
     assert without_times(run(tmp_path / "torn", baseline="off")) == without_times(whole)
+
+
+def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path) -> None:
+    """A run that goes on uses its first session's fit; the numbers as a parameter repeat the run."""
+    auto = replace(PQ, iterations="auto")
+    made = run(tmp_path, auto, baseline="off")
+    measured = read_json(made.folder / "run.json")["measured"]
+    assert len(measured["iterations"]) == 7
+    other = {"iterations": [0.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.01]}
+    write_json(made.folder / "run.json", read_json(made.folder / "run.json") | {"measured": other})
+    (made.folder / "examples.jsonl").unlink()
+    again = run(tmp_path, auto, baseline="off")
+    assert read_json(again.folder / "run.json")["measured"] == other
+    repeated = run(tmp_path, replace(PQ, **other), baseline="off")
+    assert [record.tokens for record in repeated.records] == [record.tokens for record in again.records]
 
 
 def test_kill_9_then_the_same_command(tmp_path: Path) -> None:

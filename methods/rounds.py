@@ -1,0 +1,84 @@
+"""How many k-means rounds a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section 3.3).
+
+Timed once per model at a few lengths s: a layer's share of a dense prefill, fitted as a quadratic of s, and the
+clustering of a layer's keys in 3 and in 9 rounds, fitted as lines of s. A prompt then gets the most rounds whose
+clustering takes no longer than one layer's prefill, 3 to 300.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from methods.base import AttnInput
+
+LENGTHS = (512, 1024, 2048, 4096)  # tokens
+FEW, MORE = 3, 9  # rounds
+LEAST, MOST = 3, 300
+REPEATS = 2  # the fastest counts: the first pays for allocations
+Made = TypeVar("Made")
+
+
+class Fit(NamedTuple):
+    """Seconds of one layer, highest power of s first. As plain numbers it is a value of `method.iterations`."""
+
+    prefill_2: float
+    prefill_1: float
+    prefill_0: float
+    few_1: float
+    few_0: float
+    round_1: float
+    round_0: float
+
+    def rounds(self, tokens: int) -> int:
+        """For `tokens` clustered tokens."""
+        prefill = (self.prefill_2 * tokens + self.prefill_1) * tokens + self.prefill_0
+        spare = prefill - (self.few_1 * tokens + self.few_0)
+        each = self.round_1 * tokens + self.round_0
+        return max(LEAST, min(FEW + int(spare / max(each, 1e-12)), MOST))
+
+
+def measure(
+    layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
+) -> Fit:
+    """`observe` as in `Method.prepare`; `cluster(keys, rounds)` clusters keys [1 G S D] in exactly that many rounds."""
+    prefill, few, more = [], [], []
+    for tokens in LENGTHS:
+        whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))
+        prefill.append(whole / layers)
+        few.append(_fastest(partial(cluster, x.k, FEW))[0])
+        more.append(_fastest(partial(cluster, x.k, MORE))[0])
+    each = [max(b - a, 0.0) / (MORE - FEW) for a, b in zip(few, more, strict=True)]
+    return Fit(*polynomial(LENGTHS, prefill, 2), *polynomial(LENGTHS, few, 1), *polynomial(LENGTHS, each, 1))
+
+
+def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
+    """Coefficients, none negative, highest power first, 4 digits each: least squares of the seconds per token."""
+    from scipy.optimize import nnls
+
+    s, t, powers = np.array(lengths), np.array(seconds), np.arange(degree, -1, -1)
+    scaled, _ = nnls((s[:, None] / s.max()) ** powers / s[:, None], t / s)
+    return [float(f"{c:.4g}") for c in scaled / s.max().astype(float) ** powers]
+
+
+def _fastest(call: Callable[[], Made]) -> tuple[float, Made]:
+    """Seconds until the device is done, and what came."""
+    times = []
+    for _ in range(REPEATS):
+        _wait()
+        began = perf_counter()
+        made = call()
+        _wait()
+        times.append(perf_counter() - began)
+    return min(times), made
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
