@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,12 +59,18 @@ def measure(
 
 
 def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
-    """Coefficients, none negative, highest power first, 4 digits each: least squares of the seconds per token."""
-    from scipy.optimize import nnls
+    """Coefficients, none negative, highest power first, 4 digits each: least squares of the seconds per token.
 
-    s, t, powers = np.array(lengths), np.array(seconds), np.arange(degree, -1, -1)
-    scaled, _ = nnls((s[:, None] / s.max()) ** powers / s[:, None], t / s)
-    return [float(f"{c:.4g}") for c in scaled / s.max().astype(float) ** powers]
+    The best such fit is an ordinary one with some powers left out.
+    """
+    s, t = (torch.tensor(x, dtype=torch.float64) for x in (lengths, seconds))
+    terms = torch.stack([(s / s.max()) ** power / s for power in range(degree, -1, -1)], 1)
+    kept = [torch.tensor(mask) for mask in product((False, True), repeat=degree + 1) if any(mask)]
+    fits = [
+        terms.new_zeros(degree + 1).masked_scatter(k, torch.linalg.lstsq(terms[:, k], t / s).solution) for k in kept
+    ]
+    best = min((fit for fit in fits if (fit >= 0).all()), key=lambda fit: float((terms @ fit - t / s).norm()))
+    return [float(f"{c / float(s.max()) ** (degree - i):.4g}") for i, c in enumerate(best.tolist())]
 
 
 def _fastest(call: Callable[[], Made]) -> tuple[float, Made]:
