@@ -106,14 +106,19 @@ class QuestLayer(DenseLayer):
             self.rows, self.age = self._choose(x.q, self.places), 0
         else:
             self.age += 1
-        later = torch.arange(self.sealed, self.store.length, device=x.q.device).expand(*self.rows.shape[:2], -1)
-        rows = torch.cat([self.rows.clamp(max=self.sealed - 1), later], -1)
-        k, v = gather_per_head(self.store.k, rows), gather_per_head(self.store.v, rows)
-        if not self._ragged:
-            return self.attend(x.q, Segment(k, v))
-        real = pad(self.rows < self.sealed, (0, later.shape[-1]), value=True)
+        if self._ragged:
+            return self._attend_ragged(x.q, self.rows)
+        k, v = self.store.k, self.store.v
+        return self.attend(x.q, Segment(k, v, self.rows), Segment(k[:, :, self.sealed :], v[:, :, self.sealed :]))
+
+    def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
+        """Rows that do not exist are read as others are, and masked."""
+        later = torch.arange(self.sealed, self.store.length, device=q.device).expand(*rows.shape[:2], -1)
+        read = torch.cat([rows.clamp(max=self.sealed - 1), later], -1)
+        k, v = gather_per_head(self.store.k, read), gather_per_head(self.store.v, read)
+        real = pad(rows < self.sealed, (0, later.shape[-1]), value=True)
         real = real.repeat_interleave(self.spec.num_heads // real.shape[1], 1).unsqueeze(2)
-        return scaled_dot_product_attention(x.q, k, v, attn_mask=real, scale=self.spec.scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, attn_mask=real, scale=self.spec.scale, enable_gqa=True)
 
     @property
     def attended(self) -> Attended:
@@ -138,7 +143,7 @@ class QuestLayer(DenseLayer):
         """Tokens of the best pages. q [B H 1 D] -> [B H|G K]"""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
-        scores = (both @ self.bounds.transpose(-1, -2)).float()  # [B G g P]
+        scores = ops.row_scores(both, self.bounds)  # [B G g P]
         scores = scores.amax(2) if self.method.select_per == "kv_head" else scores.flatten(1, 2)
         if not self.method.last_page:
             return self._tokens(ops.top_k(scores, places))
