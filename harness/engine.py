@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from harness.attach import Attachment
 from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
+from harness.step import DecodeStep, StepError
 from harness.teacher import Forced
 from harness.trace import Tracer
 from methods.layers import DenseLayer
@@ -70,6 +72,7 @@ class Engine:
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
         self.fidelity = fidelity
+        self.decode_step, self.plain_reason = _decode_step(self.model)
 
     @torch.inference_mode()
     def generate(
@@ -154,12 +157,22 @@ class Engine:
         return logits
 
     def _step(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """One forward. ids [B T] -> logits of the last token [B V]"""
+        """ids [B T] -> logits of the last token [B V]"""
+        if cache.sealed and self.decode_step is not None:
+            return self.decode_step(ids, cache)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+
+def _decode_step(model: PreTrainedModel) -> tuple[DecodeStep | None, str | None]:
+    """The model's decode step, or why it runs its own forward."""
+    try:
+        return DecodeStep(model), None
+    except StepError as reason:
+        return None, str(reason)
 
 
 class _Run:

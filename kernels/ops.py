@@ -1,4 +1,4 @@
-"""The operations, each with its backends in order of preference. Shapes and formulas: kernels/reference.py."""
+"""The operations, each with its backends in order of preference. Shapes and formulas: in the torch backend's file."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ prefill_attention_with_column_sums = Op(
 pq_scores = Op("pq_scores", cpu="kernels.cpu.pq:pq_scores", torch="kernels.reference:pq_scores")
 pq_weights = Op("pq_weights", cpu="kernels.cpu.pq:pq_weights", torch="kernels.reference:pq_weights")
 rebuild_keys = Op("rebuild_keys", cpu="kernels.cpu.rebuild:rebuild_keys", torch="kernels.reference:rebuild_keys")
+attention_inputs = Op(
+    "attention_inputs", cpu="kernels.cpu.block:attention_inputs", torch="kernels.block:attention_inputs"
+)
+block_output = Op("block_output", cpu="kernels.cpu.block:block_output", torch="kernels.block:block_output")
+token_logits = Op("token_logits", cpu="kernels.cpu.block:token_logits", torch="kernels.block:token_logits")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

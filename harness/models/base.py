@@ -114,8 +114,16 @@ class ModelSource(ABC):
         _quiet()
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
+        _align(model)
         limit = min(self.context_window(), sliding_window(model.config) or self.context_window())
         return LoadedModel(model, tokenizer, name, revision, limit, eos_ids(model, tokenizer), weights)
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Weights mapped from a file begin anywhere; read from the start of a cache line they are faster."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
 
 
 def _quiet() -> None:

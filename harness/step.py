@@ -1,0 +1,104 @@
+"""One decode step of a whole model without the model's own forward: a few operations per layer around the KV method.
+
+transformers spends more time between the operations of a small step than in them. The same weights and roundings are
+used, so the tokens are those of the model's forward; a model that is not built as `kernels.block` says is refused with
+the reason, and then runs its own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from harness.hf import KVCache, attention_modules
+from kernels import ops
+from kernels.block import Block, Head, Linear
+from methods.base import AttnInput
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")
+
+
+class StepError(NotImplementedError):
+    """This model cannot be stepped through by blocks; the message says why."""
+
+
+class DecodeStep:
+    """`step(ids, cache)` for a sealed cache: ids [B 1] -> logits [B V]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.decoder: Any = model.get_decoder()
+        _check(model, self.decoder)
+        self.blocks = [_block(layer) for layer in self.decoder.layers]
+        norm, head = self.decoder.norm, model.get_output_embeddings()
+        self.head = Head(norm.variance_epsilon, norm.weight, _linear(head))
+        self.embedding: Tensor = self.decoder.embed_tokens.weight
+
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        position = cache.num_tokens
+        cache.begin()
+        x = embedding(ids, self.embedding)
+        cos, sin = self.decoder.rotary_emb(x, torch.tensor([[position]], device=ids.device))
+        for index, block in enumerate(self.blocks):
+            normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
+            attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))
+            x = ops.block_output(x, attended, block)
+        cache.end()
+        logits: Tensor = ops.token_logits(x, self.head)
+        return logits[:, -1]
+
+
+def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
+    name = type(model).__name__.removesuffix("ForCausalLM")
+    if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
+        raise StepError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
+    if model.config.hidden_act != "silu":
+        raise StepError(f"its MLP uses {model.config.hidden_act}, not silu.")
+    routed = {*attention_modules(model), model}  # harness.hf's own hooks are there
+    for path, module in model.named_modules():
+        if module not in routed and (module._forward_hooks or module._forward_pre_hooks):
+            raise StepError(f"a hook is registered on {path}, which would not be called.")
+
+
+def _block(layer: Any) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for all three, one for gate and up
+        groups = attention.num_key_value_heads * attention.head_dim
+        rows = attention.qkv_proj.weight.shape[0]
+        q, k, v = _split(attention.qkv_proj, (rows - 2 * groups, groups, groups))
+        gate, up = _split(mlp.gate_up_proj, (mlp.gate_up_proj.weight.shape[0] // 2,) * 2)
+    else:
+        q, k, v, gate, up = map(
+            _linear, (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+        )
+    return Block(
+        head_dim=attention.head_dim,
+        eps=layer.input_layernorm.variance_epsilon,
+        norm=layer.input_layernorm.weight,
+        q=q,
+        k=k,
+        v=v,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        o=_linear(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate=gate,
+        up=up,
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _linear(module: nn.Module) -> Linear:
+    if type(module) is not nn.Linear:
+        raise StepError(f"{type(module).__name__} stands where nn.Linear was expected (an adapter, or quantised?).")
+    return Linear(module.weight, module.bias)
+
+
+def _split(module: nn.Module, sizes: tuple[int, ...]) -> list[Linear]:
+    whole = _linear(module)
+    biases = (None,) * len(sizes) if whole.bias is None else whole.bias.split(sizes)
+    return [Linear(weight, bias) for weight, bias in zip(whole.weight.split(sizes), biases, strict=True)]

@@ -1,0 +1,78 @@
+"""A decoder block around its attention, for one new token of each sequence, in plain torch.
+
+Pre-norm blocks with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2, Qwen3, Phi-3. Rounded where
+transformers' modules round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from kernels.rope import rotate
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Linear:
+    weight: Tensor  # [out in]
+    bias: Tensor | None = None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Block:
+    """The weights of one decoder layer; E channels, H query and G KV heads of D, F channels in the MLP."""
+
+    head_dim: int
+    eps: float
+    norm: Tensor  # [E]
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: Tensor | None  # [D], Qwen3
+    k_norm: Tensor | None
+    o: Linear
+    mlp_norm: Tensor  # [E]
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Head:
+    """The final norm and the projection to the vocabulary."""
+
+    eps: float
+    norm: Tensor  # [E]
+    linear: Linear
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norm, projections and rotation. x [B 1 E], cos, sin [1|B 1 R] -> normed [B 1 E], q [B H 1 D], k, v [B G 1 D]"""
+    normed = rms_norm(x, block.norm, block.eps)
+    q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k = rms_norm(q, block.q_norm, block.eps), rms_norm(k, block.k_norm, block.eps)
+    return normed, rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+    """Output projection and MLP, each with its residual. x [B 1 E], attended [B H 1 D] -> [B 1 E]"""
+    x = x + block.o(attended.transpose(1, 2).flatten(2))
+    normed = rms_norm(x, block.mlp_norm, block.eps)
+    return x + block.down(silu(block.gate(normed)) * block.up(normed))
+
+
+def token_logits(x: Tensor, head: Head) -> Tensor:
+    """x [B 1 E] -> [B 1 V]"""
+    return head.linear(rms_norm(x, head.norm, head.eps))

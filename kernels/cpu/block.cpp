@@ -1,0 +1,236 @@
+// A decoder block around its attention for one new token: products of a vector with matrices that are read once.
+#include "rows.hpp"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int ROWS = 8;  // weight rows at a time
+
+struct Weights {
+    const void *weight, *bias;  // [out in], [out] or null
+};
+
+// Numbers and addresses of kernels/block.py, all of eight bytes.
+struct Block {
+    int64_t is_bf16, channels, heads, kv_heads, head_dim, inner;
+    double eps;
+    const void *norm, *q_norm, *k_norm, *mlp_norm;
+    Weights q, k, v, o, gate, up, down;
+};
+
+int64_t whole_lines(int64_t count, int64_t width) { return (count + width - 1) / width * width; }
+
+// Room that lives from call to call.
+template <class E> E* room(Buffer<E>& buffer, size_t count) {
+    if (buffer.size() < count) buffer.resize(count);
+    return buffer.data();
+}
+
+template <class E> inline float round_to(float x) {
+    E y;
+    put(&y, x);
+    return to_float(y);
+}
+
+// y = weight * (x / root mean square), rounded in between as the model's own norm is; zeros up to `padded`.
+template <class E> void rms_norm(const E* x, const E* weight, int64_t count, double eps, E* y, int64_t padded) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; i++) total += to_float(x[i]) * to_float(x[i]);
+    float share = 1 / std::sqrt(total / count + (float)eps);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) put(y + i, to_float(weight[i]) * round_to<E>(to_float(x[i]) * share));
+    for (int64_t i = count; i < padded; i++) y[i] = 0;
+}
+
+// Products of `n` <= ROWS rows from `w` on with x, which is zero behind `count`.
+template <class T, bool PART>
+f32 dots(const typename T::Element* w, int64_t n, int64_t count, const typename T::Element* x) {
+    using V = typename T::Vector;
+    constexpr int W = T::WIDTH;
+    f32 acc[2 * ROWS] = {};
+    const typename T::Element* row[ROWS];
+    for (int r = 0; r < ROWS; r++) row[r] = w + std::min<int64_t>(r, n - 1) * count;
+    int64_t at = 0, ahead = ROWS * count;
+    for (; at + 2 * W <= count; at += 2 * W) {
+        V first = load<V>(x + at), second = load<V>(x + at + W);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            __builtin_prefetch(row[r] + ahead + at);
+            __builtin_prefetch(row[r] + ahead + at + W);
+            acc[2 * r] = T::dot(acc[2 * r], load<V>(row[r] + at), first);
+            acc[2 * r + 1] = T::dot(acc[2 * r + 1], load<V>(row[r] + at + W), second);
+        }
+    }
+    for (; at < count; at += W) {
+        V part = load<V>(x + at);
+        int bytes = std::min<int64_t>(LINE, (count - at) * sizeof(*w));
+        UNROLL for (int r = 0; r < ROWS; r++)
+            acc[2 * r] = T::dot(acc[2 * r], PART ? load_part<V>(row[r] + at, bytes) : load<V>(row[r] + at), part);
+    }
+    return sums_of(acc);  // neighbours belong to one row
+}
+
+// Calls emit(row, sequence, product) for this thread's rows of `all`. x [batch][padded]
+template <class T, class F>
+void products(const Weights& by, int64_t all, int64_t count, const typename T::Element* x, int64_t batch, F emit) {
+    using E = typename T::Element;
+    const E *weight = (const E*)by.weight, *bias = (const E*)by.bias;
+    int64_t padded = whole_lines(count, T::WIDTH), blocks = (all + ROWS - 1) / ROWS;
+    int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
+    int64_t last = std::min(all, blocks * (own + 1) / threads * ROWS);
+    for (int64_t row = blocks * own / threads * ROWS; row < last; row += ROWS) {
+        int64_t n = std::min<int64_t>(ROWS, last - row);
+        for (int64_t b = 0; b < batch; b++) {
+            const E* w = weight + row * count;
+            f32 sums = count == padded ? dots<T, false>(w, n, count, x + b * padded)
+                                       : dots<T, true>(w, n, count, x + b * padded);
+            for (int64_t r = 0; r < n; r++)
+                emit(row + r, b, sums[2 * r] + sums[2 * r + 1] + (bias ? to_float(bias[row + r]) : 0.0f));
+        }
+    }
+}
+
+// Norm of one head, then its first `turned` channels turn; in place.
+template <class E>
+void finish_head(E* x, int64_t dim, const E* norm, double eps, const E* cos, const E* sin, int64_t turned) {
+    if (norm) rms_norm(x, norm, dim, eps, x, dim);
+    int64_t half = turned / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = to_float(x[i]), b = to_float(x[i + half]);
+        put(x + i, a * to_float(cos[i]) - b * to_float(sin[i]));
+        put(x + i + half, b * to_float(cos[i + half]) + a * to_float(sin[i + half]));
+    }
+}
+
+struct Inputs {
+    const void *x, *cos, *sin;
+    void *normed, *q, *k, *v;
+    int64_t batch, turned, per_sequence;  // channels that turn; channels of cos from one sequence to the next, or 0
+};
+
+template <class T> void attention_inputs(const Block& block, const Inputs& in) {
+    using E = typename T::Element;
+    int64_t width = block.channels, padded = whole_lines(width, T::WIDTH), dim = block.head_dim;
+    int64_t outs[] = {block.heads * dim, block.kv_heads * dim, block.kv_heads * dim};
+    const Weights* weights[] = {&block.q, &block.k, &block.v};
+    E* to[] = {(E*)in.q, (E*)in.k, (E*)in.v};
+#pragma omp parallel
+    {
+        static thread_local Buffer<E> own;
+        E* normed = room(own, in.batch * padded);
+        for (int64_t b = 0; b < in.batch; b++) {
+            rms_norm((const E*)in.x + b * width, (const E*)block.norm, width, block.eps, normed + b * padded, padded);
+            if (omp_get_thread_num() == 0)
+                std::memcpy((E*)in.normed + b * width, normed + b * padded, width * sizeof(E));
+        }
+        for (int part = 0; part < 3; part++)
+            products<T>(*weights[part], outs[part], width, normed, in.batch,
+                        [&](int64_t row, int64_t b, float y) { put(to[part] + b * outs[part] + row, y); });
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+        for (int64_t head = 0; head < in.batch * (block.heads + block.kv_heads); head++) {
+            bool is_q = head < in.batch * block.heads;
+            int64_t at = is_q ? head : head - in.batch * block.heads;
+            int64_t b = at / (is_q ? block.heads : block.kv_heads);
+            finish_head((is_q ? to[0] : to[1]) + at * dim, dim, (const E*)(is_q ? block.q_norm : block.k_norm),
+                        block.eps, (const E*)in.cos + b * in.per_sequence, (const E*)in.sin + b * in.per_sequence,
+                        in.turned);
+        }
+    }
+}
+
+// silu(gate) * up
+template <class E> void gated(const float* gate, const float* up, int64_t count, E* out) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        int64_t n = std::min<int64_t>(LANES, count - at);
+        f32 g = {}, u = {};
+        std::memcpy(&g, gate + at, n * sizeof(float));
+        std::memcpy(&u, up + at, n * sizeof(float));
+        alignas(LINE) float y[LANES];
+        f32 active = g / (exp2(g * -(float)M_LOG2E) + 1.0f);
+        for (int i = 0; i < n; i++) put(out + at + i, round_to<E>(active[i]) * u[i]);
+    }
+}
+
+template <class T>
+void block_output(const Block& block, const void* hidden, const void* attended, void* result, int64_t batch) {
+    using E = typename T::Element;
+    int64_t width = block.channels, padded = whole_lines(width, T::WIDTH), inner = block.inner;
+    int64_t from = block.heads * block.head_dim, from_padded = whole_lines(from, T::WIDTH);
+    int64_t inner_padded = whole_lines(inner, T::WIDTH);
+    static thread_local Buffer<E> heads_room, middle_room, inner_room;
+    static thread_local Buffer<float> gate_room, up_room;
+    E *heads = room(heads_room, batch * from_padded), *middle = room(middle_room, batch * width);
+    E* active = room(inner_room, batch * inner_padded);
+    float *gate = room(gate_room, batch * inner), *up = room(up_room, batch * inner);
+    for (int64_t b = 0; b < batch; b++) {
+        std::memcpy(heads + b * from_padded, (const E*)attended + b * from, from * sizeof(E));
+        std::fill(heads + b * from_padded + from, heads + (b + 1) * from_padded, E(0));
+        std::fill(active + b * inner_padded + inner, active + (b + 1) * inner_padded, E(0));
+    }
+    const E* x = (const E*)hidden;
+#pragma omp parallel
+    {
+        static thread_local Buffer<E> own;
+        products<T>(block.o, width, from, heads, batch, [&](int64_t row, int64_t b, float y) {
+            put(middle + b * width + row, to_float(x[b * width + row]) + round_to<E>(y));
+        });
+#pragma omp barrier
+        E* normed = room(own, batch * padded);
+        for (int64_t b = 0; b < batch; b++)
+            rms_norm(middle + b * width, (const E*)block.mlp_norm, width, block.eps, normed + b * padded, padded);
+        int64_t first = inner, last = 0;  // this thread's share
+        products<T>(block.gate, inner, width, normed, batch, [&](int64_t row, int64_t b, float y) {
+            gate[b * inner + row] = round_to<E>(y);
+            first = std::min(first, row), last = std::max(last, row + 1);
+        });
+        products<T>(block.up, inner, width, normed, batch,
+                    [&](int64_t row, int64_t b, float y) { up[b * inner + row] = round_to<E>(y); });
+        for (int64_t b = 0; b < batch && first < last; b++)
+            gated(gate + b * inner + first, up + b * inner + first, last - first, active + b * inner_padded + first);
+#pragma omp barrier
+        products<T>(block.down, width, inner, active, batch, [&](int64_t row, int64_t b, float y) {
+            put((E*)result + b * width + row, to_float(middle[b * width + row]) + round_to<E>(y));
+        });
+    }
+}
+
+struct Head {
+    int64_t is_bf16, channels, rows;
+    double eps;
+    const void* norm;
+    Weights weights;
+};
+
+template <class T> void token_logits(const Head& head, const void* x, void* out, int64_t batch) {
+    using E = typename T::Element;
+    int64_t padded = whole_lines(head.channels, T::WIDTH);
+#pragma omp parallel
+    {
+        static thread_local Buffer<E> own;
+        E* normed = room(own, batch * padded);
+        for (int64_t b = 0; b < batch; b++)
+            rms_norm((const E*)x + b * head.channels, (const E*)head.norm, head.channels, head.eps,
+                     normed + b * padded, padded);
+        products<T>(head.weights, head.rows, head.channels, normed, batch,
+                    [&](int64_t row, int64_t b, float y) { put((E*)out + b * head.rows + row, y); });
+    }
+}
+
+}  // namespace
+
+EXPORT void attention_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
+                             void* k, void* v, int64_t batch, int64_t turned, int64_t per_sequence) {
+    Inputs in{x, cos, sin, normed, q, k, v, batch, turned, per_sequence};
+    block->is_bf16 ? attention_inputs<BF16>(*block, in) : attention_inputs<F32>(*block, in);
+}
+
+EXPORT void block_output(const Block* block, const void* x, const void* attended, void* out, int64_t batch) {
+    block->is_bf16 ? block_output<BF16>(*block, x, attended, out, batch)
+                   : block_output<F32>(*block, x, attended, out, batch);
+}
+
+EXPORT void token_logits(const Head* head, const void* x, void* out, int64_t batch) {
+    head->is_bf16 ? token_logits<BF16>(*head, x, out, batch) : token_logits<F32>(*head, x, out, batch);
+}
