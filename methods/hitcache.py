@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.reference import Segment
 
 
@@ -26,24 +27,34 @@ class HitCache:
     def read(self, chunks: Tensor) -> Segment:
         """chunks [B G K], the same K every time -> their tokens, in any order."""
         if self.held is None:
-            self.held, self.kv = chunks.clone(), self.load(chunks)
-            return self.kv
+            return self._start(chunks)
         none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
-        if count := int(new.sum(2).max()):
+        count = int(new.sum(2).max())
+        if count == chunks.shape[2]:
+            return self._start(chunks)
+        if count:
             places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
             incoming = chunks.gather(2, new.int().topk(count).indices)
             self._fill(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)))
         return self.kv
 
+    def _start(self, chunks: Tensor) -> Segment:
+        self.held, self.kv = chunks.clone(), self.load(chunks)
+        return self.kv
+
     def _fill(self, places: Tensor, chunks: Tensor) -> None:
         assert self.held is not None
         self.held.scatter_(2, places, chunks)
-        rows = token_rows(places, self.size)
         loaded = self.load(chunks)
         for kept, fresh in ((self.kv.k, loaded.k), (self.kv.v, loaded.v)):
-            kept.scatter_(2, rows.unsqueeze(-1).expand(fresh.shape), fresh)
+            ops.put_rows(_by_chunk(kept, self.held), places, _by_chunk(fresh, chunks))
+
+
+def _by_chunk(x: Tensor, chunks: Tensor) -> Tensor:
+    """[B G K*size D] -> [B G K size*D]"""
+    return x.view(*chunks.shape, -1)
 
 
 def token_rows(chunks: Tensor, size: int) -> Tensor:

@@ -127,7 +127,7 @@ class ShadowLayer(DenseLayer):
 
     method: ShadowKV
     plan: ChunkPlan | None = None  # None: everything is in `store` and read
-    u: Tensor  # [B N c*r], a row per candidate chunk, shared by the KV heads
+    u: Tensor  # [B N*c r], a row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
     values: Rows  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
@@ -171,8 +171,8 @@ class ShadowLayer(DenseLayer):
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """The `top` chunks to read. q [B H 1 D] -> [B G top]"""
-        logits = q.view(*self.landmarks.shape[:2], self.spec.group, -1) @ self.landmarks.transpose(-1, -2)
-        weights = (logits.float() * self.spec.scale).softmax(-1).amax(2)
+        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
+        weights = ops.group_weights(logits, self.spec.scale, "largest")
         return self.chunks.gather(2, ops.top_k(weights, top))
 
     @property
@@ -208,8 +208,7 @@ class ShadowLayer(DenseLayer):
         joint = self.angles.undo(keys, positions).transpose(1, 2).flatten(2)  # [B S G*D]
         rank = self.method.rank_of(*joint.shape[1:])
         u, basis = low_rank(joint, rank, self.method.solver)
-        rows = u[:, : count * self.method.chunk].to(keys.dtype)
-        self.u = rows.reshape(keys.shape[0], count, -1)
+        self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
         self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
 
     def _index(self, keys: Tensor, outliers: int) -> None:
@@ -225,10 +224,8 @@ class ShadowLayer(DenseLayer):
 
     def _rebuild(self, chunks: Tensor) -> Segment:
         """Keys from their factors, values from their store. chunks [B G K] -> K*c tokens"""
-        batch, groups, count = chunks.shape
-        rows = ops.gather_rows(self.u.unsqueeze(1), chunks.reshape(batch, 1, -1))  # [B 1 G*K c*r]
-        plain = rows.view(batch, groups, count * self.method.chunk, -1) @ self.basis
-        keys = self.angles.turn(plain, token_rows(chunks, self.method.chunk)).to(self.request.dtype)
+        positions = token_rows(chunks, self.method.chunk)
+        keys = ops.rebuild_keys(self.u, self.basis, positions, self.angles.cos, self.angles.sin)
         return Segment(keys, self.values.fetch(chunks).view(keys.shape))
 
     def _bring_back(self) -> None:

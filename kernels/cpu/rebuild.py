@@ -19,7 +19,6 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
     """As in kernels/reference.py."""
     batch, groups, rank, dim = basis.shape
     basis, positions = basis.contiguous(), positions.long().contiguous()
-    cos, sin = (x.to(u.dtype) for x in (cos, sin))
     out = u.new_empty((batch, groups, positions.shape[2], dim))
     numbers = [x.data_ptr() for x in (u, basis, cos, sin, positions, out)]
     numbers += [batch, groups, positions.shape[2], rank, dim, u.stride(0), u.stride(1), cos.stride(0)]
@@ -30,6 +29,8 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
 def rebuild_keys_refuses(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if u.is_cuda or u.dtype not in (torch.float32, torch.bfloat16) or basis.dtype != u.dtype:
         return f"takes float32 or bfloat16 on the CPU, got {u.dtype} and {basis.dtype} on {u.device}"
+    if cos.dtype != u.dtype or sin.dtype != u.dtype:
+        return f"takes one dtype, got {u.dtype} and angles of {cos.dtype}"
     dim = basis.shape[3]
     if dim % 32 or cos.shape[1] != dim:
         return f"turns whole heads of a multiple of 32, got {cos.shape[1]} channels of {dim}"
