@@ -1,4 +1,7 @@
 // Keys from their low-rank factors, rotated on the way out of the registers (ShadowKV).
+#include <type_traits>
+
+#include "matrix_unit.hpp"
 #include "tiles.hpp"
 
 namespace {
@@ -32,9 +35,12 @@ inline u32 words_of(const bf16* row, int64_t next) {
     return __builtin_convertvector(load<u16>(row), u32) | __builtin_convertvector(load<u16>(row + next), u32) << 16;
 }
 
+constexpr int ROWS = 16;  // of a block
+
 // A basis [r][D] in words, channels that turn together side by side: H vectors of the first half, then their partners.
+// Zeros behind it fill up the last step of PADDED words.
 template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
-    Buffer<uint32_t> words(rank / T::PER_WORD * dim);
+    Buffer<uint32_t> words(padded(rank / T::PER_WORD) * dim);
     uint32_t* to = words.data();
     for (int64_t row = 0; row < rank; row += T::PER_WORD)
         for (int64_t c = 0; c < dim / 2; c += H * LANES)
@@ -48,32 +54,51 @@ inline void fetch(const void* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)from + i);
 }
 
+// Products of ROWS rows of `words` words with V vectors of every row of b, `stride` words apart.
+template <class T, int V>
+void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
+    for (int r = 0; r < ROWS; r += TILE_ROWS) {
+        f32 tile[TILE_ROWS][V] = {};
+        multiply<T, V>(rows + r, b, stride, words, tile);
+        std::memcpy(out[r], tile, sizeof tile);
+    }
+}
+
+// Whether rows are copied side by side for the matrix unit.
+template <class T> bool by_matrix() { return std::is_same_v<T, BF16Words> && has_matrix_unit(); }
+
 template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
-    int64_t half = call.dim / 2, b = pair / call.groups;
-    for (int64_t at = first; at < last; at += TILE_ROWS) {
-        int n = std::min<int64_t>(TILE_ROWS, last - at);
-        const uint32_t* rows[TILE_ROWS];
-        const E *cos[TILE_ROWS], *sin[TILE_ROWS];
-        for (int r = 0; r < TILE_ROWS; r++) {
+    int64_t half = call.dim / 2, b = pair / call.groups, words = call.rank / T::PER_WORD;
+    Buffer<uint32_t> copies(ROWS * padded(words));
+    MatrixUnit unit(by_matrix<T>());
+    for (int64_t at = first; at < last; at += ROWS) {
+        int n = std::min<int64_t>(ROWS, last - at);
+        const uint32_t* rows[ROWS];
+        const E *cos[ROWS], *sin[ROWS];
+        for (int r = 0; r < ROWS; r++) {
             int64_t position = call.positions[pair * call.count + at + std::min(r, n - 1)];
             rows[r] = (const uint32_t*)((const E*)call.u + b * call.u_batch + position * call.u_row);
             cos[r] = (const E*)call.cos + position * call.angle_row;
             sin[r] = (const E*)call.sin + position * call.angle_row;
-            int64_t next = call.positions[pair * call.count + std::min(at + TILE_ROWS + r, last - 1)];
+            int64_t next = call.positions[pair * call.count + std::min(at + ROWS + r, last - 1)];
             fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
             fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
             fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
+            if (unit.on) std::copy_n(rows[r], words, &copies[r * padded(words)]);
         }
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
         for (int64_t c = 0; c < half; c += H * LANES) {
-            f32 tile[TILE_ROWS][2 * H] = {};
-            multiply<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, call.rank / T::PER_WORD, tile);
+            f32 sums[ROWS][2 * H];
+            if (unit.on)
+                unit.products<2 * H>(copies.data(), basis.data() + 2 * c, call.dim, padded(words), sums);
+            else
+                products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
             for (int r = 0; r < n; r++) {
                 f32 low[H], high[H];
                 for (int i = 0; i < H; i++) {
-                    f32 x = tile[r][i], y = tile[r][H + i];
+                    f32 x = sums[r][i], y = sums[r][H + i];
                     f32 turn = load_floats(cos[r] + c + i * LANES), tilt = load_floats(sin[r] + c + i * LANES);
                     low[i] = x * turn - y * tilt;
                     high[i] = y * turn + x * tilt;
