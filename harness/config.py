@@ -16,6 +16,7 @@ CHOICES = {
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),
     "dtype": ("fp32", "bf16", "fp16"),
+    "trace": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run")
@@ -71,6 +72,7 @@ class Settings:
     warmup: int = 1
     shared_prefill: bool = False
     fidelity: int = 0
+    trace: str = "off"
     dry_run: bool = False
     progress: bool = True
     generation: Generation = field(default_factory=Generation)

@@ -16,7 +16,7 @@ from typing import Any
 from harness import files
 from harness.compare import Comparison, Entry, comparisons
 from harness.records import StoreError
-from harness.rows import average_table, group_table, notes, score_table
+from harness.rows import average_table, group_table, notes, score_table, trace_table
 from harness.store import StoredRun, find, load
 from harness.tables import Column, markdown_table, text_table
 
@@ -72,7 +72,7 @@ def _document(tables: Sequence[Comparison], sort: str | None = None, markdown: b
     for table in (_sorted(table, sort) for table in tables):
         parts += [f"### {table.title}\n" if markdown else f"{table.title}\n", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
-        for columns, head in ((group_table(table), 2), (average_table(table), 1)):
+        for columns, head in ((trace_table(table), 2), (group_table(table), 2), (average_table(table), 1)):
             for block in _blocks(columns, head):
                 parts += ["", render(block)]
         parts.append("")

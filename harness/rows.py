@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.compare import Comparison, Entry, alarms, budget
+from harness.phases import PARTS
 from harness.store import StoredRun
 from harness.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
 
 STAMPS = {
     "S": "simulated: the cost is not paid in this code path, so speed is left out",
+    "T": "traced: the clocks inside a step cost time, so speed is left out",
     "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
     "C": "continued: times come from more than one session",
     "R": "running",
@@ -95,6 +97,21 @@ def average_table(comparison: Comparison) -> list[Column]:
     return columns
 
 
+def trace_table(comparison: Comparison) -> list[Column]:
+    """Where the time of a decode step goes; empty where no run was traced."""
+    traced = [entry for entry in comparison.entries if entry.summary["trace"]]
+    if not traced:
+        return []
+    names = ("step", *PARTS)
+    found = [entry.summary["trace"][f"{name}_s"] for entry in traced for name in names]
+    cells, unit = scaled(found, SECONDS)
+    return [
+        Column("decode step", "", [entry.label for entry in traced], left=True),
+        Column("budget", "", [budget(entry.summary) for entry in traced]),
+        *(Column(name, unit, cells[place :: len(names)]) for place, name in enumerate(names)),
+    ]
+
+
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
     yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
@@ -160,6 +177,7 @@ def _stamps(entry: Entry) -> str:
     row = entry.summary
     marks = {
         "S": row["simulated"],
+        "T": row["traced"],
         "H": row["host_is_cpu"] and row["memory"]["kv_host_bytes"],
         "C": entry.run.info.get("earlier"),
     }

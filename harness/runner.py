@@ -19,6 +19,7 @@ from harness.records import Record
 from harness.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.stops import StopRule
 from harness.teacher import Forced
+from harness.trace import Tracer, profile_file
 
 if TYPE_CHECKING:
     from harness.run import Job
@@ -33,12 +34,16 @@ class Runner:
         self.job, self.settings, self.loaded = job, job.settings, loaded
         self.engine = Engine(attachment, prefill_chunk=job.settings.prefill_chunk, fidelity=job.settings.fidelity)
         self.peaks = PeakMeter(loaded.model.device)
+        if job.settings.trace == "on":
+            self.engine.tracer = Tracer(loaded.model.device, profile_file(job.folder))
 
     def warm_up(self, pending: Sequence[Item]) -> None:
         """The first forwards pay for allocations and lazy imports; the shortest examples take that off the clock."""
+        tracer, self.engine.tracer = self.engine.tracer, None
         shortest = sorted(pending, key=lambda item: len(item.prompt.ids))[: self.settings.warmup]
         for item in shortest:
             self._run([item], max_new_tokens=min(item.new_tokens, WARMUP_TOKENS))
+        self.engine.tracer = tracer
 
     def records(self, pending: Sequence[Item]) -> Iterator[Record]:
         size = self.settings.batch
@@ -124,7 +129,7 @@ class Runner:
             fallback=made.fallback,
             warnings=[finding.message for finding in item.findings],
             fidelity=made.fidelity[place] if made.fidelity else None,
-            trace=None,
+            trace=made.trace,
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )

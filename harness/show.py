@@ -7,12 +7,14 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from harness.records import Record, StoreError
 from harness.store import StoredRun, load
+from harness.tables import digits
 
 FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ
@@ -42,6 +44,8 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         yield f"{_head(record)}  {_result(record)}"
         for warning in record.warnings:
             yield f"  warning: {warning}"
+        if record.trace:
+            yield f"  {_breakdown(record.trace)}"
         yield from _wrapped(record.output, width - 2, "  ")
     if len(shown) < len(chosen):
         yield f"\n{len(chosen) - len(shown)} more: --all shows them, --id ID one of them"
@@ -94,6 +98,12 @@ def _head(record: Record) -> str:
 
 def _result(record: Record) -> str:
     return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens, stop: {record.stop}"
+
+
+def _breakdown(trace: Mapping[str, Any]) -> str:
+    """Where the time of a decode step went."""
+    parts = ", ".join(f"{part} {digits(1e3 * seconds)}" for part, seconds in trace["parts_s"].items())
+    return f"decode step, median of {trace['steps']}: {digits(1e3 * trace['step_s'])} ms ({parts})"
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> Iterator[str]:

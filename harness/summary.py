@@ -6,15 +6,16 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from evals import stats
 from harness import timing
 from harness.averages import averages
+from harness.phases import PARTS
 from harness.records import Record
 
-SCHEMA = 3
+SCHEMA = 4
 ALPHA = 0.05
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
 
@@ -29,9 +30,11 @@ def summarise(
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
     Means: score over groups, `attended` over examples (tokens, and share of what was sealed), traffic over examples;
-    other bytes are the largest of any example. Times as in `harness.timing`; null where the run is `simulated`.
+    other bytes are the largest of any example. Times as in `harness.timing`; null where the run is `simulated` or
+    `traced`.
     """
     simulated = bool(info.get("simulated", False))
+    traced = config.get("trace") == "on"
     chance = info.get("task_info", {}).get("chance", 0.0)
     beside = against(records, full)
     return {
@@ -45,10 +48,12 @@ def summarise(
         "num_examples": len(records),
         "score": _score(records, config.get("task")),
         "full": beside,
-        **_speed([] if simulated else records, int(config.get("batch") or 1)),
+        **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
         "memory": _memory(records),
         "fidelity": _fidelity(records),
+        "trace": _trace(records),
         "simulated": simulated,
+        "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
         "warnings": [
             *_warnings(records, full, chance, info.get("method") == "full"),
@@ -122,6 +127,15 @@ def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
         return None
     means = {name: _known(fmean, [one.get(name) for one in found]) for name in ("recall", "mass", "error", "kl")}
     return means | {"same_as_full": fmean(float(one.get("first_difference") is None) for one in found)}
+
+
+def _trace(records: Sequence[Record]) -> dict[str, float] | None:
+    """Seconds of a decode step and of its parts, medians over examples (harness/trace.py); null where it was off."""
+    found = [record.trace for record in records if record.trace]
+    if not found:
+        return None
+    parts = {f"{part}_s": median(one["parts_s"][part] for one in found) for part in PARTS}
+    return {"step_s": median(one["step_s"] for one in found)} | parts
 
 
 def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:

@@ -19,23 +19,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.hf import KVCache
+from harness.phases import PHASES, phase_of
 from kernels.dispatch import watched
 from methods.base import AttnInput
 
-# fmt: off
-PHASES = {
-    "select": (
-        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights", "log_sum_exp",
-        "top_k", "column_sums", "kmeans",
-    ),
-    "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
-    "attend": (
-        "segment_attention", "segment_attention_with_lse", "merge_attention",
-        "prefill_attention", "prefill_attention_with_column_sums",
-    ),
-}
-# fmt: on
-PARTS = (*PHASES, "rest", "model")  # of a step: what a method does beside its operations, and all outside the method
 METHOD = "method"
 PROFILE = "trace.json.gz"  # in the folder of a run
 PROFILED = range(1, 4)  # steps of the first example, which then are no part of the medians
@@ -43,9 +30,10 @@ PROFILED = range(1, 4)  # steps of the first example, which then are no part of 
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
 
 
-def phase_of(operation: str) -> str:
-    """`rest` for those that no phase names."""
-    return next((phase for phase, names in PHASES.items() if operation in names), "rest")
+def profile_file(folder: Path) -> Path | None:
+    """Where a run's torch.profiler trace goes; None where it is there already."""
+    file = folder / PROFILE
+    return None if file.exists() else file
 
 
 class Stopwatch:
@@ -111,7 +99,7 @@ class Tracer:
         if self._file is not None and self._count == PROFILED.start:
             self._start()
         watch = Stopwatch(self.device, self._profiler is not None)
-        with _clocked_layers(cache, watch), watch.span("step"):
+        with _clocked_layers(cache, watch), watch.span("step", "decode step"):
             yield
         if self._profiler is None:
             self._steps.append(_parts(watch.totals()))

@@ -20,8 +20,9 @@ from harness.bench import calibrate, methods, output
 from harness.bench.measure import estimate, ratios, seconds
 from harness.bench.synthetic import Shape
 from harness.bench.traffic import bytes_read
+from harness.phases import PHASES
 from harness.tables import Column
-from harness.trace import PHASES, Stopwatch, clocked
+from harness.trace import Stopwatch, clocked
 from methods.base import AttnInput, KVLayer, Method, Request
 from methods.budget import Budget, BudgetError
 from methods.full import Full

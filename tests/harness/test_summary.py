@@ -14,7 +14,7 @@ from tests.fake_records import config, record, records
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
     "schema status method task model budget protocol placement dtype device batch seed num_examples score full "
-    "ttft_s tt2t_s tpot_s throughput_tok_s e2e_tok_s memory fidelity simulated host_is_cpu warnings"
+    "ttft_s tt2t_s tpot_s throughput_tok_s e2e_tok_s memory fidelity trace simulated traced host_is_cpu warnings"
 )
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 

@@ -1,0 +1,23 @@
+"""The parts of a decode step, and which of them an operation belongs to."""
+
+from __future__ import annotations
+
+# fmt: off
+PHASES = {
+    "select": (
+        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights", "log_sum_exp",
+        "top_k", "column_sums", "kmeans",
+    ),
+    "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
+    "attend": (
+        "segment_attention", "segment_attention_with_lse", "merge_attention",
+        "prefill_attention", "prefill_attention_with_column_sums",
+    ),
+}
+# fmt: on
+PARTS = (*PHASES, "rest", "model")  # what a method does beside its operations, and all outside the method
+
+
+def phase_of(operation: str) -> str:
+    """`rest` for those that no phase names."""
+    return next((phase for phase, names in PHASES.items() if operation in names), "rest")

@@ -1,0 +1,117 @@
+"""Where the time of a decode step goes: parts that add up, the same tokens, a profile beside the records."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import report, show
+from harness.attach import attached
+from harness.config import Results, Settings
+from harness.engine import Engine
+from harness.phases import PARTS, PHASES
+from harness.run import Evaluation, evaluate
+from harness.trace import PROFILE, Stopwatch, Tracer
+from kernels import ops
+from tests.fast import MODEL, PQ, niah
+from tests.tiny import prompt, tiny
+
+
+def run(folder: Path, **changes: Any) -> Evaluation:
+    settings = Settings(results=Results(root=str(folder)), progress=False, budget=0.2, placement="host")
+    return evaluate(PQ, niah(), MODEL, settings, **changes)
+
+
+def names_in(file: Path) -> set[str]:
+    return {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+
+
+def test_every_phase_names_operations_that_exist() -> None:
+    assert {name for names in PHASES.values() for name in names} <= {op.name for op in ops.ALL}
+
+
+def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> None:
+    made = run(tmp_path, trace="on")
+    for record in made.records:
+        trace = record.trace
+        assert trace is not None
+        assert trace["parts_s"].keys() == set(PARTS)
+        assert all(seconds >= 0 for seconds in trace["parts_s"].values())
+        assert all(trace["parts_s"][part] > 0 for part in ("select", "fetch", "attend", "model"))
+        assert 0 < trace["step_s"] < record.token_s[-1]
+    assert made.summary["traced"]
+    assert made.summary["tpot_s"]["p50"] is made.summary["throughput_tok_s"] is None
+    assert made.summary["trace"].keys() == {"step_s", *(f"{part}_s" for part in PARTS)}
+    assert names_in(made.folder / PROFILE) >= {
+        "decode step", "top_k", "gather_rows"
+    }  # fmt: skip
+    assert made.full_folder is not None
+    assert "segment_attention" in names_in(made.full_folder / PROFILE)
+
+
+def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
+    plain, traced = run(tmp_path, fidelity=1), run(tmp_path, fidelity=1, trace="on")
+    assert plain.folder != traced.folder
+    assert [record.tokens for record in plain.records] == [record.tokens for record in traced.records]
+    assert [record.fidelity for record in plain.records] == [record.fidelity for record in traced.records]
+    assert {record.trace for record in plain.records} == {None}
+    assert plain.summary["trace"] is None
+    assert not (plain.folder / PROFILE).exists()
+
+
+def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
+    first = run(tmp_path, trace="on")
+    lines = (first.folder / "examples.jsonl").read_bytes().splitlines(keepends=True)
+    (first.folder / "examples.jsonl").write_bytes(b"".join(lines[:2]))
+    profile = (first.folder / PROFILE).read_bytes()
+    again = run(tmp_path, trace="on")
+    assert again.records[:2] == first.records[:2]
+    assert [record.tokens for record in again.records] == [record.tokens for record in first.records]
+    assert all(record.trace for record in again.records)
+    assert (again.folder / PROFILE).read_bytes() == profile
+
+
+def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run(tmp_path, trace="on", baseline="off")
+    assert report.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    [head] = [line for line in text.splitlines() if line.startswith("decode step")]
+    assert head.split() == ["decode", "step", "budget", "step", *PARTS]
+    assert "T: traced" in text
+    assert "TPOT" not in text
+    assert show.main([str(made.folder)]) == 0
+    assert "decode step, median of" in capsys.readouterr().out
+
+
+def test_an_answer_that_ends_early_is_profiled_as_far_as_it_goes(tmp_path: Path) -> None:
+    with attached(tiny("llama"), PQ, budget=40) as kv:
+        engine = Engine(kv)
+        engine.tracer = Tracer(torch.device("cpu"), tmp_path / PROFILE)
+        made = engine.generate(prompt(100), max_new_tokens=3)
+        assert made.trace is not None
+        assert made.trace["steps"] == 1  # the other of the two was profiled
+        assert engine.generate(prompt(100), max_new_tokens=1).trace is None
+        cache = kv.cache(capacity=10)
+        with engine.tracer.step(cache):
+            assert all("decode" in vars(layer) for layer in cache.layers)
+        assert not any("decode" in vars(layer) for layer in cache.layers)
+    assert "decode step" in names_in(tmp_path / PROFILE)
+    assert [file.name for file in tmp_path.iterdir()] == [PROFILE]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_spans_on_a_gpu_are_the_device_s_time() -> None:
+    watch, x = Stopwatch(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    with watch.span("small"):
+        torch.mm(x, x)
+    with watch.span("large"):
+        for _ in range(50):
+            torch.mm(x, x)
+    spent = watch.totals()
+    assert spent["large"] > 5 * spent["small"] > 0
