@@ -1,9 +1,10 @@
 // Causal attention of a prompt, and how much attention each key receives (H2O's column sums).
 //
 // Per KV head, keys and values are packed once into blocks of 64; tasks of 64 queries then go over the blocks up to
-// their diagonal with a running softmax. For the column sums the weights of a task are kept until its maxima and
-// totals are known, so nothing is computed twice and memory is linear in the stored tokens.
-#include "tiles.hpp"
+// their diagonal with a running softmax, bf16 by AMX tiles where there are any. For the column sums the weights of a
+// task are kept until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored
+// tokens.
+#include "amx.hpp"
 
 namespace {
 
@@ -58,6 +59,10 @@ template <class T> struct Packed {
     }
 };
 
+template <class T> bool uses_tiles(int64_t dim) {
+    return AMX_BUILT && std::is_same_v<T, BF16Words> && dim % 32 == 0 && amx_allowed();
+}
+
 // What one thread needs for a task.
 template <class T> struct Task {
     const Call& call;
@@ -69,12 +74,14 @@ template <class T> struct Task {
     Buffer<float> kept;                  // [blocks][QUERIES][KEYS], all weights, where column sums are wanted
     Buffer<float> tops;                  // [blocks][QUERIES], the maxima that these stand under
     alignas(LINE) float logits[QUERIES][KEYS];
-    float top[QUERIES], total[QUERIES];
+    alignas(LINE) f32 totals[QUERIES];  // by lane: their sum is wanted only at the end
+    float top[QUERIES];
+    bool by_tiles;  // AMX
     static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD;
 
     Task(const Call& call, const Packed<T>& packed)
         : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim),
-          weights(QUERIES * WEIGHT_WORDS) {
+          weights(QUERIES * WEIGHT_WORDS), by_tiles(uses_tiles<T>(dim)) {
         int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 0;
         kept.resize(blocks * QUERIES * KEYS);
         tops.resize(blocks * QUERIES);
@@ -86,7 +93,7 @@ template <class T> struct Task {
         std::fill(acc.begin(), acc.end(), 0.0f);
         for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, 4 * words);
         std::fill_n(top, QUERIES, -INFINITY);
-        std::fill_n(total, QUERIES, 0.0f);
+        std::fill_n(totals, QUERIES, f32{});
         int64_t position = call.stored - call.fresh + first, blocks = (position + count - 1) / KEYS + 1;
         for (int64_t block = 0; block < blocks; block++) {
             multiply_keys(&packed.k[block * packed.block_words]);
@@ -98,19 +105,26 @@ template <class T> struct Task {
         }
         for (int m = 0; m < count && call.v; m++) {
             auto row = (typename T::Element*)(to + (first + m) * call.out_token);
-            for (int64_t c = 0; c < dim; c++) put(row + c, acc[m * dim + c] / total[m]);
+            float share = 1 / sum(totals[m]);
+            for (int64_t c = 0; c < dim; c++) put(row + c, acc[m * dim + c] * share);
         }
         if (call.sums) add_sums(sums, blocks, count);
     }
 
     void multiply_keys(const uint32_t* keys) {
+        if (by_tiles) {
+            for (int m = 0; m < QUERIES; m += 32)
+                for (int n = 0; n < KEYS; n += 32)
+                    multiply_tiles<false>(&q[m * words], words, keys + n, KEYS, logits[m] + n, KEYS, words / 16);
+            return;
+        }
         for (int m = 0; m < QUERIES; m += TILE_ROWS) {
             const uint32_t* rows[TILE_ROWS];
             f32 tile[TILE_ROWS][VECTORS] = {};
             for (int r = 0; r < TILE_ROWS; r++) rows[r] = &q[(m + r) * words];
             multiply<T, VECTORS>(rows, keys, KEYS, words, tile);
             for (int r = 0; r < TILE_ROWS; r++)
-                for (int i = 0; i < VECTORS; i++) store(logits[m + r] + i * LANES, tile[r][i] * call.scale);
+                for (int i = 0; i < VECTORS; i++) store(logits[m + r] + i * LANES, tile[r][i]);
         }
     }
 
@@ -118,7 +132,7 @@ template <class T> struct Task {
     void weigh(int m, int64_t open, float* keep) {
         f32 x[VECTORS], best = splat(-INFINITY);
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = load<f32>(logits[m] + i * LANES);
+            x[i] = load<f32>(logits[m] + i * LANES) * call.scale;
             if (open < KEYS - 1)
                 for (int lane = 0; lane < LANES; lane++)
                     if (i * LANES + lane > open) x[i][lane] = -INFINITY;
@@ -130,7 +144,7 @@ template <class T> struct Task {
             x[i] = exp2(x[i] - top[m]);
             sum_of += x[i];
         }
-        total[m] += sum(sum_of);
+        totals[m] += sum_of;
         set_weights(x, &weights[m * WEIGHT_WORDS], T{});
         for (int i = 0; i < VECTORS && keep; i++) store(keep + i * LANES, x[i]);
     }
@@ -144,11 +158,18 @@ template <class T> struct Task {
     void raise(int m, float best) {
         float shrink = std::exp2(top[m] - best);
         for (int64_t c = 0; c < dim; c += LANES) store(&acc[m * dim + c], load<f32>(&acc[m * dim + c]) * shrink);
-        total[m] *= shrink;
+        totals[m] *= shrink;
         top[m] = best;
     }
 
     void add_values(const uint32_t* values) {
+        if (by_tiles) {
+            for (int m = 0; m < QUERIES; m += 32)
+                for (int64_t n = 0; n < dim; n += 32)
+                    multiply_tiles<true>(&weights[m * WEIGHT_WORDS], WEIGHT_WORDS, values + n, dim, &acc[m * dim + n],
+                                         dim, WEIGHT_WORDS / 16);
+            return;
+        }
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) add_channels<4>(values, c);
         for (; c < dim; c += LANES) add_channels<1>(values, c);
@@ -168,10 +189,12 @@ template <class T> struct Task {
     }
 
     void add_sums(float* sums, int64_t blocks, int count) {
+        float shares[QUERIES];
+        for (int m = 0; m < count; m++) shares[m] = 1 / sum(totals[m]);
         for (int64_t block = 0; block < blocks; block++) {
             alignas(LINE) float column[KEYS] = {};
             for (int m = 0; m < count; m++) {
-                float share = std::exp2(tops[block * QUERIES + m] - top[m]) / total[m];
+                float share = std::exp2(tops[block * QUERIES + m] - top[m]) * shares[m];
                 for (int j = 0; j < KEYS; j++) column[j] += kept[(block * QUERIES + m) * KEYS + j] * share;
             }
             int n = std::min<int64_t>(KEYS, call.stored - block * KEYS);
@@ -191,6 +214,7 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
         auto task = std::make_unique<Task<T>>(call, packed);
+        Tiles tiles(task->by_tiles);
         float* own = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
 #pragma omp for schedule(static, 1)
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
