@@ -37,10 +37,10 @@ struct Rows {
         for (; left && at >= segment->count; segment++) at -= segment->count;
     }
 
-    // Chosen rows lie apart, so each costs a page walk and a wait for memory: they are asked for a block ahead. The
-    // processor brings lines in pairs.
+    // Chosen rows lie apart, so each costs a page walk and a wait for memory: they are asked for a block ahead, for
+    // the second cache level, which can wait for three times as many lines as the first.
     void fetch(const char* row) const {
-        for (int64_t i = 0; i < row_bytes; i += 2 * LINE) __builtin_prefetch(row + i);
+        for (int64_t i = 0; i < row_bytes; i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 
     // Past the end the last row stands again, at weight 0.
