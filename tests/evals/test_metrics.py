@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -153,6 +154,20 @@ class TestChinese:
     def test_real_splitter(self) -> None:
         pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
         assert metrics.qa_f1_zh("厦门大学。", "在厦门大学") == 2 / 3
+
+    def test_real_splitter_with_the_package(self) -> None:
+        jieba = pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
+        package = pytest.importorskip("rouge", reason="the official package serves as the oracle: pip install rouge")
+        texts = [
+            "会议讨论了2019年的预算。New York, 3.5亿",
+            "预算会议于2019年在厦门大学召开。",
+            "厦门。\n厦门 大学",
+            "亿.",
+        ]
+        for prediction, reference in product(texts, repeat=2):
+            ours, theirs = (" ".join(jieba.cut(text, cut_all=False)) for text in (prediction, reference))
+            wanted = package.Rouge().get_scores([ours], [theirs], avg=True)["rouge-l"]["f"]
+            assert metrics.rouge_zh(prediction, reference) == wanted
 
 
 def test_a_reference_of_another_data_set_is_named() -> None:
