@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from harness.attach import Attachment
 from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
+from harness.forward import BlockForward, ForwardError
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
-from harness.step import DecodeStep, StepError
 from harness.teacher import Forced
 from harness.trace import Tracer
 from methods.layers import DenseLayer
@@ -72,7 +72,7 @@ class Engine:
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
         self.fidelity = fidelity
-        self.decode_step, self.plain_reason = _decode_step(self.model)
+        self.forward, self.plain_reason = _forward(self.model)
 
     @torch.inference_mode()
     def generate(
@@ -158,8 +158,8 @@ class Engine:
 
     def _step(self, ids: Tensor, cache: KVCache) -> Tensor:
         """ids [B T] -> logits of the last token [B V]"""
-        if cache.sealed and self.decode_step is not None:
-            return self.decode_step(ids, cache)
+        if self.forward is not None:
+            return self.forward(ids, cache)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _synchronize(self) -> None:
@@ -167,11 +167,11 @@ class Engine:
             torch.cuda.synchronize(self.model.device)
 
 
-def _decode_step(model: PreTrainedModel) -> tuple[DecodeStep | None, str | None]:
-    """The model's decode step, or why it runs its own forward."""
+def _forward(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
+    """The model's forward by blocks, or why it runs its own."""
     try:
-        return DecodeStep(model), None
-    except StepError as reason:
+        return BlockForward(model), None
+    except ForwardError as reason:
         return None, str(reason)
 
 

@@ -157,13 +157,18 @@ def _attention(
         raise UnsupportedError("Attention dropout is on: call model.eval() first.")
     assert kv_call is not None
     cache = kv_call.cache
-    if sliding_window is not None and sliding_window < cache.capacity:
-        raise UnsupportedError(
-            f"{type(module).__name__} has a sliding window of {sliding_window} tokens and this sequence needs "
-            f"{cache.capacity}: only windows that cover prompt and new tokens are supported; shorten them."
-        )
+    check_window(type(module).__name__, sliding_window, cache)
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     return cache.attend(module.layer_idx, x).transpose(1, 2), None  # type: ignore[arg-type]
+
+
+def check_window(name: str, sliding_window: int | None, cache: KVCache) -> None:
+    """Refuses a sliding window that would hide some of the sequence."""
+    if sliding_window is not None and sliding_window < cache.capacity:
+        raise UnsupportedError(
+            f"{name} has a sliding window of {sliding_window} tokens and this sequence needs "
+            f"{cache.capacity}: only windows that cover prompt and new tokens are supported; shorten them."
+        )
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A decoder block around its attention, for one new token of each sequence, in plain torch.
+"""A decoder block around its attention, in plain torch.
 
 Pre-norm blocks with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2, Qwen3, Phi-3. Rounded where
 transformers' modules round.
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm, projections and rotation. x [B 1 E], cos, sin [1|B 1 R] -> normed [B 1 E], q [B H 1 D], k, v [B G 1 D]"""
+    """Norm, projections and rotation. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G T D]"""
     normed = rms_norm(x, block.norm, block.eps)
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
     if block.q_norm is not None and block.k_norm is not None:
@@ -67,12 +67,12 @@ def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple
 
 
 def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
-    """Output projection and MLP, each with its residual. x [B 1 E], attended [B H 1 D] -> [B 1 E]"""
+    """Output projection and MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
     x = x + block.o(attended.transpose(1, 2).flatten(2))
     normed = rms_norm(x, block.mlp_norm, block.eps)
     return x + block.down(silu(block.gate(normed)) * block.up(normed))
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:
-    """x [B 1 E] -> [B 1 V]"""
+    """x [B T E] -> [B T V]"""
     return head.linear(rms_norm(x, head.norm, head.eps))

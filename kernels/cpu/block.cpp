@@ -1,4 +1,7 @@
-// A decoder block around its attention for one new token: products of a vector with matrices that are read once.
+// A decoder block around its attention. For one new token: products of a vector with matrices that are read once. For
+// a prompt: what stands between torch's matrix products, each in one pass.
+#include <array>
+
 #include "rows.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -140,16 +143,34 @@ template <class T> void attention_inputs(const Block& block, const Inputs& in) {
     }
 }
 
-// silu(gate) * up
-template <class E> void gated(const float* gate, const float* up, int64_t count, E* out) {
+// Sixteen floats from either type, and back.
+inline f32 widen(const float* from) { return load<f32>(from); }
+inline f32 widen(const bf16* from) {
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    return (f32)(__builtin_convertvector(load<Half>(from), u32) << 16);
+}
+inline void narrow(float* to, f32 x) { store(to, x); }
+inline void narrow(bf16* to, f32 x) {
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    store(to, __builtin_convertvector(rounded(x) >> 16, Half));
+}
+
+// silu(gate) * up, with what is rounded in between; `out` may be `gate`.
+template <class E> void gated(const E* gate, const E* up, int64_t count, E* out) {
     for (int64_t at = 0; at < count; at += LANES) {
         int64_t n = std::min<int64_t>(LANES, count - at);
-        f32 g = {}, u = {};
-        std::memcpy(&g, gate + at, n * sizeof(float));
-        std::memcpy(&u, up + at, n * sizeof(float));
-        alignas(LINE) float y[LANES];
-        f32 active = g / (exp2(g * -(float)M_LOG2E) + 1.0f);
-        for (int i = 0; i < n; i++) put(out + at + i, round_to<E>(active[i]) * u[i]);
+        E part[2][LANES] = {};
+        const E *g = gate + at, *u = up + at;
+        if (n < LANES) {
+            std::memcpy(part[0], g, n * sizeof(E));
+            std::memcpy(part[1], u, n * sizeof(E));
+            g = part[0], u = part[1];
+        }
+        f32 x = widen(g);
+        E active[LANES], y[LANES];
+        narrow(active, x / (exp2(x * -(float)M_LOG2E) + 1.0f));
+        narrow(y, widen(active) * widen(u));
+        std::memcpy(out + at, y, n * sizeof(E));
     }
 }
 
@@ -160,10 +181,10 @@ void block_output(const Block& block, const void* hidden, const void* attended, 
     int64_t from = block.heads * block.head_dim, from_padded = whole_lines(from, T::WIDTH);
     int64_t inner_padded = whole_lines(inner, T::WIDTH);
     static thread_local Buffer<E> heads_room, middle_room, inner_room;
-    static thread_local Buffer<float> gate_room, up_room;
+    static thread_local Buffer<E> gate_room, up_room;
     E *heads = room(heads_room, batch * from_padded), *middle = room(middle_room, batch * width);
     E* active = room(inner_room, batch * inner_padded);
-    float *gate = room(gate_room, batch * inner), *up = room(up_room, batch * inner);
+    E *gate = room(gate_room, batch * inner), *up = room(up_room, batch * inner);
     for (int64_t b = 0; b < batch; b++) {
         std::memcpy(heads + b * from_padded, (const E*)attended + b * from, from * sizeof(E));
         std::fill(heads + b * from_padded + from, heads + (b + 1) * from_padded, E(0));
@@ -182,11 +203,11 @@ void block_output(const Block& block, const void* hidden, const void* attended, 
             rms_norm(middle + b * width, (const E*)block.mlp_norm, width, block.eps, normed + b * padded, padded);
         int64_t first = inner, last = 0;  // this thread's share
         products<T>(block.gate, inner, width, normed, batch, [&](int64_t row, int64_t b, float y) {
-            gate[b * inner + row] = round_to<E>(y);
+            put(gate + b * inner + row, y);
             first = std::min(first, row), last = std::max(last, row + 1);
         });
         products<T>(block.up, inner, width, normed, batch,
-                    [&](int64_t row, int64_t b, float y) { up[b * inner + row] = round_to<E>(y); });
+                    [&](int64_t row, int64_t b, float y) { put(up + b * inner + row, y); });
         for (int64_t b = 0; b < batch && first < last; b++)
             gated(gate + b * inner + first, up + b * inner + first, last - first, active + b * inner_padded + first);
 #pragma omp barrier
@@ -218,7 +239,54 @@ template <class T> void token_logits(const Head& head, const void* x, void* out,
     }
 }
 
+// Of a prompt: rows [rows][width].
+template <class E>
+void norm_rows(const void* x, const void* weight, void* out, int64_t rows, int64_t width, double eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        rms_norm((const E*)x + row * width, (const E*)weight, width, eps, (E*)out + row * width, width);
+}
+
+// x [B T n D] -> out [B n T D], normed and turned on the way.
+template <class E>
+void turn_rows(const void* x, const void* norm, const void* cos, const void* sin, void* out, const int64_t* shape,
+               double eps) {
+    auto [batch, tokens, heads, dim, turned, per_sequence] = *(const std::array<int64_t, 6>*)shape;
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                E* to = (E*)out + ((b * heads + h) * tokens + t) * dim;
+                std::memcpy(to, (const E*)x + ((b * tokens + t) * heads + h) * dim, dim * sizeof(E));
+                int64_t at = b * per_sequence + t * turned;
+                finish_head(to, dim, (const E*)norm, eps, (const E*)cos + at, (const E*)sin + at, turned);
+            }
+}
+
+// gate = silu(gate) * up
+template <class E> void gate_rows(void* gate, const void* up, int64_t count) {
+    constexpr int64_t CHUNK = 4096;
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < count; at += CHUNK)
+        gated((const E*)gate + at, (const E*)up + at, std::min(CHUNK, count - at), (E*)gate + at);
+}
+
 }  // namespace
+
+EXPORT void norm_rows(int is_bf16, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
+                      double eps) {
+    is_bf16 ? norm_rows<bf16>(x, weight, out, rows, width, eps) : norm_rows<float>(x, weight, out, rows, width, eps);
+}
+
+// shape: sequences, tokens, heads, channels, those that turn, cos and sin from one sequence to the next (or 0)
+EXPORT void turn_rows(int is_bf16, const void* x, const void* norm, const void* cos, const void* sin, void* out,
+                      const int64_t* shape, double eps) {
+    is_bf16 ? turn_rows<bf16>(x, norm, cos, sin, out, shape, eps) : turn_rows<float>(x, norm, cos, sin, out, shape, eps);
+}
+
+EXPORT void gate_rows(int is_bf16, void* gate, const void* up, int64_t count) {
+    is_bf16 ? gate_rows<bf16>(gate, up, count) : gate_rows<float>(gate, up, count);
+}
 
 EXPORT void attention_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
                              void* k, void* v, int64_t batch, int64_t turned, int64_t per_sequence) {

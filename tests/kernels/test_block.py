@@ -9,18 +9,22 @@ from kernels.block import Block, Head, Linear
 from kernels.dispatch import use_backend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# channels, heads, KV heads, head size, MLP channels, bias, norm of heads, channels that turn, sequences
+# channels, heads, KV heads, head size, MLP channels, bias, norm of heads, channels that turn, sequences, tokens
 SHAPES = {
-    "smollm": (576, 9, 3, 64, 1536, False, False, 64, 1),
-    "odd": (50, 3, 1, 10, 37, True, False, 10, 2),
-    "qwen3": (128, 8, 2, 16, 160, True, True, 16, 3),
-    "partial-rotary": (96, 4, 4, 24, 100, False, False, 12, 8),
+    "smollm": (576, 9, 3, 64, 1536, False, False, 64, 1, 1),
+    "odd": (50, 3, 1, 10, 37, True, False, 10, 2, 1),
+    "qwen3": (128, 8, 2, 16, 160, True, True, 16, 3, 1),
+    "partial-rotary": (96, 4, 4, 24, 100, False, False, 12, 8, 1),
+    "many-sequences": (96, 4, 2, 24, 100, False, False, 24, 9, 1),
+    "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
+    "qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 5),
+    "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 700),
 }
 
 
 def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor]:
-    """block, x [B 1 E], cos and sin [1|B 1 R]"""
-    channels, heads, kv_heads, dim, inner, bias, normed, turned, batch = SHAPES[shape]
+    """block, x [B T E], cos and sin [1|B T R]"""
+    channels, heads, kv_heads, dim, inner, bias, normed, turned, batch, tokens = SHAPES[shape]
     draw = torch.Generator().manual_seed(3)
 
     def random(*size: int) -> Tensor:
@@ -35,9 +39,9 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor
         dim, 1e-5, random(channels), q, k, v, *norms, linear(channels, heads * dim), random(channels),
         linear(inner, channels), linear(inner, channels), linear(channels, inner),
     )  # fmt: skip
-    angles = torch.rand(batch if batch < 4 else 1, 1, turned // 2, generator=draw) * 6
+    angles = torch.rand(batch if batch < 4 else 1, tokens, turned // 2, generator=draw) * 6
     both = torch.cat([angles, angles], -1)
-    return block, random(batch, 1, channels), both.cos().to(dtype), both.sin().to(dtype)
+    return block, random(batch, tokens, channels), both.cos().to(dtype), both.sin().to(dtype)
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -62,12 +66,8 @@ def test_compiled_block_equals_plain_torch(shape: str, dtype: str) -> None:
         close(ours, theirs)
 
 
-def test_float16_and_large_batches_are_left_to_torch() -> None:
+def test_float16_is_left_to_torch() -> None:
     block, x, *_ = drawn("qwen3", torch.float32)
-    many = x[:1].expand(9, 1, -1)
-    for wrong, word in ((x.half(), "float16"), (many, "9")):
-        reason = ops.block_output.refusal("cpu", wrong, x, block)
-        assert reason is not None
-        if "import failed" in reason:
-            pytest.skip(reason)
-        assert word in reason
+    reason = ops.block_output.refusal("cpu", x.half(), x, block)
+    assert reason is not None
+    assert "float16" in reason or "import failed" in reason

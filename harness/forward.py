@@ -1,8 +1,8 @@
-"""One decode step of a whole model without the model's own forward: a few operations per layer around the KV method.
+"""A model's forward as a few operations per layer around the KV method, in place of the modules' own forwards.
 
-transformers spends more time between the operations of a small step than in them. The same weights and roundings are
-used, so the tokens are those of the model's forward; a model that is not built as `kernels.block` says is refused with
-the reason, and then runs its own forward.
+transformers spends more of a decode step between its operations than in them, and goes over a prompt's activations a
+dozen times where two suffice. Weights and roundings are the same, so the tokens are; a model that is not built as
+kernels/block.py says is refused with the reason, and then runs its own forward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from harness.hf import KVCache, attention_modules
+from harness.hf import KVCache, attention_modules, check_window
+from harness.models.base import sliding_window
 from kernels import ops
 from kernels.block import Block, Head, Linear
 from methods.base import AttnInput
@@ -22,12 +23,12 @@ from methods.base import AttnInput
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")
 
 
-class StepError(NotImplementedError):
-    """This model cannot be stepped through by blocks; the message says why."""
+class ForwardError(NotImplementedError):
+    """This model cannot be run by blocks; the message says why."""
 
 
-class DecodeStep:
-    """`step(ids, cache)` for a sealed cache: ids [B 1] -> logits [B V]."""
+class BlockForward:
+    """`forward(ids, cache)`: ids [B T] -> logits of the last token [B V]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
@@ -36,31 +37,34 @@ class DecodeStep:
         norm, head = self.decoder.norm, model.get_output_embeddings()
         self.head = Head(norm.variance_epsilon, norm.weight, _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight
+        self.window = sliding_window(model.config)
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        check_window(type(self.decoder).__name__, self.window, cache)
         position = cache.num_tokens
         cache.begin()
         x = embedding(ids, self.embedding)
-        cos, sin = self.decoder.rotary_emb(x, torch.tensor([[position]], device=ids.device))
+        places = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
+        cos, sin = self.decoder.rotary_emb(x, places)
         for index, block in enumerate(self.blocks):
             normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
             attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))
             x = ops.block_output(x, attended, block)
         cache.end()
-        logits: Tensor = ops.token_logits(x, self.head)
+        logits: Tensor = ops.token_logits(x[:, -1:], self.head)
         return logits[:, -1]
 
 
 def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
     name = type(model).__name__.removesuffix("ForCausalLM")
     if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
-        raise StepError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
+        raise ForwardError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
     if model.config.hidden_act != "silu":
-        raise StepError(f"its MLP uses {model.config.hidden_act}, not silu.")
+        raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
     routed = {*attention_modules(model), model}  # harness.hf's own hooks are there
     for path, module in model.named_modules():
         if module not in routed and (module._forward_hooks or module._forward_pre_hooks):
-            raise StepError(f"a hook is registered on {path}, which would not be called.")
+            raise ForwardError(f"a hook is registered on {path}, which would not be called.")
 
 
 def _block(layer: Any) -> Block:
@@ -94,7 +98,7 @@ def _block(layer: Any) -> Block:
 
 def _linear(module: nn.Module) -> Linear:
     if type(module) is not nn.Linear:
-        raise StepError(f"{type(module).__name__} stands where nn.Linear was expected (an adapter, or quantised?).")
+        raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (an adapter, or quantised?).")
     return Linear(module.weight, module.bias)
 
 
