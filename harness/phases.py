@@ -5,8 +5,8 @@ from __future__ import annotations
 # fmt: off
 PHASES = {
     "select": (
-        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights", "log_sum_exp",
-        "top_k", "column_sums", "kmeans",
+        "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights",
+        "group_margins", "log_sum_exp", "top_k", "column_sums", "kmeans",
     ),
     "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
     "attend": (

@@ -27,6 +27,7 @@ channel_scores = Op(
 )
 channel_sums = Op("channel_sums", cpu="kernels.cpu.channels:channel_sums", torch="kernels.reference:channel_sums")
 group_weights = Op("group_weights", cpu="kernels.cpu.choose:group_weights", torch="kernels.reference:group_weights")
+group_margins = Op("group_margins", cpu="kernels.cpu.choose:group_margins", torch="kernels.reference:group_margins")
 log_sum_exp = Op("log_sum_exp", cpu="kernels.cpu.choose:log_sum_exp", torch="kernels.reference:log_sum_exp")
 top_k = Op("top_k", cpu="kernels.cpu.choose:top_k", torch="kernels.reference:top_k")
 kmeans = Op("kmeans", cpu="kernels.cpu.kmeans:kmeans", torch="kernels.kmeans:kmeans")

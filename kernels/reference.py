@@ -145,6 +145,16 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     return weights.sum(2) if reduce == "sum" else weights.amax(2)
 
 
+def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
+    """How far the first `candidates` stay below the largest logit of a query head, for the head where it is least.
+
+    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G]
+    InfiniGen (arXiv 2406.19707)
+    """
+    margins = (logits.float() - logits.float().amax(-1, keepdim=True))[..., :candidates].amax(2)
+    return margins, (margins >= -reach).sum(-1)
+
+
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     """Approximate logits, unscaled. q [B H 1 D], centroids [B G m C d'], codes [B G S m] -> [B G g S] (fp32)
 

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.lowrank import directions, gram
 from kernels.reference import Segment
 from kernels.rope import rotate
@@ -118,7 +119,7 @@ class InfiniGenLayer(SelectLayer):
     partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
     known = 0  # tokens in `partial`
     guessed: tuple[Tensor, list[int]] | None = None  # rows and counts for the step that is under way
-    counts: list[int]  # n' of each sequence; `rows` [B G max n'] are sorted, the best first
+    counts: list[int]  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfiniGen) -> None:
         super().__init__(spec, request, method)
@@ -186,17 +187,20 @@ class InfiniGenLayer(SelectLayer):
 
     def logits(self, q: Tensor) -> Tensor:
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
-        grouped = q.view(*self.partial.shape[:2], self.spec.group, -1) @ self.basis
-        return (grouped @ self.partial[:, :, : self.known].transpose(-1, -2)).float() * self.spec.scale
+        grouped = q.view(*self.partial.shape[:2], self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
+        made: Tensor = ops.row_scores(grouped.to(q.dtype), self.partial[:, :, : self.known])
+        return made
 
     def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, list[int]]:
         """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
-        margins = (logits - logits.amax(-1, keepdim=True)).amax(2)[..., : self.sealed]
-        asked = (margins >= -self.method.alpha).sum(-1).double().mean(1)
-        counts = [max(1, min(int(count), limit)) for count in asked.tolist()]
+        ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
+        counts = [max(1, min(int(count), limit)) for count in near.double().mean(1).tolist()]
         if self.method.group_rank == "prob_sum":
-            margins = logits[..., : self.sealed].softmax(-1).sum(2)
-        return margins.topk(max(counts)).indices, counts
+            ranks = ops.group_weights(logits[..., : self.sealed], 1.0, "sum")
+        rows: Tensor = ops.top_k(ranks, max(counts))
+        if len(set(counts)) > 1:
+            rows = rows.gather(2, ranks.gather(2, rows).argsort(2, descending=True))
+        return rows, counts
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """What the layer before has chosen: the true query comes too late to fetch for it."""

@@ -31,6 +31,7 @@ _READ: dict[str, Callable[..., int]] = {
     "pq_scores": lambda q, centroids, codes: _whole(centroids, codes),
     "pq_weights": lambda q, centroids, codes, scale: _whole(centroids, codes),
     "group_weights": lambda logits, scale, reduce: _whole(logits),
+    "group_margins": lambda logits, candidates, reach: _whole(logits),
     "log_sum_exp": lambda logits, scale: _whole(logits),
     "kmeans": lambda x, initial, iterations, tolerance: _whole(x),
     "top_k": lambda scores, count: _whole(scores),

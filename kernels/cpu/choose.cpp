@@ -47,6 +47,30 @@ template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_
     }
 }
 
+// How near each of the first `candidates` comes to a head's largest logit; returns how many come within `reach`.
+int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t candidates, float reach) {
+    std::vector<float> top(heads);
+    for (int h = 0; h < heads; h++) {
+        f32 best = splat(-INFINITY);
+        over(x + h * count, count, -INFINITY, [&](int64_t, f32 v) { best = maximum(best, v); });
+        top[h] = largest(best);
+    }
+    i32 found = {};
+    for (int64_t at = 0; at < candidates; at += LANES) {
+        int64_t n = std::min<int64_t>(LANES, candidates - at);
+        f32 nearest = splat(-INFINITY);
+        for (int h = 0; h < heads; h++) {
+            const float* from = x + h * count + at;
+            nearest = maximum(nearest, (n == LANES ? load<f32>(from) : tail(from, n, NAN)) - top[h]);
+        }
+        found -= nearest >= -reach;
+        std::memcpy(out + at, &nearest, n * sizeof(float));
+    }
+    int64_t total = 0;
+    for (int i = 0; i < LANES; i++) total += found[i];
+    return total;
+}
+
 // A float as a number that orders like it; NaN comes above all.
 inline u32 order(u32 bits) { return bits ^ ((u32)((i32)bits >> 31) | 0x80000000u); }
 inline uint32_t order(float x) {
@@ -161,6 +185,14 @@ EXPORT void group_weights(const float* logits, float* out, int64_t pairs, int64_
     for (int64_t pair = 0; pair < pairs; pair++)
         (largest ? weigh<true> : weigh<false>)(logits + pair * heads * count, out + pair * count, heads, count,
                                                scale * (float)M_LOG2E);
+}
+
+// logits [P g S] -> margins [P candidates] and counts [P]
+EXPORT void group_margins(const float* logits, float* out, int64_t* counts, int64_t pairs, int64_t heads, int64_t count,
+                          int64_t candidates, float reach) {
+#pragma omp parallel for schedule(dynamic) if (pairs * heads * count > 4096)
+    for (int64_t pair = 0; pair < pairs; pair++)
+        counts[pair] = margins(logits + pair * heads * count, out + pair * candidates, heads, count, candidates, reach);
 }
 
 // Rows of scores `stride` apart -> indices [rows k], in no order

@@ -11,6 +11,7 @@ from kernels.cpu.library import load
 
 _library = load("choose")
 _library.group_weights.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int]
+_library.group_margins.argtypes = [*[c_void_p] * 3, *[c_int64] * 4, c_float]
 _library.log_sum_exp.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float]
 _library.top_k.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
 
@@ -25,6 +26,19 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
+    return _unfit(logits)
+
+
+def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
+    batch, groups, heads, count = logits.shape
+    out, counts = logits.new_empty((batch, groups, candidates)), logits.new_empty((batch, groups), dtype=torch.int64)
+    logits, pairs = logits.contiguous(), batch * groups
+    addresses = (x.data_ptr() for x in (logits, out, counts))
+    _library.group_margins(*addresses, pairs, heads, count, candidates, reach)
+    return out, counts
+
+
+def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str | None:
     return _unfit(logits)
 
 

@@ -141,6 +141,13 @@ def group_weights() -> Iterator[Case]:
             yield Case("group_weights", f"g{group}-{count}-{reduce}", (logits, 0.3, reduce))
 
 
+def group_margins() -> Iterator[Case]:
+    for group, count, candidates in ((1, 1, 1), (3, 31, 30), (4, 4100, 4097), (8, 333, 333), (2, 40, 0)):
+        logits = 9 * random(1, 2, 2, group, count)
+        yield Case("group_margins", f"g{group}-{candidates}of{count}", (logits, candidates, 5.0))
+    yield Case("group_margins", "all", (random(1, 1, 2, 4, 70), 70, float("inf")))
+
+
 def log_sum_exp() -> Iterator[Case]:
     for count in (1, 31, 4100):
         yield Case("log_sum_exp", f"{count}", (20 * random(1, 2, 3, 4, count), 0.3))
@@ -197,6 +204,7 @@ def cases() -> list[Case]:
         *channel_scores(),
         *channel_sums(),
         *group_weights(),
+        *group_margins(),
         *pq_scores(),
         *pq_weights(),
         *top_k(),
