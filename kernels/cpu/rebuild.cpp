@@ -1,8 +1,7 @@
 // Keys from their low-rank factors, rotated on the way out of the registers (ShadowKV).
 #include <type_traits>
 
-#include "matrix_unit.hpp"
-#include "tiles.hpp"
+#include "amx.hpp"
 
 namespace {
 
@@ -35,10 +34,12 @@ inline u32 words_of(const bf16* row, int64_t next) {
     return __builtin_convertvector(load<u16>(row), u32) | __builtin_convertvector(load<u16>(row + next), u32) << 16;
 }
 
-constexpr int ROWS = 16;  // of a block
+constexpr int ROWS = 32;        // of a block
+constexpr int STEP_WORDS = 16;  // of a product of tiles
+inline int64_t padded(int64_t words) { return (words + STEP_WORDS - 1) / STEP_WORDS * STEP_WORDS; }
 
 // A basis [r][D] in words, channels that turn together side by side: H vectors of the first half, then their partners.
-// Zeros behind it fill up the last step of PADDED words.
+// Zeros behind it fill up the last step.
 template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
     Buffer<uint32_t> words(padded(rank / T::PER_WORD) * dim);
     uint32_t* to = words.data();
@@ -64,15 +65,20 @@ void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, in
     }
 }
 
-// Whether rows are copied side by side for the matrix unit.
-template <class T> bool by_matrix() { return std::is_same_v<T, BF16Words> && has_matrix_unit(); }
+// The same by tiles; rows and b are padded with zeros, the rows stand one after the other.
+template <int V>
+void products(const uint32_t* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
+    for (int i = 0; i < V; i += 2)
+        multiply_tiles<false>(rows, words, b + i * LANES, stride, (float*)&out[0][i], V * LANES, words / STEP_WORDS);
+}
 
 template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
     int64_t half = call.dim / 2, b = pair / call.groups, words = call.rank / T::PER_WORD;
     Buffer<uint32_t> copies(ROWS * padded(words));
-    MatrixUnit unit(by_matrix<T>());
+    const bool by_tiles = std::is_same_v<T, BF16Words> && amx_allowed();
+    Tiles tiles(by_tiles);
     for (int64_t at = first; at < last; at += ROWS) {
         int n = std::min<int64_t>(ROWS, last - at);
         const uint32_t* rows[ROWS];
@@ -86,13 +92,13 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
             fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
             fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
             fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
-            if (unit.on) std::copy_n(rows[r], words, &copies[r * padded(words)]);
+            if (by_tiles) std::copy_n(rows[r], words, &copies[r * padded(words)]);
         }
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];
-            if (unit.on)
-                unit.products<2 * H>(copies.data(), basis.data() + 2 * c, call.dim, padded(words), sums);
+            if (by_tiles)
+                products<2 * H>(copies.data(), basis.data() + 2 * c, call.dim, padded(words), sums);
             else
                 products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
             for (int r = 0; r < n; r++) {
