@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 Call = Callable[[], Any]
+CACHE_BYTES = {"cpu": 1 << 27, "cuda": 1 << 28}  # more than the last-level cache of either
 
 
 class Estimate(NamedTuple):
@@ -42,8 +43,29 @@ def seconds(call: Call, device: torch.device) -> float:
     return perf_counter() - began
 
 
+class Cold:
+    """Seconds of a call whose inputs no cache holds, as in a decode step that comes from all other layers. On a GPU by
+    CUDA events: its own time, without the launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.other = torch.zeros(CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Call) -> float:
+        self.other.add_(1)
+        if self.device.type != "cuda":
+            return seconds(call, self.device)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            began.record()
+            call()
+            ended.record()
+        _wait(self.device)
+        return began.elapsed_time(ended) / 1e3
+
+
 def interleaved(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, warmup: int = 2
+    calls: Mapping[str, Call], clock: Callable[[Call], float], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
     """`rounds` times of each call, in turn; the order turns round from round to round."""
     for _ in range(warmup):
@@ -52,7 +74,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for place in range(rounds):
         for name in list(calls)[:: -1 if place % 2 else 1]:
-            times[name].append(seconds(calls[name], device))
+            times[name].append(clock(calls[name]))
     return times
 
 

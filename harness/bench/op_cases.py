@@ -1,0 +1,164 @@
+"""The operations at the shapes that methods call them with: one layer, one sequence, `budget` of `tokens` chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.bench.synthetic import Shape
+from kernels.reference import Segment
+
+ROOM = 64  # rows that a store keeps free behind the prompt
+SINKS = 32
+PAGE, CHUNK = 16, 8  # tokens: Quest's page, ShadowKV's chunk
+CHANNELS = 16  # SparQ's
+PARTIAL = 0.2  # share of the channels: InfiniGen's
+ALPHA = 5.0  # InfiniGen's
+RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
+WINDOW = 32  # queries: SnapKV's
+CODES = ((2, 6), (4, 8))  # sub-vectors and bits: PQCache's default, and whole bytes
+ROUNDS = 10  # of k-means
+
+
+class Case(NamedTuple):
+    op: str
+    what: str  # the method it is for, and its size
+    args: tuple[Any, ...]
+    flops: float = 0.0  # where they may be the limit
+    dtype: torch.dtype | None = None  # of those; None: the shape's
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs; views as stores hand them out."""
+
+    shape: Shape
+    tokens: int
+    budget: int
+    prefill: int  # tokens of a prompt: its attention grows with their square
+
+    def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(size, device=self.shape.device).to(dtype or self.shape.dtype)
+
+    def rows(self, heads: int, among: int, count: int) -> Tensor:
+        """Different ones of each head, as a choice by scores gives them. [1 heads count]"""
+        scores = torch.rand(1, heads, among, device=self.shape.device)
+        return scores.topk(min(count, among), sorted=False).indices
+
+    @property
+    def group(self) -> int:
+        return self.shape.heads // self.shape.kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    @cached_property
+    def q(self) -> Tensor:
+        return self.random(1, self.shape.heads, 1, self.shape.head_dim)
+
+    @cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """K and V of the prompt [1 G S D]"""
+        k, v = (self.random(1, self.shape.kv_heads, self.tokens + ROOM, self.shape.head_dim) for _ in range(2))
+        return k[:, :, : self.tokens], v[:, :, : self.tokens]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self.random(1, self.shape.kv_heads, self.group, self.tokens, dtype=torch.float32)
+
+    def grouped(self, width: int) -> Tensor:
+        return self.random(1, self.shape.kv_heads, self.group, width)
+
+    def segments(self, heads: int) -> list[Segment]:
+        """Sinks, what is chosen between, and the most recent tokens: `budget` in all."""
+        (k, v), recent = self.kv, self.budget // 2
+        middle, tail = slice(SINKS, self.tokens - recent), slice(self.tokens - recent, None)
+        rows = self.rows(heads, self.tokens - recent - SINKS, self.budget - recent - SINKS)
+        return [
+            Segment(k[:, :, :SINKS], v[:, :, :SINKS]),
+            Segment(k[:, :, middle], v[:, :, middle], rows),
+            Segment(k[:, :, tail], v[:, :, tail]),
+        ]
+
+
+def cases(inputs: Inputs) -> Iterator[Case]:
+    yield from _attention(inputs)
+    yield from _scores(inputs)
+    yield from _quantised(inputs)
+    yield from _rows(inputs)
+    yield from _prefill(inputs)
+
+
+def _attention(x: Inputs) -> Iterator[Case]:
+    shape, chosen = x.shape, f"{x.budget} of {x.tokens}"
+    flops = 4.0 * shape.heads * shape.head_dim
+    yield Case("segment_attention", f"Full, {x.tokens}", (x.q, [Segment(*x.kv)], x.scale), flops * x.tokens)
+    per_kv_head = (x.q, x.segments(shape.kv_heads), x.scale)
+    yield Case("segment_attention", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    per_head = (x.q, x.segments(shape.heads), x.scale)
+    yield Case("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
+    yield Case("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
+    yield Case("merge_attention", "two parts", parts)
+
+
+def _scores(x: Inputs) -> Iterator[Case]:
+    groups, dim = x.shape.kv_heads, x.shape.head_dim
+    for method, count, width in (
+        ("Quest", x.tokens // PAGE, 2 * dim),
+        ("ShadowKV", x.tokens // CHUNK, dim),
+        ("InfiniGen", x.tokens, max(1, int(PARTIAL * dim))),
+    ):
+        yield Case("row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width)))
+    by_channel = x.kv[0].transpose(2, 3).contiguous()
+    picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
+    yield Case("channel_scores", f"SparQ, {x.tokens} of {CHANNELS}", picked)
+    yield Case("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
+    yield Case("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
+    yield Case("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
+    yield Case("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
+    yield Case("log_sum_exp", f"{x.tokens}", (x.logits, x.scale))
+    yield Case("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
+
+
+def _quantised(x: Inputs) -> Iterator[Case]:
+    groups, dim, device = x.shape.kv_heads, x.shape.head_dim, x.shape.device
+    for parts, bits in CODES:
+        centroids = x.random(1, groups, parts, 2**bits, dim // parts)
+        codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
+        what = f"PQCache m={parts} b={bits}, {x.tokens}"
+        yield Case("pq_scores", what, (x.q, centroids, codes))
+        yield Case("pq_weights", what, (x.q, centroids, codes, x.scale))
+        points = x.random(groups * parts, x.tokens, dim // parts, dtype=torch.float32)
+        initial = torch.randperm(x.tokens, device=device)[: 2**bits]
+        flops = 2.0 * (ROUNDS + 1) * points.numel() * len(initial)
+        yield Case("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops, torch.float32)
+
+
+def _rows(x: Inputs) -> Iterator[Case]:
+    groups, dim = x.shape.kv_heads, x.shape.head_dim
+    rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
+    yield Case("gather_rows", chosen, (x.kv[0], rows))
+    yield Case("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
+    rank = max(1, round(RANK * groups * dim))
+    cos, sin = x.shape.rope(torch.arange(x.tokens))
+    args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), rows, cos[0], sin[0])
+    yield Case("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * rows.numel() * rank * dim)
+
+
+def _prefill(x: Inputs) -> Iterator[Case]:
+    shape = x.shape
+    last = x.random(1, shape.heads, WINDOW, shape.head_dim)
+    flops = 2.0 * shape.heads * shape.head_dim
+    yield Case("column_sums", f"SnapKV, {WINDOW} of {x.tokens}", (last, x.kv[0], x.scale), flops * WINDOW * x.tokens)
+    q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)  # as a model hands it over
+    k, v = (x.random(1, shape.kv_heads, x.prefill, shape.head_dim) for _ in range(2))
+    whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
+    yield Case("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
+    yield Case("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)

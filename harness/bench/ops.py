@@ -1,0 +1,134 @@
+"""`python -m harness.bench ops`: every operation at the shapes that methods need, in every backend that runs here.
+
+Each is held against its reference in plain torch, against the limit of this machine (bytes to read by measured
+bandwidth, or products by measured speed, whichever takes longer), and against what a user would take in its place. All
+calls of an operation run in turn, with nothing of their inputs in a cache; ratios are of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bench import calibrate, output
+from harness.bench.measure import Call, Cold, estimate, interleaved, ratios
+from harness.bench.op_cases import Case, Inputs, cases
+from harness.bench.rivals import rival
+from harness.bench.synthetic import Shape
+from harness.bench.traffic import bytes_read
+from harness.tables import Column
+from kernels import ops
+from kernels.dispatch import REFERENCE, Op, use_backend
+
+OPS = {op.name: op for op in ops.ALL}
+DTYPES = {dtype: name for name, dtype in calibrate.DTYPES.items()}
+RIVAL = "rival"
+
+
+@torch.inference_mode()
+def measure(case: Case, shape: Shape, limits: calibrate.Limits, rounds: int) -> list[dict[str, Any]]:
+    """A row per backend; the one that methods get comes first."""
+    op, beside = OPS[case.op], rival(case)
+    refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
+    calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
+    if beside is not None and beside.call is not None:
+        calls[RIVAL] = beside.call
+    times = interleaved(calls, Cold(shape.device), rounds)
+    limit = limit_s(case, shape, limits)
+    common = {"op": case.op, "what": case.what, "limit_s": limit, "rival": beside and beside.name, "refused": refused}
+    return [
+        common
+        | {
+            "backend": name,
+            "label": f"{case.op} {case.what}: {name}",
+            "time_s": estimate(spent),
+            "of_limit": estimate([limit / one for one in spent]),
+            "reference": None if name == REFERENCE else ratios(times[REFERENCE], spent),
+            "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
+            "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,
+        }
+        for name, spent in times.items()
+        if name != RIVAL
+    ]
+
+
+def limit_s(case: Case, shape: Shape, limits: calibrate.Limits) -> float:
+    """Seconds that this machine needs at least."""
+    read = bytes_read(case.op, case.args, None) / limits["read_gb_s"]
+    return max(read, case.flops / limits["matmul_gflop_s"][DTYPES[case.dtype or shape.dtype]]) / 1e9
+
+
+def _run(op: Op, backend: str, case: Case) -> Any:
+    with use_backend(backend):
+        return op(*case.args)
+
+
+def run(options: argparse.Namespace, limits: calibrate.Limits) -> list[dict[str, Any]]:
+    dtype, device = calibrate.DTYPES[options.dtype], torch.device(options.device)
+    shape = Shape(options.heads, options.kv_heads, options.head_dim, dtype, device)
+    rows = []
+    for tokens in options.tokens:
+        torch.manual_seed(tokens)
+        for case in cases(Inputs(shape, tokens, options.budget, options.prefill)):
+            if not options.ops or case.op in options.ops:
+                rows += measure(case, shape, limits, options.rounds)
+                print(_progress(rows[-1]), flush=True)
+    return rows
+
+
+def _progress(row: dict[str, Any]) -> str:
+    return f"{row['op']}, {row['what']}: {REFERENCE} {row['time_s'].median * 1e3:.3f} ms"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    def scaled(key: str, factor: float) -> Callable[[output.Row], list[float] | None]:
+        return lambda row: row[key] and [value * factor for value in row[key]]
+
+    return [
+        output.column("operation", "", rows, lambda row: row["op"], left=True),
+        output.column("for", "", rows, lambda row: row["what"], left=True),
+        output.column("backend", "", rows, lambda row: row["backend"], left=True),
+        output.column("time", "ms", rows, scaled("time_s", 1e3)),
+        output.column("of limit", "%", rows, scaled("of_limit", 100)),
+        output.column("torch / it", "", rows, lambda row: row["reference"]),
+        output.column("rival", "", rows, lambda row: row["rival"], left=True),
+        output.column("rival / it", "", rows, lambda row: row["beside_rival"]),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m harness.bench ops", description=__doc__)
+    made.add_argument("--ops", nargs="*", default=[], choices=sorted(OPS), metavar="OP", help="all by default")
+    made.add_argument("--tokens", nargs="*", type=int, default=[32768], help="of the prompt")
+    made.add_argument("--budget", type=int, default=2048, help="tokens chosen of them")
+    made.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt whose attention is quadratic")
+    made.add_argument("--heads", type=int, default=32)
+    made.add_argument("--kv-heads", type=int, default=8)
+    made.add_argument("--head-dim", type=int, default=128)
+    made.add_argument("--dtype", default="bf16", choices=calibrate.DTYPES)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    limits = calibrate.calibrate(torch.device(options.device))
+    print(calibrate.line(limits), flush=True)
+    rows = run(options, limits)
+    title = (
+        f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "
+        f"{options.device}"
+    )
+    result = {"options": vars(options) | {"out": None}, "limits": limits, "synthetic": True, "rows": rows}
+    folder = output.finish("ops", title, result, table(rows), options.out)
+    output.bars(
+        folder / "plot.png", rows, label="label", y="reference", unit="times as fast as plain torch", title=title
+    )
+    return 0

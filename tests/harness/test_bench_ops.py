@@ -1,0 +1,128 @@
+"""The benchmark of the operations: what it runs is right, what it leaves out it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from harness.bench import __main__ as bench
+from harness.bench import ops as bench_ops
+from harness.bench.calibrate import Limits
+from harness.bench.measure import Cold, interleaved
+from harness.bench.op_cases import Case, Inputs, cases
+from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
+from harness.bench.synthetic import Shape
+from kernels import ops
+
+CPU = torch.device("cpu")
+SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
+INPUTS = Inputs(SHAPE, tokens=600, budget=128, prefill=40)
+LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
+OF_THE_MODEL = {"attention_inputs", "block_output", "token_logits"}  # no part of a method: `bench decode` has them
+SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "600", "--budget", "128", "--prefill", "40"]
+
+
+def case(op: str, place: int = 0) -> Case:
+    return [case for case in cases(INPUTS) if case.op == op][place]
+
+
+def result(op: str, *args: Any) -> Any:
+    return bench_ops.OPS[op](*args)
+
+
+def test_every_operation_of_a_method_has_cases() -> None:
+    assert {case.op for case in cases(INPUTS)} == {op.name for op in ops.ALL} - OF_THE_MODEL
+
+
+def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    chosen = ["--ops", "top_k", "kmeans", "segment_attention"]
+    assert bench.main(["ops", *SMALL, *chosen, "--rounds", "2", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "result.json").read_text())
+    assert made["synthetic"]
+    assert {row["op"] for row in made["rows"]} == set(chosen[1:])
+    for row in made["rows"]:
+        assert row["time_s"][0] > 0
+        assert row["of_limit"][1] == pytest.approx(row["limit_s"] / row["time_s"][2])
+        assert (row["reference"] is None) == (row["backend"] == "torch")
+        assert row["backend"] not in row["refused"]
+    full = next(row for row in made["rows"] if row["what"].startswith("Full"))
+    assert full["rival"] == "transformers sdpa"
+    (_, rival_low, rival_high), (_, low, high) = full["rival_s"], full["time_s"]
+    assert rival_low / high <= full["beside_rival"][0] <= rival_high / low
+    assert "| segment_attention | Full, 600 |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_what_refuses_is_named_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = ops.top_k
+    monkeypatch.setattr(op, "targets", {"cpu": "no.such:module", "torch": op.targets["torch"]})
+    monkeypatch.setattr(op, "_loaded", {})
+    rows = bench_ops.measure(case("top_k"), SHAPE, LIMITS, rounds=1)
+    assert [row["backend"] for row in rows] == ["torch"]
+    assert "No module named 'no'" in rows[0]["refused"]["cpu"]
+
+
+def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
+    full, prefill = case("segment_attention"), case("prefill_attention")
+    assert bench_ops.limit_s(full, SHAPE, LIMITS) == pytest.approx(2 * 2 * 600 * 64 * 4 / 10e9)
+    assert bench_ops.limit_s(prefill, SHAPE, LIMITS) == pytest.approx(4 * 4 * 64 * 40 * 41 / 2 / 100e9)
+
+
+def test_calls_run_in_turn_and_the_order_turns_round() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    times = interleaved(calls, Cold(CPU), rounds=2, warmup=1)
+    assert "".join(order) == "ab" + "ab" + "ba"
+    assert all(len(spent) == 2 and min(spent) > 0 for spent in times.values())
+
+
+@pytest.mark.parametrize("place", range(3), ids=["full", "per KV head", "per query head"])
+def test_rivals_compute_the_same_attention(place: int) -> None:
+    one = case("segment_attention", place)
+    beside = rival(one)
+    assert beside is not None
+    assert beside.call is not None
+    assert_close(beside.call().transpose(1, 2), result(*one[:1], *one.args), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["column_sums", "prefill_attention_with_column_sums", "gather_rows"])
+def test_rivals_compute_the_same(op: str) -> None:
+    one = case(op)
+    beside = rival(one)
+    assert beside is not None
+    assert beside.call is not None
+    wanted = result(op, *one.args)
+    assert_close(beside.call(), wanted[1] if isinstance(wanted, tuple) else wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_without_faiss_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    for op in ("kmeans", "pq_scores"):
+        assert rival(case(op)) == ("faiss is not installed", None)
+    rows = bench_ops.measure(case("pq_scores"), SHAPE, LIMITS, rounds=1)
+    assert {row["rival"] for row in rows} == {"faiss is not installed"}
+    assert {row["beside_rival"] for row in rows} == {None}
+
+
+def test_faiss_clusters_and_scores_the_same() -> None:
+    pytest.importorskip("faiss")
+    points, initial, _, _ = case("kmeans").args
+    ours, theirs = result("kmeans", points, initial, 3, 0.0), faiss_kmeans(points, initial, 3)
+    assert_close(ours[0], theirs[0], atol=1e-4, rtol=1e-3)
+    assert (ours[1] == theirs[1]).double().mean() > 0.99
+    q, centroids, codes = case("pq_scores").args
+    scores, rows = FaissSearch(centroids, codes).best(q, 5)
+    wanted = result("pq_scores", q, centroids, codes)
+    assert_close(wanted.gather(-1, rows), scores, atol=1e-4, rtol=1e-4)
+    assert_close(wanted.topk(5, dim=-1).values, scores, atol=1e-4, rtol=1e-4)
+
+
+def test_every_case_has_a_limit() -> None:
+    for one in cases(INPUTS):
+        assert bench_ops.limit_s(one, SHAPE, LIMITS) > 0, str(one[:2])
