@@ -81,6 +81,11 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def forced_backend() -> str | None:
+    """The backend that `use_backend` insists on, if any: for backends that never want to be chosen by themselves."""
+    return _forced.get()
+
+
 @contextmanager
 def watched(around: Around) -> Iterator[None]:
     """Every operation runs through `around`, which may clock it: for traces and benchmarks."""

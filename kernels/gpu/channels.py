@@ -1,0 +1,81 @@
+"""Scores from a few channels of the keys, and their sums without the scores (SparQ)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.choose import log_sum_exp
+from kernels.gpu.common import DTYPES, padded, product, unfit
+
+_BLOCK = 128  # tokens
+_MOST_CHANNELS = 64  # at once
+
+
+def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
+    """As in kernels/reference.py; the channels are not copied."""
+    out = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
+    _run(q, x, channels, out, None, None)
+    return out
+
+
+def channel_scores_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+    if x.dtype not in DTYPES or q.dtype not in DTYPES:
+        return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
+    return unfit(q, x, channels) or ("needs the tokens of a channel side by side" if x.stride(3) != 1 else None)
+
+
+def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """As in kernels/reference.py; no score is written."""
+    out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
+    lses = q.new_empty((*q.shape[:3], triton.cdiv(x.shape[3], _BLOCK)), dtype=torch.float32)
+    _run(q, x, channels, None, out, lses)
+    return out, log_sum_exp(lses, 1.0)
+
+
+def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+    return channel_scores_refuses(q, x, channels) or ("leaves no tokens to torch" if x.shape[3] == 0 else None)
+
+
+def _run(
+    q: Tensor, x: Tensor, channels: Tensor, scores: Tensor | None, sums: Tensor | None, lses: Tensor | None
+) -> None:
+    batch, groups, heads, width = q.shape
+    count = x.shape[3]
+    if count:
+        _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
+            q.contiguous(), x, channels.contiguous(), scores, sums, lses, *x.stride()[:3], count, groups, heads,
+            padded(heads), width, min(_MOST_CHANNELS, padded(width)), _BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _channels(
+    q, x, channels, scores, sums, lses, xb: tl.int64, xg: tl.int64, xc: tl.int64, count, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scores of a block of tokens, or their sum over the heads and each head's log-sum-exp in this block."""
+    block, this = tl.program_id(0), tl.program_id(1)
+    keys = x + this // GROUPS * xb + this % GROUPS * xg
+    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
+    mine, live = head < HEADS, token < count
+    found = tl.zeros([FOLD, BLOCK], tl.float32)
+    for start in range(0, WIDTH, STEP):
+        place = start + tl.arange(0, STEP)
+        channel = tl.load(channels + this * WIDTH + place, mask=place < WIDTH, other=0).to(tl.int64)
+        there = (place < WIDTH)[:, None] & live
+        tile = tl.load(keys + channel[:, None] * xc + token, mask=there, other=0.0)
+        at = (this * HEADS + head)[:, None] * WIDTH + place
+        query = tl.load(q + at, mask=mine[:, None] & (place < WIDTH), other=0.0)
+        found += product(query.to(tile.dtype), tile)
+    of_head = this * HEADS + head
+    if scores is not None:
+        tl.store(scores + of_head.to(tl.int64)[:, None] * count + token, found, mask=mine[:, None] & live)
+    else:  # rows beyond HEADS are zero
+        tl.store(sums + this.to(tl.int64) * count + token, tl.sum(found, 0), mask=live)
+        found = tl.where(live, found, float("-inf"))
+        top = tl.max(found, 1)
+        lse = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
+        tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)

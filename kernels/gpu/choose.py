@@ -1,0 +1,84 @@
+"""Softmax over candidates: each row's log-sum-exp, and from it the weights of a group."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import DTYPES, unfit
+
+_PIECE = 4096  # of a row: a longer one is summed in pieces, and then the pieces
+_BLOCK = 1024
+
+
+def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
+    """As in kernels/reference.py."""
+    count = logits.shape[-1]
+    pieces = triton.cdiv(count, _PIECE)
+    out = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
+    if out.numel():
+        rows = out.numel() // pieces
+        side = min(_BLOCK, triton.next_power_of_2(count))
+        _log_sum_exp[(rows, pieces)](logits.contiguous(), out, scale, count, _PIECE, side, num_warps=4)
+    return log_sum_exp(out, 1.0) if pieces > 1 else out.squeeze(-1)
+
+
+def log_sum_exp_refuses(logits: Tensor, scale: float) -> str | None:
+    return _unfit(logits)
+
+
+def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
+    """As in kernels/reference.py."""
+    batch, groups, heads, count = logits.shape
+    logits = logits.contiguous()
+    out = logits.new_empty((batch, groups, count), dtype=torch.float32)
+    if count:
+        _weights[(triton.cdiv(count, _BLOCK), batch * groups)](
+            logits, log_sum_exp(logits, scale), out, scale, count, heads, reduce == "sum", _BLOCK, num_warps=4
+        )
+    return out
+
+
+def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
+    return _unfit(logits)
+
+
+def _unfit(logits: Tensor) -> str | None:
+    if logits.dtype not in DTYPES:
+        return f"takes float32, bfloat16 and float16, got {logits.dtype}"
+    return unfit(logits) or ("leaves rows of nothing to torch" if logits.shape[-1] == 0 else None)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of a row."""
+    row, piece = tl.program_id(0), tl.program_id(1)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    end = tl.minimum((piece + 1) * PIECE, count)
+    for start in range(piece * PIECE, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row.to(tl.int64) * count + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
+        highest = tl.maximum(top, value)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp(top - shift) + tl.exp(value - shift)
+        top = highest
+    highest = tl.max(top, 0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(total * tl.exp(top - shift), 0)
+    tl.store(out + row * tl.num_programs(1) + piece, highest + tl.log(total))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _weights(x, lse, out, scale, count, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
+    this = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
+    for head in range(HEADS):
+        row = this * HEADS + head
+        value = tl.load(x + row.to(tl.int64) * count + at, mask=at < count, other=0.0).to(tl.float32)
+        weight = tl.exp(value * scale - tl.load(lse + row))
+        found = found + weight if SUM else tl.maximum(found, weight)
+    tl.store(out + this.to(tl.int64) * count + at, found, mask=at < count)

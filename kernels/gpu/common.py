@@ -1,0 +1,75 @@
+"""What all Triton kernels share: what they refuse, sizes of blocks, the product of two tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dispatch import forced_backend
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST = 512  # bytes of a head whose tiles fit into shared memory
+
+_interpreted = tl.constexpr(INTERPRETED)
+
+
+def unfit(*tensors: Tensor) -> str | None:
+    """Why no kernel can be launched on these, or None."""
+    if INTERPRETED:
+        return None if forced_backend() == "triton" else "is interpreted here, which happens only on request"
+    if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
+        return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
+    return None
+
+
+def unfit_floats(*tensors: Tensor) -> str | None:
+    """The same for tensors that must be of one floating dtype."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        return f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
+    return unfit(*tensors)
+
+
+def unfit_heads(*tensors: Tensor) -> str | None:
+    """The same for tensors of heads [... D]."""
+    if any(x.stride(-1) != 1 for x in tensors):
+        return "needs the channels of a row side by side"
+    if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
+        return f"takes heads of up to {_WIDEST} bytes, got {tensors[0].shape[-1]} x {tensors[0].dtype}"
+    return unfit_floats(*tensors)
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The side of a tile that holds `size`: a power of two, and no less than the matrix units take."""
+    return max(least, triton.next_power_of_2(size))
+
+
+def split(count: int, programs: int, block: int) -> tuple[int, int]:
+    """Into how many pieces to cut `count` tokens that `programs` would read, and their length, for a full device."""
+    wanted = max(1, _programs_wanted() // programs)
+    length = triton.cdiv(triton.cdiv(count, wanted), block) * block
+    return triton.cdiv(count, length), length
+
+
+def stages(x: Tensor) -> int:
+    """How many tiles of rows [... D] may be on their way at once."""
+    return 3 if x.shape[-1] * x.element_size() <= 256 else 2
+
+
+@cache
+def _programs_wanted() -> int:
+    """Four for each multiprocessor; the interpreter gets so many that small inputs are cut too."""
+    return 16 if INTERPRETED else 4 * torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+@triton.jit
+def product(a, b):
+    """a @ b in fp32. The interpreter knows bfloat16 as bits alone, and multiplies in fp32 for it."""
+    if _interpreted:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="tf32x3")

@@ -1,0 +1,148 @@
+"""Decode attention: each segment is cut into pieces that are read at once, and merged by their log-sum-exp.
+
+Flash-decoding (https://pytorch.org/blog/flash-decoding/) over any number of segments, with or without chosen rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_heads
+from kernels.reference import Segment
+
+_BLOCK = 64  # tokens
+_PARTS = 16  # merged at once
+
+
+def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
+    """As in kernels/reference.py; neither rows nor heads are copied."""
+    return segment_attention_with_lse(q, segments, scale)[0]
+
+
+def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    batch, heads, _, dim = q.shape
+    q = q.contiguous()
+    cuts = [_cut(batch, segment) for segment in segments]
+    parts = sum(pieces for pieces, _ in cuts)
+    outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
+    lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
+    first = 0
+    for segment, (pieces, length) in zip(segments, cuts, strict=True):
+        if pieces:
+            _read(q, segment, scale, outs, lses, first, pieces, length)
+        first += pieces
+    return _merged(outs, lses, torch.empty_like(q), parts, 1)
+
+
+def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    return unfit_heads(*(x for k, v, _ in segments for x in (k, v))) or unfit_floats(q, segments[0].k)
+
+
+def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    return segment_attention_refuses(q, segments, scale)
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    return _merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), torch.empty_like(outs[0]), 1, lses[0].numel())[0]
+
+
+def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
+    return unfit_heads(*outs) or unfit_floats(*lses)
+
+
+def _cut(batch: int, segment: Segment) -> tuple[int, int]:
+    """Pieces of a segment and their length; none of an empty one."""
+    lists = segment.k if segment.rows is None else segment.rows
+    return split(lists.shape[2], batch * lists.shape[1], _BLOCK) if lists.shape[2] else (0, 0)
+
+
+def _read(
+    q: Tensor, segment: Segment, scale: float, outs: Tensor, lses: Tensor, first: int, pieces: int, length: int
+) -> None:
+    """Attention to each piece of a segment by itself, into outs and lses from place `first` on."""
+    k, v, rows = segment
+    rows = None if rows is None else rows.contiguous()
+    batch, heads, _, dim = q.shape
+    lists, count = (k if rows is None else rows).shape[1:3]
+    _attend[(batch * lists, pieces)](
+        q, k, v, rows, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length, first,
+        outs.shape[1], lists, lists // k.shape[1], heads // lists, padded(heads // lists), dim, padded(dim), _BLOCK,
+        num_warps=4, num_stages=stages(q),
+    )  # fmt: skip
+
+
+def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
+    """outs [... D] and lses [...] hold part p of head h at h * head_step + p * part_step."""
+    batch, heads, _, dim = out.shape
+    lse = out.new_empty((batch, heads), dtype=torch.float32)
+    parts = lses.numel() // lse.numel()
+    _merge[(batch * heads,)](outs, lses, out, lse, head_step, part_step, parts, dim, padded(dim), _PARTS)
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["count", "length", "first", "parts"])
+def _attend(
+    q, k, v, rows, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
+    vt: tl.int64, count, length, first, parts, LISTS: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr,
+    FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The GROUP query heads that read one list of rows, over one piece of it. SHARE lists belong to a KV head."""
+    this, piece = tl.program_id(0), tl.program_id(1)
+    head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
+    of_query = this * GROUP + head
+    query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
+    batch, group = this // LISTS, this % LISTS // SHARE
+    keys, values = k + batch * kb + group * kg, v + batch * vb + group * vg
+    top = tl.full([FOLD], float("-inf"), tl.float32)
+    total = tl.zeros([FOLD], tl.float32)
+    mixed = tl.zeros([FOLD, WIDE], tl.float32)
+    end = tl.minimum((piece + 1) * length, count)
+    for start in range(piece * length, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        live = token < end
+        if rows is not None:
+            token = tl.load(rows + this * count + token, mask=live, other=0)
+        at, there = token.to(tl.int64)[:, None], live[:, None] & (dim < DIM)
+        key = tl.load(keys + at * kt + dim, mask=there, other=0.0)
+        logits = tl.where(live, product(query, tl.trans(key)) * scale, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, 1))
+        shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
+        value = tl.load(values + at * vt + dim, mask=there, other=0.0)
+        mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
+        total = total * shrink + tl.sum(weights, 1)
+        top = highest
+    to = of_query * parts + first + piece
+    tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
+    mixed = mixed / total[:, None]
+    tl.store(outs + to[:, None] * DIM + dim, mixed, mask=(head < GROUP)[:, None] & (dim < DIM))
+
+
+@triton.jit(do_not_specialize=["head_step", "part_step", "parts"])
+def _merge(
+    outs, lses, out, lse, head_step, part_step, parts, DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
+):
+    """The parts of one head; a part of no tokens has an lse of minus infinity."""
+    head, dim = tl.program_id(0), tl.arange(0, WIDE)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([WIDE], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        at = head * head_step + part * part_step
+        weight = tl.load(lses + at, mask=part < parts, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(top, tl.max(weight, 0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)
+        there = (part < parts)[:, None] & (dim < DIM)
+        rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0).to(tl.float32)
+        mixed = mixed * shrink + tl.sum(rows * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        top = highest
+    one = tl.arange(0, 1)
+    tl.store(lse + head + one, top + tl.log(total))
+    tl.store(out + head * DIM + dim, mixed / tl.where(total > 0, total, 1.0), mask=dim < DIM)

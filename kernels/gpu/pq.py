@@ -1,0 +1,121 @@
+"""Scores of product-quantised keys: a table of q . centroid in a first kernel, looked up by code in a second."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.choose import log_sum_exp
+from kernels.gpu.common import padded, product, unfit, unfit_floats
+
+_CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+_BLOCK = 256  # tokens
+_CLUSTERS = 64  # at once
+
+
+def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
+    """As in kernels/reference.py."""
+    batch, groups = centroids.shape[:2]
+    out = q.new_empty((batch, groups, q.shape[1] // groups, codes.shape[2]), dtype=torch.float32)
+    _run(_table_of(q, centroids), codes, q.shape[1] // groups, scores=out)
+    return out
+
+
+def pq_scores_refuses(q: Tensor, centroids: Tensor, codes: Tensor) -> str | None:
+    if codes.dtype not in _CODES:
+        return f"takes codes of whole numbers, got {codes.dtype}"
+    return unfit_floats(q, centroids) or unfit(codes)
+
+
+def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
+    """As in kernels/reference.py. No score is written: codes are small, so they are looked up twice."""
+    (batch, groups), count = centroids.shape[:2], codes.shape[2]
+    heads = q.shape[1] // groups
+    out = q.new_empty((batch, groups, count), dtype=torch.float32)
+    if count:
+        table = _table_of(q, centroids)
+        lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
+        _run(table, codes, heads, scale, lses=lses)
+        _run(table, codes, heads, scale, lse=log_sum_exp(lses, 1.0), weights=out)
+    return out
+
+
+def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> str | None:
+    return pq_scores_refuses(q, centroids, codes)
+
+
+def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
+    """[B G m C g] in fp32, g padded to a power of two, so that a lookup is one aligned read."""
+    batch, groups, parts, clusters, width = centroids.shape
+    heads = q.shape[1] // groups
+    table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
+    _table[(batch * groups * parts, triton.cdiv(clusters, _CLUSTERS))](
+        q.contiguous(), centroids.contiguous(), table, parts, clusters, width, padded(width), heads, padded(heads),
+        table.shape[4], _CLUSTERS, num_warps=4,
+    )  # fmt: skip
+    return table
+
+
+def _run(
+    table: Tensor, codes: Tensor, heads: int, scale: float = 1.0, scores: Tensor | None = None,
+    lses: Tensor | None = None, lse: Tensor | None = None, weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    batch, groups, parts, clusters, fold = table.shape
+    count = codes.shape[2]
+    if count:
+        _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
+            table, codes, scores, lses, lse, weights, scale, *codes.stride(), count, groups, parts, clusters, heads,
+            fold, _BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _table(
+    q, centroids, table, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one sub-vector's centroids with all query heads of the group; KEPT columns are stored."""
+    this = tl.program_id(0)
+    cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
+    channel = tl.arange(0, WIDE)
+    there = (cluster < CLUSTERS)[:, None] & (channel < WIDTH)
+    at = (this * CLUSTERS + cluster)[:, None]
+    centroid = tl.load(centroids + at * WIDTH + channel, mask=there, other=0.0)
+    of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
+    mine = (head < HEADS)[:, None] & (channel < WIDTH)
+    query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
+    to = table + at * KEPT + head
+    tl.store(to, product(centroid, tl.trans(query)), mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _look_up(
+    table, codes, scores, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64, count,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scores of a block of tokens; or each head's log-sum-exp in it; or, with the whole rows' lse, the weights."""
+    block, this = tl.program_id(0), tl.program_id(1)
+    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
+    mine, live = head < HEADS, token < count
+    at = codes + this // GROUPS * cb + this % GROUPS * cg + token * ct
+    found = tl.zeros([FOLD, BLOCK], tl.float32)
+    for part in range(PARTS):
+        code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
+        row = (this * PARTS + part) * CLUSTERS + code
+        found += tl.load(table + row * FOLD + head[:, None])
+    found = tl.where(live, found * scale, float("-inf"))
+    of_head = this * HEADS + head
+    if scores is not None:
+        to = scores + of_head.to(tl.int64)[:, None] * count + token
+        tl.store(to, found, mask=mine[:, None] & live)
+    elif lses is not None:
+        top = tl.max(found, 1)
+        total = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
+        tl.store(lses + of_head * tl.num_programs(0) + block, total, mask=mine)
+    else:
+        whole = tl.load(lse + of_head, mask=mine, other=float("inf"))  # no weight for the heads that pad
+        found = tl.exp(found - whole[:, None])
+        tl.store(weights + this.to(tl.int64) * count + token, tl.sum(found, 0), mask=live)

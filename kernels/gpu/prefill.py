@@ -1,0 +1,150 @@
+"""Prefill attention with column sums: a pass over rows that keeps each query's log-sum-exp, then one over columns.
+
+No weight is kept, so memory is linear in the tokens; the logits are computed twice, as in FlashAttention's backward
+pass (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu import decode
+from kernels.gpu.choose import log_sum_exp
+from kernels.gpu.common import padded, product, split, stages, unfit_heads
+from kernels.gpu.scores import row_scores
+from kernels.reference import Segment
+
+_FEW = 256  # queries that do not fill a device by themselves: the keys are cut as well
+
+
+def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """As in kernels/column_sums.py."""
+    new, stored = q.shape[2], k.shape[2]
+    rows = _rows_at_once(q)
+    programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
+    pieces, length = split(stored, programs, rows) if new <= _FEW else (1, stored)
+    lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
+    _run_rows(q, k, None, None, lse, scale, length)
+    return _sums(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
+
+
+def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
+    return unfit_heads(q, k)
+
+
+def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As in kernels/column_sums.py. The attention lies in memory as [B T H D], as the output projection wants it."""
+    if q.shape[2] == 1:
+        return _one_query(q, k, v, scale)
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+    _run_rows(q, k, v, out, lse, scale, k.shape[2])
+    return out, _sums(q, k, lse, scale)
+
+
+def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    return unfit_heads(q, k, v)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A decode step, for which the keys must be cut."""
+    out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
+    logits = row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
+    return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _rows_at_once(q: Tensor) -> int:
+    return 128 if q.element_size() == 2 and q.shape[2] > 64 else 64
+
+
+def _run_rows(
+    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, lse: Tensor, scale: float, length: int
+) -> None:
+    batch, heads, new, dim = q.shape
+    rows, narrow = _rows_at_once(q), q.element_size() == 2
+    (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
+    _rows[(triton.cdiv(new, rows), batch * heads, lse.shape[3])](
+        q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
+        new, k.shape[2], length, lse.shape[3], heads, heads // k.shape[1], dim, padded(dim), rows, 64 if narrow else 32,
+        num_warps=rows // 16, num_stages=stages(q),
+    )  # fmt: skip
+
+
+def _sums(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    batch, heads, new, dim = q.shape
+    stored, narrow = k.shape[2], q.element_size() == 2
+    keys = 128 if narrow else 64
+    sums = q.new_empty((batch, heads, stored), dtype=torch.float32)
+    _columns[(triton.cdiv(stored, keys), batch * heads)](
+        q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored, heads, heads // k.shape[1],
+        dim, padded(dim), 64 if narrow else 32, keys, num_warps=keys // 16, num_stages=stages(q),
+    )  # fmt: skip
+    return sums
+
+
+@triton.jit(do_not_specialize=["new", "stored", "length", "pieces"])
+def _rows(
+    q, k, v, out, lse, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
+    vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, length, pieces,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """A block of queries over one piece of the keys before them: their log-sum-exp, and with v their attention."""
+    block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = this // HEADS, this % HEADS
+    row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    keys = k + batch * kb + head // SHARE * kg
+    there = (row < new)[:, None] & (dim < DIM)
+    query = tl.load(q + batch * qb + head * qh + row[:, None] * qt + dim, mask=there, other=0.0)
+    position = stored - new + row
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDE], tl.float32)
+    end = tl.minimum((piece + 1) * length, stored - new + tl.minimum((block + 1) * ROWS, new))
+    for start in range(piece * length, end, KEYS):
+        token = start + tl.arange(0, KEYS)
+        real = (token < end)[:, None] & (dim < DIM)
+        key = tl.load(keys + token[:, None] * kt + dim, mask=real, other=0.0)
+        seen = (token <= position[:, None]) & (token < end)
+        logits = tl.where(seen, product(query, tl.trans(key)) * scale, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen in this piece so far
+        shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if v is not None:
+            values = v + batch * vb + head // SHARE * vg
+            value = tl.load(values + token[:, None] * vt + dim, mask=real, other=0.0)
+            mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
+        top = highest
+    to = (this.to(tl.int64) * new + row) * pieces + piece
+    tl.store(lse + to, top + tl.log(total), mask=row < new)
+    if v is not None:
+        tl.store(out + batch * ob + head * oh + row[:, None] * ot + dim, mixed / total[:, None], mask=there)
+
+
+@triton.jit(do_not_specialize=["new", "stored"])
+def _columns(
+    q, k, lse, sums, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
+    new, stored, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """A block of keys over all queries that see one of them."""
+    this, first = tl.program_id(1), stored - new
+    batch, head = this // HEADS, this % HEADS
+    token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)
+    there = (token < stored)[:, None] & (dim < DIM)
+    key = tl.load(k + batch * kb + head // SHARE * kg + token[:, None] * kt + dim, mask=there, other=0.0)
+    queries = q + batch * qb + head * qh
+    received = tl.zeros([KEYS], tl.float32)
+    for start in range(tl.maximum(tl.program_id(0) * KEYS - first, 0), new, ROWS):
+        row = start + tl.arange(0, ROWS)
+        real = (row < new)[:, None] & (dim < DIM)
+        query = tl.load(queries + row[:, None] * qt + dim, mask=real, other=0.0)
+        whole = tl.load(lse + this.to(tl.int64) * new + row, mask=row < new, other=0.0)
+        logits = product(key, tl.trans(query)) * scale - whole
+        seen = (token[:, None] <= first + row) & (row < new)
+        received += tl.sum(tl.where(seen, tl.exp(logits), 0.0), 1)
+    tl.store(sums + this.to(tl.int64) * stored + token, received, mask=token < stored)
