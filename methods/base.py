@@ -44,6 +44,8 @@ class Traffic:
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
+    looked_up: int = 0  # rows that a cache on the device was asked for
+    found: int = 0  # and had
 
     @property
     def total_bytes(self) -> int:

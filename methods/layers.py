@@ -122,9 +122,13 @@ class SelectLayer(DenseLayer):
         else:
             self.age += 1
         if self.middle is not None:
-            return self.attend(x.q, Segment(*self.middle.fetch(self.rows)), *self.always_read())
+            return self.attend(x.q, self.fetch(self.middle, self.rows), *self.always_read())
         sinks, *rest = self.always_read()
         return self.attend(x.q, sinks, self._middle_view()._replace(rows=self.rows), *rest)
+
+    def fetch(self, middle: HostStore, rows: Tensor) -> Segment:
+        """The chosen tokens of the host's `middle`. rows [B G top]"""
+        return Segment(*middle.fetch(rows))
 
     def always_read(self) -> list[Segment]:
         """What every step reads: the sinks, the prompt-local window and all that came after the seal."""

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods import costs
+from kernels.reference import Segment
+from methods import blockcache, costs
 from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.blockcache import BlockCache
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.rounds import Fit, measure
+from methods.stores import HostStore
 from methods.windows import Windows
 
 
@@ -40,7 +43,7 @@ class PQCache(Method):
         dense_layers="none",
         sinks="{sinks}",
         window="{recent_ratio} of the budget behind the sinks",
-        on_device="sinks, window, generated tokens, codes, centroids",
+        on_device="sinks, window, generated tokens, codes, centroids, {cache_tokens} tokens in often chosen blocks",
         on_host="K and V between sinks and window",
         index_cost="{m} codes of {b} bits per token, one byte each; k-means at the seal",
         budget="sinks, window and selected tokens (the paper counts sinks on top)",
@@ -48,7 +51,9 @@ class PQCache(Method):
             "k-means rounds are limited to {iterations}, so that tokens can be reproduced; the paper's number follows "
             "the machine's speed, to hide the clustering behind the prefill (iterations=auto; here the seal still "
             "comes after it). Codes stay on the device, so scoring moves nothing. Generated tokens are always "
-            "read and get no code before a further turn. No cache of recent blocks"
+            "read and get no code before a further turn. No cache of blocks unless cache_tokens is set: one that holds "
+            "the whole prompt would offload nothing. It begins with the last blocks, and few are offered per step, for "
+            "the released code's 32 move more than they save"
         ),
     )
 
@@ -59,6 +64,9 @@ class PQCache(Method):
     seed: int
     sinks: int
     recent_ratio: float
+    cache_tokens: int
+    cache_block: int
+    cache_offered: int
 
     def __post_init__(self) -> None:
         self.windows.check()
@@ -67,6 +75,15 @@ class PQCache(Method):
         if not 1 <= self.b <= 16:
             raise ValueError(f"b={self.b} must lie in 1..16: it is the bits of a code, 2^b centroids.")
         self._check_iterations()
+        if self.cache_block < 1 or self.cache_offered < 1:
+            raise ValueError(
+                f"cache_block={self.cache_block} and cache_offered={self.cache_offered} must be at least 1."
+            )
+        if self.cache_tokens and self.cache_tokens < self.cache_block:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} holds no block of {self.cache_block} tokens: give 0 for no cache, "
+                "or at least cache_block."
+            )
 
     def _check_iterations(self) -> None:
         asked = self.iterations
@@ -124,7 +141,16 @@ class PQCache(Method):
         middle = case.sealed - plan.sinks - plan.local
         clusters = min(2**self.b, middle)
         codes = middle * self.m * (1 if clusters <= 256 else 4)
-        return costs.select(case, plan, spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes))
+        index = spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes)
+        chosen = costs.select(case, plan, index)
+        if case.placement == "device" or not self.cache_tokens:
+            return chosen
+        return chosen + blockcache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
+
+    @property
+    def slots(self) -> int:
+        """Blocks in the cache."""
+        return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
         """m bytes of codes against 2 * head_dim bytes of a key; up to 1/128 the paper takes 6 bits in place of 8."""
@@ -152,6 +178,7 @@ class PQLayer(SelectLayer):
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
     codes: Tensor  # [B G M m]
+    blocks: BlockCache | None = None
 
     def split(self, budget: int) -> Plan:
         return self.method.windows.split(budget)
@@ -166,3 +193,19 @@ class PQLayer(SelectLayer):
     def select(self, q: Tensor, top: int) -> Tensor:
         rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows
+
+    def fetch(self, middle: HostStore, rows: Tensor) -> Segment:
+        return super().fetch(middle, rows) if self.blocks is None else self.blocks.read(rows)
+
+    def _offload(self) -> None:
+        tokens, how = self._middle_view(), self.method
+        super()._offload()
+        if how.cache_tokens:
+            assert self.middle is not None
+            self.blocks = BlockCache(
+                self.middle, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered
+            )
+
+    def _bring_back(self) -> None:
+        super()._bring_back()
+        self.blocks = None

@@ -70,6 +70,13 @@ class HostStore(KVStore):
         rows = rows.to(self.k_rows.device)
         return self._send(ops.gather_rows(self.k, rows)), self._send(ops.gather_rows(self.v, rows))
 
+    def fetch_some(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows [B G K] those at `places` [N], counted through all of them -> k, v [N D] on the device."""
+        heads, capacity = self.k_rows.shape[0] * self.k_rows.shape[1], self.k_rows.shape[2]
+        first = torch.arange(heads, device=rows.device).unsqueeze(1) * capacity
+        wanted = (rows.flatten(0, 1) + first).flatten()[places].to(self.k_rows.device)
+        return self._send(self.k_rows.flatten(0, 2)[wanted]), self._send(self.v_rows.flatten(0, 2)[wanted])
+
     def fetch_all(self) -> tuple[Tensor, Tensor]:
         return self._send(self.k), self._send(self.v)
 

@@ -13,7 +13,18 @@ from methods.pqcache import PQCache
 from methods.streaming import Streaming
 
 MODEL = Random(shape="tiny", layers=2, seed=0, tokenizer_name="bytes")
-PQ = PQCache(m=2, b=4, iterations=3, tolerance=1e-4, seed=1, sinks=4, recent_ratio=0.5)
+PQ = PQCache(
+    m=2,
+    b=4,
+    iterations=3,
+    tolerance=1e-4,
+    seed=1,
+    sinks=4,
+    recent_ratio=0.5,
+    cache_tokens=0,
+    cache_block=128,
+    cache_offered=4,
+)
 STREAMING = Streaming(sinks=4, positions="cache")
 # the same on a command line
 MODEL_ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes"]

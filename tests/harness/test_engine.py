@@ -16,7 +16,18 @@ from methods.pqcache import PQCache
 from methods.streaming import Streaming
 from tests.tiny import prompt, tiny
 
-PQ = PQCache(m=2, b=4, iterations=5, tolerance=1e-4, seed=1, sinks=4, recent_ratio=0.5)
+PQ = PQCache(
+    m=2,
+    b=4,
+    iterations=5,
+    tolerance=1e-4,
+    seed=1,
+    sinks=4,
+    recent_ratio=0.5,
+    cache_tokens=0,
+    cache_block=128,
+    cache_offered=4,
+)
 
 
 def test_token_times_rise_and_seal_lies_before_the_second() -> None:

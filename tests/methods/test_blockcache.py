@@ -1,0 +1,158 @@
+"""PQCache's cache of blocks: it must change what is moved and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.attach import attached
+from harness.footprint import footprint
+from kernels.reference import Segment
+from methods.base import Request
+from methods.blockcache import BlockCache
+from methods.pqcache import PQCache
+from methods.stores import HostStore
+from tests.fast import PQ
+from tests.methods.test_contract import assert_same, turn
+from tests.methods.test_costs import expected
+from tests.tiny import prompt, tiny
+
+BATCH, GROUPS, LENGTH, DIM, SIZE = 2, 2, 61, 16, 8  # the eighth block holds 5 tokens
+ROW = 2 * DIM * 4  # bytes of K and V of a token
+CACHED = replace(PQ, cache_tokens=40, cache_block=8, cache_offered=2)
+
+
+def cache_of(slots: int, offered: int) -> tuple[BlockCache, HostStore]:
+    with attached(tiny("llama"), PQ, budget=0.4) as kv:
+        spec, device = kv.specs[0], torch.device("cpu")
+    request = Request(batch=BATCH, capacity=LENGTH, dtype=torch.float32, device=device, placement="host")
+    store = HostStore(spec, request, LENGTH)
+    store.append(torch.randn(BATCH, GROUPS, LENGTH, DIM), torch.randn(BATCH, GROUPS, LENGTH, DIM))
+    return BlockCache(store, Segment(store.k, store.v), size=SIZE, slots=slots, offered=offered), store
+
+
+class Lfu:
+    """The rule in words: one sequence."""
+
+    def __init__(self, blocks: int, slots: int, offered: int) -> None:
+        self.offered, self.step = offered, 0
+        self.held = {block: (0, 0) for block in range(blocks - slots, blocks)}  # uses, last use
+
+    def look_up(self, chosen: list[int]) -> tuple[int, int]:
+        """-> chosen tokens that are held, blocks brought in"""
+        found = sum(block in self.held for block in chosen)
+        self.step += 1
+        offers = [block for block, _ in Counter(chosen).most_common(self.offered)]
+        new = [block for block in offers if block not in self.held]
+        for block in set(offers) - set(new):
+            self.held[block] = (self.held[block][0] + 1, self.step)
+        for _ in new:
+            del self.held[min(self.held, key=lambda block: (*self.held[block], block))]
+        self.held |= dict.fromkeys(new, (1, self.step))
+        return found, len(new)
+
+
+def skewed(step: int) -> Tensor:
+    """Rows [B G 12] without repeats, more of some blocks than of others, and no two blocks with equal counts."""
+    draw = torch.Generator().manual_seed(step)
+    made = torch.empty(BATCH, GROUPS, 12, dtype=torch.int64)
+    for b in range(BATCH):
+        first, second, third = torch.randperm(8, generator=draw)[:3].tolist()
+        for g in range(GROUPS):
+            in_blocks = [(first, 5), (second, 4), (third, 3)]
+            rows = [block * SIZE + i for block, count in in_blocks for i in range(count)]
+            made[b, g] = torch.tensor(rows)
+    return made
+
+
+@pytest.mark.parametrize(("slots", "offered"), [(3, 1), (3, 2), (5, 3), (8, 8)])
+def test_it_holds_what_the_rule_says_and_every_row_is_the_hosts(slots: int, offered: int) -> None:
+    cache, store = cache_of(slots, offered)
+    rules = [Lfu(8, slots, offered) for _ in range(BATCH)]
+    traffic = store.request.traffic
+    for step in range(40):
+        rows, before = skewed(step), (traffic.to_device_bytes, traffic.found)
+        made = cache.read(rows)
+        for mine, host in ((made.k, store.k), (made.v, store.v)):
+            assert torch.equal(mine, host.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, DIM)))
+        replayed = [rule.look_up((rows[b] // SIZE).flatten().tolist()) for b, rule in enumerate(rules)]
+        found = sum(one for one, _ in replayed)
+        assert traffic.found - before[1] == found
+        whole_blocks = max(new for _, new in replayed) * BATCH * GROUPS * SIZE  # one rectangle for all sequences
+        assert traffic.to_device_bytes - before[0] == (rows.numel() - found + whole_blocks) * ROW
+        assert cache.held.held is not None
+        assert [set(cache.held.held[b, 0].tolist()) for b in range(BATCH)] == [set(rule.held) for rule in rules]
+        _content_is_the_hosts(cache, store)
+    assert traffic.looked_up == 40 * rows.numel()
+
+
+def _content_is_the_hosts(cache: BlockCache, store: HostStore) -> None:
+    assert cache.held.held is not None
+    held = cache.held.kv.k.view(BATCH, GROUPS, cache.slots, SIZE, DIM)
+    for (b, g, slot), block in zip(
+        torch.cartesian_prod(*map(torch.arange, held.shape[:3])), cache.held.held.flatten(), strict=True
+    ):
+        rows = (block * SIZE + torch.arange(SIZE)).clamp(max=LENGTH - 1)
+        assert torch.equal(held[b, g, slot], store.k[b, g, rows])
+
+
+def run(method: PQCache, ids: Tensor, **how: Any) -> tuple[list[Any], Any]:
+    with attached(tiny("llama"), method, budget=0.4, placement="host", **how) as kv:
+        cache = kv.cache(capacity=200, batch=len(ids))
+        steps = turn(kv, cache, ids, steps=12) + turn(kv, cache, prompt(20, batch=len(ids), seed=3))
+        return steps, cache.layers
+
+
+@pytest.mark.parametrize("changes", [{}, {"cache_tokens": 1000}, {"cache_block": 40}, {"cache_offered": 1}], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_those_without_it(changes: dict[str, Any], batch: int) -> None:
+    ids = torch.cat([prompt(95, seed=seed) for seed in range(batch)])
+    plain, _ = run(PQ, ids)
+    cached, layers = run(replace(CACHED, **changes), ids)
+    assert_same(cached, plain)
+    traffic = layers[0].request.traffic
+    assert 0 < traffic.found <= traffic.looked_up
+
+
+def test_a_selection_that_stays_is_moved_once() -> None:
+    ids = prompt(95)
+    moved = {}
+    for method in (PQ, CACHED, replace(CACHED, cache_tokens=1000)):
+        _, layers = run(method, ids, stale_by=100)
+        moved[method.cache_tokens] = layers[0].request.traffic.to_device_bytes
+    assert moved[1000] < moved[40] < moved[0]
+
+
+def test_a_further_turn_and_the_next_prompt_begin_anew() -> None:
+    with attached(tiny("llama"), CACHED, budget=0.4, placement="host") as kv:
+        cache = kv.cache(capacity=200)
+        turn(kv, cache, prompt(95, seed=5))
+        turn(kv, cache, prompt(30, seed=6))
+        after = turn(kv, kv.cache(capacity=200), prompt(95))
+    assert_same(after, run(CACHED, prompt(95))[0][:5])
+
+
+@pytest.mark.parametrize("cache_tokens", [24, 40, 1000])
+def test_its_cost(cache_tokens: int) -> None:
+    """Held: as the formula says. Moved: never more."""
+    method = replace(CACHED, cache_tokens=cache_tokens)
+    with attached(tiny("llama"), method, budget=0.3, placement="host") as kv:
+        cache = kv.cache(capacity=403)
+        turn(kv, cache, prompt(400), steps=1)
+        traffic, held = cache.layers[0].request.traffic, footprint(cache.layers)
+        assert kv.budget is not None
+        formula = expected(method, kv.specs, kv.budget, "host")
+    assert (held.device_bytes, held.host_bytes) == pytest.approx(formula[:2], rel=0.02)
+    assert traffic.to_device_bytes <= formula.moved_bytes_per_step
+    assert (traffic.to_device_bytes == 0) == (cache_tokens == 1000)
+
+
+@pytest.mark.parametrize("wrong", [{"cache_tokens": 3}, {"cache_block": 0}, {"cache_offered": 0}])
+def test_sizes_that_hold_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        replace(CACHED, **wrong)
