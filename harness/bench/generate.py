@@ -1,18 +1,16 @@
-"""`python -m harness.bench.generate`: is Full a straw man? Our engine against `model.generate`, interleaved.
+"""`python -m harness.bench generate`: is Full a straw man? Our engine against `model.generate`, interleaved.
 
-Both run the same prompt for the same forced number of new tokens; TTFT, TPOT and their ratio are taken pair by pair,
-so that a machine that slows down slows down both.
+All dtypes of both run the same prompt for the same forced number of new tokens, in turn. TTFT and TPOT are compared
+round by round, dtype with dtype, then the best of ours with the best of theirs. How well a dtype's decode steps follow
+the fp32 model is the share of tokens of a given text on which both would pick the same next one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,12 +19,19 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.attach import attached
+from harness.bench import output
+from harness.bench.measure import Estimate, estimate, ratios
 from harness.engine import Engine
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 from harness.preparation import calibration_text
+from harness.tables import Column
+from harness.teacher import Forced
 from methods.full import Full
+
+TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared
+Runs = Mapping[tuple[str, str], Sequence["Timed"]]  # by whose run and dtype, a value per round
 
 
 class Timed(NamedTuple):
@@ -79,24 +84,48 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
     return timed(made.tokens[0], made.token_s)
 
 
-def compare(loaded: LoadedModel, prompt: Tensor, new: int, rounds: int) -> dict[str, Any]:
-    """One warm-up each, then `rounds` pairs, the order changing from pair to pair."""
-    for run in (theirs, ours):
-        run(loaded, prompt[:, :256], 8)
-    pairs = []
+def rounds_of(models: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Runs:
+    """Every dtype of ours and theirs, `rounds` times in turn, the order turning round from round to round."""
+    calls: dict[tuple[str, str], Callable[[Tensor, int], Timed]] = {}
+    for dtype, loaded in models.items():
+        for whose, run in (("ours", ours), ("generate", theirs)):
+            calls[whose, dtype] = partial(run, loaded)
+    for call in calls.values():
+        call(prompt[:, :256], 8)
+    done: dict[tuple[str, str], list[Timed]] = {key: [] for key in calls}
     for place in range(rounds):
-        order = (theirs, ours) if place % 2 else (ours, theirs)
-        done = {run.__name__: run(loaded, prompt, new) for run in order}
-        pairs.append((done["ours"], done["theirs"]))
-    eos = set(loaded.eos_ids)
-    agree = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
-    return {
-        "prompt_tokens": prompt.shape[1],
-        "new_tokens": new,
-        "rounds": rounds,
-        "same_tokens": agree,
-        **{key: _row([(getattr(a, key), getattr(b, key)) for a, b in pairs]) for key in ("ttft_s", "tpot_s")},
-    }
+        for key in list(calls)[:: -1 if place % 2 else 1]:
+            done[key].append(calls[key](prompt, new))
+    return done
+
+
+def compare(runs: Runs, dtypes: Sequence[str], prompt_tokens: int, eos: set[int]) -> list[dict[str, Any]]:
+    """A row per dtype, and one of the best dtype of each side."""
+    rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in Timed._fields[1:]}) for dtype in dtypes]
+    for row, dtype in zip(rows, dtypes, strict=True):
+        pairs = zip(runs["ours", dtype], runs["generate", dtype], strict=True)
+        row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
+    if len(dtypes) > 1:
+        sides = ("ours", "generate")
+        best = {key: tuple(_best(runs, side, dtypes, key) for side in sides) for key in Timed._fields[1:]}
+        rows.append(_row(runs, prompt_tokens, "best of each", best))
+    return rows
+
+
+def _row(runs: Runs, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt_tokens": prompt_tokens, "dtype": name}
+    for key, (own, other) in chosen.items():
+        a, b = _times(runs, "ours", own, key), _times(runs, "generate", other, key)
+        row[key] = {"ours": estimate(a), "generate": estimate(b), "ratio": ratios(a, b), "dtypes": [own, other]}
+    return row
+
+
+def _times(runs: Runs, whose: str, dtype: str, key: str) -> list[float]:
+    return [getattr(run, key) for run in runs[whose, dtype]]
+
+
+def _best(runs: Runs, whose: str, dtypes: Sequence[str], key: str) -> str:
+    return min(dtypes, key=lambda dtype: estimate(_times(runs, whose, dtype, key)).median)
 
 
 def _until(tokens: list[int], eos: set[int]) -> list[int]:
@@ -104,45 +133,81 @@ def _until(tokens: list[int], eos: set[int]) -> list[int]:
     return tokens[: next((i for i, token in enumerate(tokens) if token in eos), len(tokens))]
 
 
-def _row(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    ratios = [a / b for a, b in pairs]
-    return {
-        "ours": median(a for a, _ in pairs),
-        "generate": median(b for _, b in pairs),
-        "ratio": median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
+class _Argmax(Forced):
+    """Gives the next token of a text, whatever the model would pick, and notes that."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__(tokens)
+        self.would_pick: list[int] = []
+
+    def pick(self, logits: Tensor) -> Tensor:
+        self.would_pick.append(int(logits[0].argmax()))
+        return super().pick(logits)
+
+
+@torch.inference_mode()
+def agreement(exact: LoadedModel, loaded: LoadedModel, text: Tensor) -> float:
+    """Share of the last FOLLOWED tokens of `text` [1 S] on which our decode steps and `exact`'s forward agree."""
+    model: Any = exact.model
+    start = text.shape[1] - FOLLOWED
+    wanted = model(text[:, :-1]).logits[0, start - 1 :].argmax(-1).tolist()
+    sampler = _Argmax(text[:, start:])
+    with attached(loaded.model, Full()) as kv:
+        Engine(kv).generate(text[:, :start], max_new_tokens=FOLLOWED, sampler=sampler)
+    return sum(a == b for a, b in zip(sampler.would_pick, wanted, strict=True)) / FOLLOWED
+
+
+def _same_tokens(row: output.Row) -> str:
+    return ("yes" if row["same_tokens"] else "no") if "same_tokens" in row else ""
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    def cell(key: str, side: str, factor: float) -> Callable[[output.Row], list[float]]:
+        return lambda row: [value * factor for value in Estimate(*row[key][side])]
+
+    times = [
+        output.column(f"{name} {side}", unit, rows, cell(key, side, factor))
+        for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"))
+        for side, unit, factor in (("ours", "ms", 1e3), ("generate", "ms", 1e3), ("ratio", "", 1.0))
+    ]
+    return [
+        output.column("prompt", "tokens", rows, lambda row: str(row["prompt_tokens"])),
+        output.column("dtype", "", rows, lambda row: row["dtype"], left=True),
+        *times,
+        output.column("same tokens", "", rows, _same_tokens, left=True),
+        output.column("argmax as fp32", "%", rows, lambda row: 100 * row["agreement"] if "agreement" in row else None),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.bench.generate", description=__doc__)
-    parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens")
+    parser = argparse.ArgumentParser(prog="python -m harness.bench generate", description=__doc__)
+    parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
     options = parser.parse_args(arguments)
     source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
-    loaded = source.load(options.dtype, options.device)
-    ids = calibration_text(source, options.prompt)
-    result = compare(loaded, torch.tensor([ids], device=loaded.model.device), options.new, options.rounds)
-    result |= {"model": loaded.name, "dtype": options.dtype, "threads": torch.get_num_threads()}
-    result |= {"load_average": os.getloadavg()[0], "device": options.device}
-    print(f"{loaded.name}, {options.dtype}, {result['prompt_tokens']} + {options.new} tokens, {options.rounds} pairs")
-    for key in ("ttft_s", "tpot_s"):
-        row = result[key]
-        print(
-            f"{key:<7} ours {row['ours'] * 1e3:8.1f} ms   generate {row['generate'] * 1e3:8.1f} ms   "
-            f"ratio {row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
-        )
-    print(f"same greedy tokens: {result['same_tokens']}; load average {result['load_average']:.2f}")
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    models = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
+    exact = models.get("fp32") or source.load("fp32", options.device)
+    text = torch.tensor([calibration_text(source, max(options.tokens) + TEXT)], device=exact.model.device)
+    agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in models.items()}
+    rows = []
+    for tokens in options.tokens:
+        runs = rounds_of(models, text[:, :tokens], options.new, options.rounds)
+        rows += compare(runs, options.dtypes, tokens, set(exact.eos_ids))
+    for row in rows:
+        if row["dtype"] in agree:
+            row["agreement"] = agree[row["dtype"]]
+    title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
+    result = {"options": vars(options) | {"out": None}, "model": exact.name, "rows": rows}
+    folder = output.finish("generate", title, result, table(rows), options.out)
+    shown = [
+        {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
+        for row in rows
+        for key in ("ttft_s", "tpot_s")
+    ]
+    output.bars(folder / "plot.png", shown, label="label", y="ratio", unit="ours / generate", title=title)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The benchmark of Full against model.generate: what it runs, how it compares, what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness.bench import __main__ as bench
+from harness.bench.generate import Timed, compare
+
+
+def test_best_of_each_may_be_different_dtypes() -> None:
+    runs = {
+        ("ours", "fp32"): [Timed([1, 2], 4.0, 2.0)] * 3,
+        ("ours", "bf16"): [Timed([1, 2], 2.0, 1.0)] * 3,
+        ("generate", "fp32"): [Timed([1, 2], 5.0, 4.0)] * 3,
+        ("generate", "bf16"): [Timed([1, 3], 4.0, 8.0)] * 3,
+    }
+    fp32, bf16, best = compare(runs, ["fp32", "bf16"], 100, eos={9})
+    assert fp32["same_tokens"]
+    assert not bf16["same_tokens"]
+    assert best["ttft_s"]["dtypes"] == ["bf16", "bf16"]
+    assert best["tpot_s"]["dtypes"] == ["bf16", "fp32"]
+    assert best["ttft_s"]["ratio"].median == 0.5
+    assert best["tpot_s"]["ratio"].median == 0.25
+
+
+def test_tokens_behind_the_first_eos_are_not_compared() -> None:
+    runs = {("ours", "fp32"): [Timed([1, 9, 3], 1.0, 1.0)], ("generate", "fp32"): [Timed([1, 9, 4], 1.0, 1.0)]}
+    (row,) = compare(runs, ["fp32"], 100, eos={9})
+    assert row["same_tokens"]
+
+
+def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
+    words = ["generate", "--shape", "tiny", "--tokens", "300", "--new", "5", "--rounds", "2", "--out", str(tmp_path)]
+    assert bench.main(words) == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["dtype"] for row in rows] == ["fp32", "bf16", "best of each"]
+    assert rows[0]["same_tokens"]
+    assert rows[0]["agreement"] == 1.0
+    assert 0 < rows[1]["agreement"] <= 1.0
+    assert all(row["tpot_s"]["ratio"][0] > 0 for row in rows)
+    assert (tmp_path / "table.md").read_text().count("best of each") == 1
+    assert (tmp_path / "plot.png").stat().st_size > 5000
