@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("harness", "methods", "kernels", "evals")
-SOURCES = (".py", ".cpp", ".yaml", ".json")  # .json: prompt templates
+SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
 DISTRIBUTIONS = ("torch", "transformers", "triton", "datasets", "numpy", "scipy", "gguf", "hydra-core", "kv-harness")
 
 
