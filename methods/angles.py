@@ -44,7 +44,15 @@ class Angles:
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
         """Rows at `positions` as if they all stood at `target`, in their dtype."""
-        return self.turn(self.undo(x, positions), torch.tensor([target], device=x.device)).to(x.dtype)
+        there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
+
+        def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            """Back by one angle and on by the other, in one turn."""
+            norm = cos.square() + sin.square()
+            turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
+            return rotate(x, turn / norm, tilt / norm)
+
+        return self._apply(both, x, positions).to(x.dtype)
 
     def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.cos[positions].float(), self.sin[positions].float()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.reference import Segment
 from methods import costs
 from methods.angles import Angles
 from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
@@ -46,7 +47,7 @@ class InfLLM(Method):
         dense_layers="none",
         sinks="{n_init}",
         window="{local_ratio} of the budget behind the sinks, at least, and what has not filled a block",
-        on_device="sinks, window, generated tokens, representatives, weights drawn, cos and sin",
+        on_device="sinks, window, generated tokens, representatives, far keys moved, weights drawn, cos and sin",
         on_host="K and V of the blocks",
         index_cost="one key per block and query head, the mean of {repr_topk}",
         budget="sinks, window, unfinished block and selected blocks",
@@ -93,7 +94,9 @@ class InfLLM(Method):
         local = case.sealed - self.n_init - blocks * self.block
         top = min((case.budget - self.n_init - local) // self.block, blocks) * self.block
         representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
-        return costs.select(case, Plan(self.n_init, local, top), representatives) + shared
+        far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
+        moved = far * case.row_bytes // 2
+        return costs.select(case, Plan(self.n_init, local, top), representatives + moved) + shared
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """`repr_topk` of the tokens of a block."""
@@ -119,11 +122,13 @@ class _Part(NamedTuple):
 
 
 class InfLLMLayer(SelectLayer):
-    """Its middle, the tokens to select from, are the blocks; keys are stored with their true rotation."""
+    """Its middle, the tokens to select from, are the blocks; their keys are stored as if they stood at position 0,
+    all others with their true rotation."""
 
     method: InfLLM
     blocks = 0  # filled so far
     n_local = 0  # length of the window
+    far_k: Tensor  # [B G F D], of first tokens and those behind the blocks that left the window, as at position 0
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfLLM, angles: Angles) -> None:
         super().__init__(spec, request, method)
@@ -158,6 +163,7 @@ class InfLLMLayer(SelectLayer):
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
         size, n_init = self.method.block, self.method.n_init
+        self.far_k = self._moved(0, n_init)
         local = self.sealed - n_init - self.blocks * size
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 
@@ -174,13 +180,41 @@ class InfLLMLayer(SelectLayer):
             self.rows, self.age = self.select(far_q, self.plan.top), 0
         else:
             self.age += 1
-        return self._execute(x.q, far_q, x.start)
+        far, near = self._segments(x.start - self.n_local + 1)
+        far_out, far_lse = ops.segment_attention_with_lse(far_q, far, self.spec.scale)
+        near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
+        logits = ops.row_scores(x.q.view(x.q.shape[0], near.k.shape[1], self.spec.group, -1), near.k)
+        drawn = (logits.flatten(1, 2) * self.spec.scale - torch.logaddexp(far_lse, near_lse).unsqueeze(-1)).exp()
+        self.mass[:, :, x.start - self.n_local + 1 : x.start + 1] += drawn
+        out: Tensor = ops.merge_attention([far_out, near_out], [far_lse, near_lse])
+        return out
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
-        scores = torch.einsum("bhd,bhnd->bn", q.mean(2), self.representatives)
+        scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
         best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
         return token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
+
+    def _segments(self, window: int) -> tuple[list[Segment], Segment]:
+        """What one token reads as far and what as near; `window` is the position of the first near one."""
+        assert self.rows is not None
+        n_init, after = self.method.n_init, self.method.n_init + self.blocks * self.method.block
+        if (first := after + self.far_k.shape[2] - n_init) < window:
+            self.far_k = torch.cat([self.far_k, self._moved(first, window)], 2)
+        away = self.middle.length if self.middle is not None else 0
+        k, v = self.store.k, self.store.v
+        blocks = self._middle_view()._replace(rows=self.rows) if self.middle is None else self.middle.fetch(self.rows)
+        far = [
+            Segment(self.far_k[:, :, :n_init], v[:, :, :n_init]),
+            Segment(*blocks),
+            Segment(self.far_k[:, :, n_init:], v[:, :, after - away : window - away]),
+        ]
+        return far, Segment(k[:, :, window - away :], v[:, :, window - away :])
+
+    def _moved(self, start: int, end: int) -> Tensor:
+        """Keys of tokens outside the host's blocks, as if they stood at position 0."""
+        away = self.middle.length if self.middle is not None and start else 0
+        return self.angles.move(self.store.k[:, :, start - away : end - away], _range(start, end, self.store.k), 0)
 
     def _spend_so_far(self) -> tuple[int, int]:
         """n_local and blocks to read at prefill; everything is local while that is little."""
@@ -211,11 +245,8 @@ class InfLLMLayer(SelectLayer):
     def _read_blocks(self, far_q: Tensor) -> Iterator[_Part]:
         if self.rows is None:
             return
-        if self.middle is not None:
-            k, v = self.middle.fetch(self.rows)
-        else:
-            k, v = (ops.gather_rows(x[:, :, self.method.n_init :], self.rows) for x in (self.store.k, self.store.v))
-        yield _Part(self._logits(far_q, self.angles.move(k, self.rows + self.method.n_init, 0)), v)
+        k, v = (ops.gather_rows(x[:, :, self.method.n_init :], self.rows) for x in (self.store.k, self.store.v))
+        yield _Part(self._logits(far_q, k), v)
 
     def _read_rest(self, q: Tensor, far_q: Tensor, first: int) -> Iterator[_Part]:
         """Tokens outside the blocks: far ones up to the last query's window, local ones from the first query's on."""
@@ -224,12 +255,11 @@ class InfLLMLayer(SelectLayer):
         after_blocks = self.method.n_init + self.blocks * size
         spans = [(0, self.method.n_init), (after_blocks, last + 1)] if self.blocks else [(0, last + 1)]
         for start, end in spans:
-            away = self.middle.length if self.middle is not None and start else 0
-            k, v = (x[:, :, start - away : end - away] for x in (self.store.k, self.store.v))
+            k, v = (x[:, :, start:end] for x in (self.store.k, self.store.v))
             positions = _range(start, end, q)
             distance = queries - positions  # [T S]
             if (far := min(end, last - self.n_local + 1) - start) > 0:
-                logits = self._logits(far_q, self.angles.move(k[:, :, :far], positions[:far], 0))
+                logits = self._logits(far_q, self._moved(start, start + far))
                 yield _Part(logits.masked_fill(distance[:, :far] < self.n_local, float("-inf")), v[:, :, :far])
             if (near := max(start, first - self.n_local + 1) - start) < end - start:
                 beyond = (distance[:, near:] < 0) | (distance[:, near:] >= self.n_local)
@@ -242,7 +272,7 @@ class InfLLMLayer(SelectLayer):
         if filled <= self.blocks:
             return
         start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
-        keys = self.angles.move(self.store.k[:, :, start:end], _range(start, end, self.store.k), 0)
+        self.store.k[:, :, start:end] = keys = self._moved(start, end)
         per_head = keys.unflatten(2, (-1, size)).repeat_interleave(self.spec.group, dim=1)  # [B H N block D]
         best = self.mass[:, :, start:end].unflatten(2, (-1, size)).topk(self.method.repr_topk).indices
         means = per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
