@@ -55,6 +55,7 @@ class Generation:
     attended_prompt: float | None = None  # mean over layers and steps
     attended_total: float | None = None
     moved_bytes_per_step: float | None = None
+    hit_rate: float | None = None  # of a method's cache on the device; null where it has none
     kv: Footprint = field(default_factory=Footprint)
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/teacher.py)
@@ -220,6 +221,8 @@ class _Run:
             out.attended_prompt = sum(self.prompt_reads) / steps
             out.attended_total = out.attended_prompt + sum(self.other_reads) / steps
             out.moved_bytes_per_step = (self._moved() - self.moved_before) / steps
+        traffic = self.cache.layers[0].request.traffic
+        out.hit_rate = traffic.found / traffic.looked_up if traffic.looked_up else None
         return out
 
     def _moved(self) -> int:

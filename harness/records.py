@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,7 @@ class Record:
     device_peak_bytes: int | None
     host_peak_bytes: int | None
     moved_bytes_per_step: float | None
+    hit_rate: float | None = None  # of rows asked of the method's cache on the device, those that it had
     sealed: bool
     fallback: str | None  # why the method ran dense
     warnings: list[str]
@@ -114,7 +115,7 @@ class Record:
             raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
         if not isinstance(plain, dict):
             raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
-        unknown, missing = plain.keys() - set(FIELDS), set(FIELDS) - plain.keys()
+        unknown, missing = plain.keys() - set(FIELDS), REQUIRED - plain.keys()
         if unknown or missing:
             found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
             raise RecordError(f"{where}: {', '.join(found)}; another version of the harness wrote this run")
@@ -125,3 +126,4 @@ class Record:
 
 
 FIELDS = tuple(field.name for field in fields(Record))
+REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}  # lines of before hit_rate lack it

@@ -50,6 +50,7 @@ def score_table(comparison: Comparison) -> list[Column]:
         Column("KV dev", kv_unit, kv[::2]),
         Column("KV host", kv_unit, kv[1::2] if any(stored[1::2]) else [""] * len(rows)),
         Column("moved", f"{moved_unit}/step", moved if any(float(cell or 0) for cell in moved) else [""] * len(rows)),
+        Column("hits", "%", [percent(row["memory"].get("hit_rate")) for row in rows]),
         Column("n", "", [_count(entry) for entry in entries]),
         Column("", "", [_stamps(entry) for entry in entries], left=True),
     ]

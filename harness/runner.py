@@ -125,6 +125,7 @@ class Runner:
             device_peak_bytes=self.peaks.device_bytes,
             host_peak_bytes=self.peaks.host_bytes,
             moved_bytes_per_step=made.moved_bytes_per_step,
+            hit_rate=made.hit_rate,
             sealed=made.sealed,
             fallback=made.fallback,
             warnings=[finding.message for finding in item.findings],

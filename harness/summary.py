@@ -151,7 +151,8 @@ def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
 def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     sizes = ("kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes")
     largest = {name: _known(max, [getattr(record, name) for record in records]) for name in sizes}
-    return largest | {"moved_bytes_per_step": _known(fmean, [record.moved_bytes_per_step for record in records])}
+    means = ("moved_bytes_per_step", "hit_rate")
+    return largest | {name: _known(fmean, [getattr(record, name) for record in records]) for name in means}
 
 
 def _warnings(

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
     assert {path.name for path in made.folder.iterdir()} >= {
         "config.yaml", "run.json", "examples.jsonl", "summary.json"
     }  # fmt: skip
+
+
+def test_a_cache_on_the_device_reports_its_hits(tmp_path: Path) -> None:
+    plain = run(tmp_path, budget=0.2, placement="host", baseline="off")
+    cached = replace(PQ, cache_tokens=160, cache_block=16)
+    made = run(tmp_path, cached, budget=0.2, placement="host", baseline="off")
+    assert [record.tokens for record in made.records] == [record.tokens for record in plain.records]
+    assert all(record.hit_rate and 0 < record.hit_rate < 1 for record in made.records)
+    assert made.summary["memory"]["hit_rate"] == fmean(record.hit_rate or 0 for record in made.records)
+    assert plain.summary["memory"]["hit_rate"] is None
 
 
 def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

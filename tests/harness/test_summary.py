@@ -40,7 +40,14 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
     assert list(row["ttft_s"]) == list(row["tpot_s"]) == ["mean", "p50", "p90"]
-    memory = ["kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes", "moved_bytes_per_step"]
+    memory = [
+        "kv_device_bytes",
+        "kv_host_bytes",
+        "device_peak_bytes",
+        "host_peak_bytes",
+        "moved_bytes_per_step",
+        "hit_rate",
+    ]
     assert list(row["memory"]) == memory
     assert isinstance(row["schema"], int)
 
