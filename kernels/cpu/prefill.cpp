@@ -70,20 +70,20 @@ template <class T> struct Task {
     int64_t dim, words;
     Buffer<uint32_t> q;                  // [QUERIES][words]
     Buffer<float> acc;                   // [QUERIES][D]
-    Buffer<uint32_t> weights;            // [QUERIES][words of KEYS], of one block
-    Buffer<float> kept;                  // [blocks][QUERIES][KEYS], all weights, where column sums are wanted
+    Buffer<uint32_t> kept;               // [blocks][QUERIES][words of KEYS]; one block unless column sums are wanted
+    uint32_t* weights;                   // those of the block at hand
     Buffer<float> tops;                  // [blocks][QUERIES], the maxima that these stand under
     alignas(LINE) float logits[QUERIES][KEYS];
     alignas(LINE) f32 totals[QUERIES];  // by lane: their sum is wanted only at the end
     float top[QUERIES];
     bool by_tiles;  // AMX
-    static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD;
+    static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD, BLOCK_WORDS = QUERIES * WEIGHT_WORDS;
 
     Task(const Call& call, const Packed<T>& packed)
         : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim),
-          weights(QUERIES * WEIGHT_WORDS), by_tiles(uses_tiles<T>(dim)) {
-        int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 0;
-        kept.resize(blocks * QUERIES * KEYS);
+          by_tiles(uses_tiles<T>(dim)) {
+        int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 1;
+        kept.resize(blocks * BLOCK_WORDS);
         tops.resize(blocks * QUERIES);
     }
 
@@ -98,8 +98,8 @@ template <class T> struct Task {
         for (int64_t block = 0; block < blocks; block++) {
             multiply_keys(&packed.k[block * packed.block_words]);
             int64_t open = position - block * KEYS;  // keys of this block that the first query sees, less one
-            float* keep = call.sums ? &kept[block * QUERIES * KEYS] : nullptr;
-            for (int m = 0; m < QUERIES; m++) weigh(m, open + m, keep ? keep + m * KEYS : nullptr);
+            weights = &kept[call.sums ? block * BLOCK_WORDS : 0];
+            for (int m = 0; m < QUERIES; m++) weigh(m, open + m);
             if (call.sums) std::copy_n(top, QUERIES, &tops[block * QUERIES]);
             if (call.v) add_values(&packed.v[block * packed.block_words]);
         }
@@ -129,7 +129,7 @@ template <class T> struct Task {
     }
 
     // Logits of query m to weights; it sees the keys up to `open`.
-    void weigh(int m, int64_t open, float* keep) {
+    void weigh(int m, int64_t open) {
         f32 x[VECTORS], best = splat(-INFINITY);
         UNROLL for (int i = 0; i < VECTORS; i++) {
             x[i] = load<f32>(logits[m] + i * LANES) * call.scale;
@@ -145,8 +145,7 @@ template <class T> struct Task {
             sum_of += x[i];
         }
         totals[m] += sum_of;
-        set_weights(x, &weights[m * WEIGHT_WORDS], T{});
-        for (int i = 0; i < VECTORS && keep; i++) store(keep + i * LANES, x[i]);
+        set_weights(x, weights + m * WEIGHT_WORDS, T{});
     }
     static void set_weights(const f32* x, uint32_t* out, F32Words) {
         for (int i = 0; i < VECTORS; i++) store(out + i * LANES, x[i]);
@@ -166,7 +165,7 @@ template <class T> struct Task {
         if (by_tiles) {
             for (int m = 0; m < QUERIES; m += 32)
                 for (int64_t n = 0; n < dim; n += 32)
-                    multiply_tiles<true>(&weights[m * WEIGHT_WORDS], WEIGHT_WORDS, values + n, dim, &acc[m * dim + n],
+                    multiply_tiles<true>(weights + m * WEIGHT_WORDS, WEIGHT_WORDS, values + n, dim, &acc[m * dim + n],
                                          dim, WEIGHT_WORDS / 16);
             return;
         }
@@ -179,7 +178,7 @@ template <class T> struct Task {
             const uint32_t* rows[TILE_ROWS];
             f32 tile[TILE_ROWS][V];
             for (int r = 0; r < TILE_ROWS; r++) {
-                rows[r] = &weights[(m + r) * WEIGHT_WORDS];
+                rows[r] = weights + (m + r) * WEIGHT_WORDS;
                 for (int i = 0; i < V; i++) tile[r][i] = load<f32>(&acc[(m + r) * dim + c + i * LANES]);
             }
             multiply<T, V>(rows, values + c, dim, WEIGHT_WORDS, tile);
@@ -192,14 +191,33 @@ template <class T> struct Task {
         float shares[QUERIES];
         for (int m = 0; m < count; m++) shares[m] = 1 / sum(totals[m]);
         for (int64_t block = 0; block < blocks; block++) {
-            alignas(LINE) float column[KEYS] = {};
+            f32 columns[VECTORS] = {};
             for (int m = 0; m < count; m++) {
                 float share = std::exp2(tops[block * QUERIES + m] - top[m]) * shares[m];
-                for (int j = 0; j < KEYS; j++) column[j] += kept[(block * QUERIES + m) * KEYS + j] * share;
+                add_weights(&kept[block * BLOCK_WORDS + m * WEIGHT_WORDS], share, columns, T{});
             }
+            alignas(LINE) float column[KEYS];
+            in_order(columns, column, T{});
             int n = std::min<int64_t>(KEYS, call.stored - block * KEYS);
             for (int j = 0; j < n; j++) sums[block * KEYS + j] += column[j];
         }
+    }
+    static void add_weights(const uint32_t* words, float share, f32* columns, F32Words) {
+        UNROLL for (int i = 0; i < VECTORS; i++) columns[i] += load<f32>(words + i * LANES) * share;
+    }
+    static void add_weights(const uint32_t* words, float share, f32* columns, BF16Words) {  // even keys, odd keys
+        UNROLL for (int i = 0; i < VECTORS; i += 2) {
+            u32 both = load<u32>(words + i / 2 * LANES);
+            columns[i] += even(both) * share, columns[i + 1] += odd(both) * share;
+        }
+    }
+    static void in_order(const f32* columns, float* out, F32Words) {
+        for (int i = 0; i < VECTORS; i++) store(out + i * LANES, columns[i]);
+    }
+    static void in_order(const f32* columns, float* out, BF16Words) {
+        for (int i = 0; i < VECTORS; i += 2)
+            for (int lane = 0; lane < LANES; lane++)
+                for (int half = 0; half < 2; half++) out[i * LANES + 2 * lane + half] = columns[i + half][lane];
     }
 };
 
