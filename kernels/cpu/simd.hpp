@@ -99,17 +99,44 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #endif
 }
 
-// 2^x with a relative error of 2e-7; 0 below -126
+// 2^x with a relative error of 2e-7; 0 where a float has none, or below -126
 inline f32 exp2(f32 x) {
-    f32 clamped = x < -127.0f ? splat(-127.0f) : x;  // lets NaN through
-    f32 shifted = clamped + 12582912.0f;             // the integer part lands in the lowest bits
-    f32 f = clamped - (shifted - 12582912.0f);
+#if defined(__AVX512F__)
+    x = (f32)_mm512_max_ps((__m512)splat(-1000.0f), (__m512)x);  // lets NaN through
+#else
+    f32 below = x;
+    x = x < -127.0f ? splat(-127.0f) : x;
+#endif
+    f32 shifted = x + 12582912.0f;  // the integer part lands in the lowest bits
+    f32 f = x - (shifted - 12582912.0f);
     f32 y = splat(1.327647129e-3f);
     y = y * f + 9.675540961e-3f;
     y = y * f + 5.550713092e-2f;
     y = y * f + 2.402212024e-1f;
     y = y * f + 6.931469440e-1f;
     y = y * f + 1.0f;
+#if defined(__AVX512F__)
+    return (f32)_mm512_scalef_ps((__m512)y, (__m512)(shifted - 12582912.0f));
+#else
     i32 scaled = (i32)y + ((i32)shifted << 23);
-    return x < -126.0f ? f32{} : (f32)scaled;
+    return below < -126.0f ? f32{} : (f32)scaled;
+#endif
+}
+
+// Four heads of sixteen tokens, from token by token to head by head.
+inline void heads_apart(const float* sums, f32* heads) {
+    f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
+    auto two_heads = [](f32 a, f32 b, auto h) {  // eight tokens of head h, then of head h + 1
+        constexpr int H = h;
+        return __builtin_shufflevector(a, b, H, H + 4, H + 8, H + 12, H + 16, H + 20, H + 24, H + 28, H + 1, H + 5,
+                                       H + 9, H + 13, H + 17, H + 21, H + 25, H + 29);
+    };
+    auto halves = [&](f32 a, f32 b, f32* to) {
+        to[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        to[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    std::integral_constant<int, 0> zero;
+    std::integral_constant<int, 2> two;
+    halves(two_heads(x, y, zero), two_heads(z, w, zero), heads);
+    halves(two_heads(x, y, two), two_heads(z, w, two), heads + 2);
 }
