@@ -159,6 +159,18 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
             _check_positions(method, positions, read, length)
 
 
+@methods
+def test_a_long_answer_changes_neither_the_budget_nor_what_is_counted(name: str) -> None:
+    """100 steps: windows and choices keep the sizes of the seal, and no generated token is dropped."""
+    method, length = small(name), 61
+    with attach(method, 0.4) as kv:
+        steps = turn(kv, kv.cache(capacity=length + 100), prompt(length), steps=100)
+    for layer in range(3):
+        assert [later for _, later in (step.attended[layer] for step in steps)] == list(range(1, 101))
+        sizes = {read for read, _ in (step.attended[layer] for step in steps)}
+        assert len(sizes) == 1 or hasattr(method, "alpha")  # InfiniGen asks for as many as it needs
+
+
 def _check_positions(method: Method, positions: Tensor | None, read: float, length: int) -> None:
     if positions is None:
         assert read == length

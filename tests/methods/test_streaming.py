@@ -1,0 +1,54 @@
+"""StreamingLLM against the paper's own bookkeeping: kept keys rotated to their places in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from kernels.rope import rotate
+from methods.streaming import Streaming
+from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+
+PROMPT, STEPS, BUDGET, SINKS = 83, 4, 23, 4
+KEPT = [*range(SINKS), *range(PROMPT - (BUDGET - SINKS), PROMPT)]
+
+
+def expected(s: Sequences, position: int, positions: str) -> Tensor:
+    """Attention over sinks, window and what came since, [B H 1 D]."""
+    tokens = [*KEPT, *range(PROMPT, position + 1)]
+    places = torch.arange(len(tokens)) if positions == "cache" else torch.tensor(tokens)
+    cos, sin = s.rope(places)
+    k = rotate(s.raw_k[0][:, :, tokens], cos, sin)
+    q = rotate(s.project(0, s.hidden[0][:, position : position + 1]), cos[:, -1:], sin[:, -1:])
+    everything = [[list(range(len(tokens)))] * s.shape.groups] * s.shape.batch
+    return attention(q, k, s.v[0][:, :, tokens], everything, s.shape.dim**-0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("positions", ["cache", "original"])
+def test_a_step_is_the_papers(shape: Shape, positions: str) -> None:
+    s = Sequences(shape, PROMPT + STEPS)
+    layers = s.start(Streaming(sinks=SINKS, positions=positions), BUDGET)
+    s.seal(layers, 0, PROMPT)
+    for position in range(PROMPT, s.length):
+        (out,) = s.decode(layers, position)
+        assert_close(out, expected(s, position, positions), atol=2e-5, rtol=2e-5)
+        read = layers[0].read_positions()
+        assert read is not None
+        assert read.tolist() == [[KEPT] * shape.groups] * shape.batch
+    assert layers[0].attended == (BUDGET, STEPS)
+
+
+def test_the_two_ways_to_count_positions_differ() -> None:
+    s = Sequences(SHAPES[1], PROMPT + STEPS)
+    assert not torch.allclose(expected(s, PROMPT, "cache"), expected(s, PROMPT, "original"), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"sinks": -1}, "sinks=-1"), ({"positions": "true"}, "positions='true'")]
+)
+def test_wrong_parameters_are_named(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Streaming(**{"sinks": 4, "positions": "cache"} | change)  # type: ignore[arg-type]
