@@ -15,15 +15,15 @@ inline bool amx_allowed() {
     return allowed;
 }
 
-// While it lives, this thread's eight tiles have 16 rows of 64 bytes.
+// While it lives, this thread's eight tiles have 16 rows of 64 bytes; those of b and of c fewer columns where asked.
 struct Tiles {
-    explicit Tiles(bool on) : on(on) {
+    explicit Tiles(bool on, int columns = 16) : on(on) {
         alignas(LINE) struct {
             uint8_t palette = 1, start = 0, unused[14] = {};
             uint16_t bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
-        for (int i = 0; i < 8; i++) config.bytes[i] = LINE, config.rows[i] = 16;
+        for (int i = 0; i < 8; i++) config.bytes[i] = i == 4 || i == 5 ? LINE : 4 * columns, config.rows[i] = 16;
         if (on) _tile_loadconfig(&config);
     }
     ~Tiles() {
@@ -64,14 +64,30 @@ inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* 
     _tile_stored(3, c + 16 * c_stride + 16, cs);
 }
 
+// c[32][columns] = a[32][steps of 16 words], rows a_bytes apart, times b[steps of 16 words][columns].
+inline void multiply_narrow(const void* a, int64_t a_bytes, const uint32_t* b, float* c, int columns, int steps) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int s = 0; s < steps; s++) {
+        _tile_loadd(4, (const char*)a + s * LINE, a_bytes);
+        _tile_loadd(5, (const char*)a + 16 * a_bytes + s * LINE, a_bytes);
+        _tile_loadd(6, b + s * 16 * columns, 4 * columns);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+    }
+    _tile_stored(0, c, 4 * columns);
+    _tile_stored(1, c + 16 * columns, 4 * columns);
+}
+
 #else
 
 constexpr bool AMX_BUILT = false;
 inline bool amx_allowed() { return false; }
 struct Tiles {
-    explicit Tiles(bool) {}
+    explicit Tiles(bool, int = 16) {}
 };
 template <bool ADD>
 inline void multiply_tiles(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t, int) {}
+inline void multiply_narrow(const void*, int64_t, const uint32_t*, float*, int, int) {}
 
 #endif

@@ -1,4 +1,5 @@
 // Products of a group's queries with every row of an index.
+#include "amx.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -7,6 +8,12 @@ struct Rows {  // strides in bytes
     const char* x;
     int64_t batch, groups, heads, count, row_bytes, x_batch, x_group, x_row;
 };
+
+inline void copy_row(char* to, const char* from, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + LINE <= bytes; i += LINE) store(to + i, load<u32>(from + i));
+    if (i < bytes) store(to + i, load_part<u32>(from + i, bytes - i));
+}
 
 // Every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
@@ -52,11 +59,60 @@ template <class T> void products_of(const void* q, const Rows& in, float* out) {
     }
 }
 
+constexpr int64_t CHUNK = 1024;  // tokens of a task
+constexpr int MOST_COLUMNS = 16;
+
+// The same by tiles: rows are loaded as they lie, unless they end inside a line. W heads, those past the last are zero.
+template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float* out) {
+    int64_t chunks = (in.count + CHUNK - 1) / CHUNK, steps = (in.row_bytes + LINE - 1) / LINE;
+#pragma omp parallel for schedule(static) if (in.batch * in.groups * in.count > 2048)
+    for (int64_t task = 0; task < in.batch * in.groups * chunks; task++) {
+        int64_t pair = task / chunks, first = task % chunks * CHUNK, last = std::min(first + CHUNK, in.count);
+        Buffer<uint32_t> columns(steps * 16 * W);
+        for (int64_t h = 0; h < in.heads; h++)
+            for (int64_t w = 0; w < steps * 16; w++) columns[w * W + h] = q[(pair * in.heads + h) * steps * 16 + w];
+        Buffer<char> copies(TOKENS * steps * LINE);
+        alignas(LINE) float sums[TOKENS * W];
+        Tiles tiles(true, W);
+        for (int64_t at = first; at < last; at += TOKENS) {
+            int64_t n = std::min<int64_t>(TOKENS, last - at), stride = in.x_row;
+            const char* rows = in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group + at * in.x_row;
+            const char* ahead = rows + std::min<int64_t>(2 * TOKENS, in.count - 1 - at) * in.x_row;
+            for (int64_t i = 0; i < TOKENS * in.row_bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
+            if (n < TOKENS || in.row_bytes % LINE) {
+                stride = steps * LINE;
+                for (int64_t t = 0; t < n; t++) copy_row(&copies[t * stride], rows + t * in.x_row, in.row_bytes);
+                rows = copies.data();
+            }
+            multiply_narrow(rows, stride, columns.data(), sums, W, steps);
+            float* to = out + pair * in.heads * in.count + at;
+            for (int64_t t = 0; t < n; t += LANES) {
+                f32 heads[4];
+                if (W == 4 && t + LANES <= n) {
+                    heads_apart(sums + t * W, heads);
+                    for (int64_t h = 0; h < in.heads; h++) store(to + h * in.count + t, heads[h]);
+                } else {
+                    for (int64_t h = 0; h < in.heads; h++)
+                        for (int64_t i = t; i < std::min(t + LANES, n); i++) to[h * in.count + i] = sums[i * W + h];
+                }
+            }
+        }
+    }
+}
+
+void products_by_tiles(const void* q, const Rows& in, float* out) {
+    auto words = (const uint32_t*)q;
+    in.heads <= 4   ? products_by_tiles<4>(words, in, out)
+    : in.heads <= 8 ? products_by_tiles<8>(words, in, out)
+                    : products_by_tiles<16>(words, in, out);
+}
+
 }  // namespace
 
 // q [B G g C] without gaps, C filled up to whole lines with zeros; numbers as in struct Rows.
 extern "C" __attribute__((visibility("default"))) void row_scores(int is_bf16, const void* q, const int64_t* numbers, float* out) {
     Rows in;
     std::memcpy(&in, numbers, sizeof in);
+    if (is_bf16 && in.heads <= MOST_COLUMNS && amx_allowed()) return products_by_tiles(q, in, out);
     is_bf16 ? products_of<BF16>(q, in, out) : products_of<F32>(q, in, out);
 }
