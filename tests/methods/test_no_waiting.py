@@ -1,0 +1,73 @@
+"""A decode step of a device-placed method never waits for a value on the host: on a GPU each wait drains the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.dispatch import use_backend
+from tests.methods.test_contract import NAMES, attach, small, turn
+from tests.tiny import prompt
+
+WAITS = {
+    "infinigen": "how many tokens its margins ask for is the shape of what it reads",
+    "shadowkv": "how many chunks the last step did not have is the shape of what it loads",
+}
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+class WaitError(AssertionError):
+    pass
+
+
+class _Shapes(TorchDispatchMode):
+    """Refuses operations whose result has a shape that depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if masked or name in ("nonzero", "masked_select", "_local_scalar_dense", "_unique2"):
+            raise WaitError(f"{name} needs values on the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(name: str) -> Any:
+        def read(*_: Any, **__: Any) -> Any:
+            raise WaitError(f"Tensor.{name} reads a value")
+
+        return read
+
+    with monkeypatch.context() as patch, _Shapes(), use_backend("torch"):
+        for name in READS:
+            patch.setattr(Tensor, name, refuse(name))
+        yield
+
+
+@torch.inference_mode()
+def steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(small(name), 0.5) as kv:
+        cache = kv.cache(capacity=110)
+        turn(kv, cache, prompt(80), steps=2)
+        token = prompt(1, seed=3)
+        with nothing_read(monkeypatch):
+            for _ in range(3):
+                kv.model(token, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WAITS])
+def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(name, monkeypatch)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_those_that_must_wait_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WaitError):
+        steps(name, monkeypatch)
