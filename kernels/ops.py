@@ -25,8 +25,8 @@ segment_attention_with_lse = Op(
 merge_attention = Op(
     "merge_attention", triton="kernels.gpu.decode:merge_attention", torch="kernels.reference:merge_attention"
 )
-gather_rows = Op("gather_rows", torch="kernels.reference:gather_rows")
-put_rows = Op("put_rows", torch="kernels.reference:put_rows")
+gather_rows = Op("gather_rows", cpu="kernels.cpu.copy:gather_rows", torch="kernels.reference:gather_rows")
+put_rows = Op("put_rows", cpu="kernels.cpu.copy:put_rows", torch="kernels.reference:put_rows")
 row_scores = Op(
     "row_scores",
     triton="kernels.gpu.scores:row_scores",

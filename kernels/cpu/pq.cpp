@@ -63,18 +63,13 @@ template <int W> struct Table {
         for (int64_t t = 0; t < n; t++) store(out + t * W, sum(code + t * parts));
     }
 
-    // At least as large as any token's sum.
-    Wide<W> bound() const {
-        Wide<W> total = {};
-        for (int64_t part = 0; part < parts; part++) {
-            Wide<W> best = load<Wide<W>>(&rows[part * clusters * W]);
-            for (int64_t c = 1; c < clusters; c++) {
-                Wide<W> row = load<Wide<W>>(&rows[(part * clusters + c) * W]);
-                best = row > best ? row : best;
-            }
-            total += best;
+    Wide<W> largest(int64_t part) const {
+        Wide<W> best = load<Wide<W>>(&rows[part * clusters * W]);
+        for (int64_t c = 1; c < clusters; c++) {
+            Wide<W> row = load<Wide<W>>(&rows[(part * clusters + c) * W]);
+            best = row > best ? row : best;
         }
-        return total;
+        return best;
     }
 };
 
@@ -98,71 +93,51 @@ template <int W, class Code> void score(const Call& call, int64_t pair, int64_t 
     }
 }
 
-// Softmax of each head over all tokens, summed over the heads: [S] of one KV head. The exponentials are kept, token by
-// token, until their total is known.
+// The product of a token's rows; PARTS is 0 where their number is not known beforehand.
+template <int PARTS, int W, class Code> struct Product {
+    const float* rows;
+    int64_t parts, stride;
+
+    Wide<W> operator()(const Code* code) const {
+        Wide<W> all = load<Wide<W>>(rows + code[0] * W);
+        for (int64_t part = 1; part < (PARTS ? PARTS : parts); part++)
+            all *= load<Wide<W>>(rows + part * stride + code[part] * W);
+        return all;
+    }
+};
+
+// Softmax of each head over all tokens, summed over the heads: [S] of one KV head. A token's exponential is the product
+// of its centroids', so that few are computed.
 template <int W, class Code> struct Weights {
     const Call& call;
     Table<W> table;
     const Code* codes;
-    Buffer<float>& kept;  // [S W]
     float scale;
-    f32 totals = {};  // by lane: heads repeat every W lanes
+    Buffer<float> powers = Buffer<float>(table.rows.size());  // of the table's rows, under the largest of each part
 
-    static f32 repeated(Wide<W> v) {
-        f32 all;
-        for (int i = 0; i < LANES; i++) all[i] = v[i % W];
-        return all;
+    void raise() {
+        for (int64_t part = 0; part < table.parts; part++) {
+            Wide<W> top = table.largest(part);
+            for (int64_t at = part * table.clusters * W; at < (part + 1) * table.clusters * W; at += W)
+                store(&powers[at], power(load<Wide<W>>(&table.rows[at]) - top));
+        }
     }
 
-    void exponentials(Wide<W> top) {
-        f32 tops = repeated(top) * scale;
-        totals = f32{};
+    Wide<W> power(Wide<W> x) const {
+        f32 all = {};
+        std::memcpy(&all, &x, sizeof x);
+        all = exp2(all * scale);
+        return load<Wide<W>>(&all);
+    }
+
+    // Sums over the heads of what `weight` says of every token.
+    template <class F> void write(float* out, F weight) const {
+        const int64_t parts = call.parts;
         for (int64_t at = 0; at < call.count; at += LANES) {
             int64_t n = std::min<int64_t>(LANES, call.count - at);
-            float* to = &kept[at * W];
-            table.sums(codes + at * call.parts, n, to);
-            UNROLL for (int i = 0; i < W; i++) {
-                f32 e = exp2(load<f32>(to + i * LANES) * scale - tops);
-                if (n < LANES)
-                    for (int lane = 0; lane < LANES; lane++)
-                        if ((i * LANES + lane) / W >= n) e[lane] = 0;
-                totals += e;
-                store(to + i * LANES, e);
-            }
-        }
-    }
-
-    Wide<W> largest() const {
-        Wide<W> best = table.sum(codes);
-        for (int64_t t = 1; t < call.count; t++) {
-            Wide<W> sum = table.sum(codes + t * call.parts);
-            best = sum > best ? sum : best;
-        }
-        return best;
-    }
-
-    Wide<W> total() const {
-        Wide<W> all = {};
-        for (int i = 0; i < LANES; i++) all[i % W] += totals[i];
-        return all;
-    }
-
-    // The bound is above the largest logit, seldom by so much that nothing is left; then the maximum itself is needed.
-    void run(float* out) {
-        exponentials(table.bound());
-        Wide<W> all = total();
-        for (int64_t h = 0; h < call.heads; h++)
-            if (!(all[h] > 0x1p-100f)) {
-                exponentials(largest());
-                all = total();
-                break;
-            }
-        Wide<W> share = {};
-        for (int64_t h = 0; h < call.heads; h++) share[h] = 1 / all[h];
-        f32 shares = repeated(share);
-        for (int64_t at = 0; at < call.count; at += LANES) {
-            alignas(LINE) float part[LANES * W];
-            for (int i = 0; i < W; i++) store(part + i * LANES, load<f32>(&kept[at * W + i * LANES]) * shares);
+            alignas(LINE) float part[LANES * W] = {};
+            const Code* code = codes + at * parts;
+            for (int64_t t = 0; t < n; t++) store(part + t * W, weight(code + t * parts));
             f32 sum = {};
             if (W == 4) {
                 f32 heads[4];
@@ -172,8 +147,54 @@ template <int W, class Code> struct Weights {
                 for (int t = 0; t < LANES; t++)
                     for (int h = 0; h < W; h++) sum[t] += part[t * W + h];
             }
-            std::memcpy(out + at, &sum, std::min<int64_t>(LANES, call.count - at) * sizeof(float));
+            std::memcpy(out + at, &sum, n * sizeof(float));
         }
+    }
+
+    template <class F> Wide<W> total(F weight) const {
+        Wide<W> some[4] = {};  // sums of their own, so that none waits for another
+        const int64_t parts = call.parts;
+        int64_t t = 0;
+        for (const Code* code = codes; t + 4 <= call.count; t += 4, code += 4 * parts)
+            UNROLL for (int i = 0; i < 4; i++) some[i] += weight(code + i * parts);
+        for (; t < call.count; t++) some[0] += weight(codes + t * parts);
+        return (some[0] + some[1]) + (some[2] + some[3]);
+    }
+
+    // 1 over the totals of the heads that exist; `far` tells whether one of them is almost nothing.
+    Wide<W> shares(Wide<W> totals, bool& far) const {
+        Wide<W> all = {};
+        for (int64_t h = 0; h < call.heads; h++) far |= !(totals[h] > 0x1p-80f), all[h] = 1 / totals[h];
+        return all;
+    }
+
+    // The largest of each part together are above the largest logit, seldom by so much that nothing is left; then the
+    // largest logit itself is needed, and an exponential per token.
+    void run(float* out) {
+        call.parts == 2 ? run_by_product<2>(out) : run_by_product<0>(out);
+    }
+
+    template <int PARTS> void run_by_product(float* out) {
+        Product<PARTS, W, Code> product{powers.data(), table.parts, table.clusters * W};
+        bool far = false;
+        raise();
+        Wide<W> share = shares(total(product), far);
+        if (far) return run_far(out);
+        for (int64_t at = 0; at < table.clusters * W; at += W)
+            store(&powers[at], load<Wide<W>>(&powers[at]) * share);
+        write(out, product);
+    }
+
+    void run_far(float* out) const {
+        Wide<W> top = table.sum(codes);
+        for (int64_t t = 1; t < call.count; t++) {
+            Wide<W> sum = table.sum(codes + t * call.parts);
+            top = sum > top ? sum : top;
+        }
+        bool far = false;
+        auto alone = [&](const Code* code) { return power(table.sum(code) - top); };
+        Wide<W> share = shares(total(alone), far);
+        write(out, [&](const Code* code) { return alone(code) * share; });
     }
 };
 
@@ -189,10 +210,8 @@ template <int W, class Code> void scores(const Call& call) {
 template <int W, class Code> void weights(const Call& call, float scale) {
 #pragma omp parallel for schedule(dynamic) if (call.pairs * call.count > 4096)
     for (int64_t pair = 0; pair < call.pairs; pair++) {
-        static thread_local Buffer<float> kept;
-        kept.resize(std::max<size_t>(kept.size(), (call.count + LANES) * W));
         auto codes = (const Code*)call.codes + pair * call.count * call.parts;
-        Weights<W, Code>{call, Table<W>(call, pair), codes, kept, scale}.run(call.out + pair * call.count);
+        Weights<W, Code>{call, Table<W>(call, pair), codes, scale}.run(call.out + pair * call.count);
     }
 }
 
