@@ -1,11 +1,11 @@
-"""`python -m harness.bench layer | ops | generate`: see each one's `--help`."""
+"""`python -m harness.bench layer | decode | ops | generate`: see each one's `--help`."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-KINDS = ("layer", "ops", "generate")
+KINDS = ("layer", "decode", "ops", "generate")
 
 
 def main(arguments: list[str]) -> int:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from harness.bench import calibrate, methods, output
+from harness.bench import arguments, calibrate, methods, output
 from harness.bench.measure import estimate, ratios, seconds
 from harness.bench.synthetic import Shape
 from harness.bench.traffic import bytes_read
@@ -49,7 +48,7 @@ class Decoding:
         )
         self.shape, self.position = shape, tokens - 1  # of the last token
         self.layer: KVLayer = method.start(specs, request)[INDEX]
-        shape.fill(self.layer, tokens, attending=not method.dense_prefill)
+        shape.fill([self.layer], tokens, attending=not method.dense_prefill)
         self.seal_s = seconds(self.layer.seal, shape.device)
         self.next: AttnInput
         self.guess: Callable[..., None] | None = getattr(self.layer, "guess", None)
@@ -173,23 +172,16 @@ def table(rows: Sequence[dict[str, Any]], limit_gb_s: float) -> list[Column]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m harness.bench layer", description=__doc__)
-    made.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
     made.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384, 32768, 65536, 131072])
-    made.add_argument("--budget", type=lambda text: float(text) if "." in text else int(text), default=2048)
-    made.add_argument("--heads", type=int, default=32)
-    made.add_argument("--kv-heads", type=int, default=8)
-    made.add_argument("--head-dim", type=int, default=128)
-    made.add_argument("--dtype", default="bf16", choices=calibrate.DTYPES)
-    made.add_argument("--device", default="cpu")
-    made.add_argument("--placement", default="device", choices=("device", "host"))
-    made.add_argument("--stale-by", type=int, default=0)
-    made.add_argument("--rounds", type=int, default=15)
-    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    made.add_argument("--budget", type=arguments.budget, default=2048)
+    arguments.add_shape(made)
+    arguments.add_method(made)
+    arguments.add_run(made)
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
     rows = run(options)

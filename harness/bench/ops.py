@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.bench import calibrate, output
+from harness.bench import arguments, calibrate, output
 from harness.bench.measure import Call, Cold, estimate, interleaved, ratios
 from harness.bench.op_cases import Case, Inputs, cases
 from harness.bench.rivals import rival
@@ -107,18 +106,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", nargs="*", type=int, default=[32768], help="of the prompt")
     made.add_argument("--budget", type=int, default=2048, help="tokens chosen of them")
     made.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt whose attention is quadratic")
-    made.add_argument("--heads", type=int, default=32)
-    made.add_argument("--kv-heads", type=int, default=8)
-    made.add_argument("--head-dim", type=int, default=128)
-    made.add_argument("--dtype", default="bf16", choices=calibrate.DTYPES)
-    made.add_argument("--device", default="cpu")
-    made.add_argument("--rounds", type=int, default=15)
-    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    arguments.add_shape(made)
+    arguments.add_run(made)
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
     rows = run(options, limits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from methods.base import AttnInput, KVLayer, LayerSpec
 CHUNK = 8192  # tokens taken in at a time
 QUERIES = 64  # of a chunk, its last: enough for every window, and column sums stay affordable
 WIDTH = 64  # of the hidden state, which only InfiniGen's guess projects
+
+Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,24 +54,26 @@ class Shape:
 
     def token(self, seed: int, position: int) -> AttnInput:
         """One new token, another one for each seed."""
-        return self._input(seed, position, 1, 1)
+        return self._input(seed, position, 1, 1, self.rope)
 
-    def _input(self, seed: int, start: int, count: int, queries: int) -> AttnInput:
+    def _input(self, seed: int, start: int, count: int, queries: int, rope: Rope) -> AttnInput:
         q = _random(seed, (1, self.heads, queries, self.head_dim), self)
         k, v = _random(seed + 1, (2, 1, self.kv_heads, count, self.head_dim), self)
-        cos, sin = self.rope(torch.arange(start, start + count))
+        cos, sin = (turn.to(self.dtype) for turn in rope(torch.arange(start, start + count)))
         return AttnInput(q, k, v, cos, sin, _random(seed + 2, (1, queries, WIDTH), self), start)
 
-    def fill(self, layer: KVLayer, tokens: int, attending: bool = False) -> None:
-        """Takes in `tokens` random tokens; without attention, or `attending` where a method's own prefill is needed."""
+    def fill(self, layers: Sequence[KVLayer], tokens: int, attending: bool = False) -> None:
+        """Each takes in the same `tokens` random tokens; without attention, or `attending` where a method's own prefill
+        is needed."""
         for start in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - start)
-            x = self._input(start, start, count, count if attending else min(count, QUERIES))
-            layer.prefill(x) if attending else layer.absorb(x)
+            x = self._input(start, start, count, count if attending else min(count, QUERIES), layers[0].spec.rope)
+            for layer in layers:
+                layer.prefill(x) if attending else layer.absorb(x)
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
         """What `prepare` of a method may see of the model."""
-        return lambda tokens: (self._input(7 * index, 0, tokens, tokens) for index in range(self.layers))
+        return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
 
 
 def _random(seed: int, shape: tuple[int, ...], like: Shape) -> Tensor:

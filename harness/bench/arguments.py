@@ -1,0 +1,33 @@
+"""What several benchmarks can be told on the command line."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+from harness.bench.calibrate import DTYPES
+
+
+def budget(text: str) -> float:
+    """A number of tokens, or with a point a share of the prompt."""
+    return float(text) if "." in text else int(text)
+
+
+def add_shape(parser: ArgumentParser) -> None:
+    """One attention layer."""
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+
+
+def add_method(parser: ArgumentParser) -> None:
+    parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
+    parser.add_argument("--placement", default="device", choices=("device", "host"))
+    parser.add_argument("--stale-by", type=int, default=0)
+
+
+def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")

@@ -1,0 +1,205 @@
+"""`python -m harness.bench decode`: time per output token against context length, for every method.
+
+A method's cache and Full's over the same prompt decode in turn, a few tokens at a time; the seal and the first two
+tokens of each turn are not counted. With random weights, or `--synthetic`, nobody computes the prompt: its keys and
+values are random, as prefill is not the question.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.attach import Attachment
+from harness.bench import arguments, calibrate, methods, output
+from harness.bench.measure import estimate, ratios
+from harness.bench.synthetic import Shape
+from harness.engine import Engine, Generation
+from harness.hf import routed
+from harness.models.base import LoadedModel
+from harness.models.embedded import SmolLM2
+from harness.models.random import Random
+from harness.preparation import calibration_text
+from harness.tables import Column
+from methods.base import Method, Placement
+from methods.budget import BudgetError
+from methods.full import Full
+
+
+class Decoding:
+    """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
+
+    def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
+        self.engine, self.new, self.question = Engine(kv), options.new, prompt[:, :0]
+        self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
+        if options.synthetic:
+            _shape(kv).fill(self.cache.layers, prompt.shape[1], attending=not kv.method.dense_prefill)
+            self.cache.num_tokens = prompt.shape[1]
+            self.logits = torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
+        else:
+            self.logits = self.engine.prefill(self.cache, prompt)
+        self.first = self.turn()  # with the seal; not counted
+        self.times: list[float] = []
+        self.moved: list[float] = []
+
+    def turn(self) -> Generation:
+        """`new` tokens, the first of which is not computed; each turn begins with the prompt's next token."""
+        return self.engine.complete(
+            self.cache, self.logits, self.question, began=perf_counter(), max_new_tokens=self.new
+        )
+
+    def timed_turn(self) -> None:
+        traffic = self.cache.layers[0].request.traffic
+        before = traffic.total_bytes
+        self.last = self.turn()
+        self.moved.append((traffic.total_bytes - before) / (self.new - 1))
+        times = self.last.token_s
+        self.times.append((times[-1] - times[1]) / (len(times) - 2))
+
+
+def _shape(kv: Attachment) -> Shape:
+    spec = kv.specs[0]
+    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device)
+
+
+def measure(
+    name: str, method: Method, loaded: LoadedModel, ids: Tensor, options: argparse.Namespace, read_gb_s: float
+) -> dict[str, Any]:
+    """One row. ids [1 S]: the prompt."""
+    asked = (_attachment(method, loaded, options), _attachment(Full(), loaded, options))
+    with routed(loaded.model):
+        own, full = (Decoding(kv, ids, options) for kv in asked)
+        for place in range(options.rounds):
+            for decoding in (own, full)[:: -1 if place % 2 else 1]:
+                decoding.timed_turn()
+    tpot_s, made = estimate(own.times), own.last
+    floor = floor_s(own, read_gb_s)
+    return {
+        "method": name,
+        "tokens": ids.shape[1],
+        "tpot_s": tpot_s,
+        "full_s": estimate(full.times),
+        "speedup": None if isinstance(method, Full) else ratios(full.times, own.times),
+        "floor_s": floor,
+        "of_limit": floor / tpot_s.median,
+        "seal_s": own.first.seal_s,
+        "attended_prompt": made.attended_prompt,
+        "device_bytes": made.kv.device_bytes,
+        "host_bytes": made.kv.host_bytes,
+        "moved_bytes_per_step": sum(own.moved) / len(own.moved),
+        "fallback": made.fallback,
+    }
+
+
+def _attachment(method: Method, loaded: LoadedModel, options: argparse.Namespace) -> Attachment:
+    placement: Placement = options.placement if method.offloads else "device"
+    stale_by = options.stale_by if method.uses_budget else 0
+    return Attachment(loaded.model, method, options.budget, placement, options.calibration, stale_by)
+
+
+def floor_s(decoding: Decoding, read_gb_s: float) -> float:
+    """A step that does nothing but read the weights and the keys and values it attends to, once each."""
+    model, specs = decoding.engine.model, decoding.engine.attachment.specs
+    weights = sum(x.nbytes for x in model.parameters())
+    table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if table is not head:  # then one row of it is read
+        weights -= table.nbytes
+    attended = decoding.last.attended_total or 0.0
+    rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
+    return (weights + rows) / read_gb_s / 1e9
+
+
+def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float) -> list[dict[str, Any]]:
+    rows = []
+    for tokens in options.tokens:
+        ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
+        for name, method in methods.chosen(options.methods).items():
+            try:
+                row = measure(name, method, loaded, ids, options, read_gb_s)
+            except BudgetError as error:
+                row = {"method": name, "tokens": tokens, "error": str(error)}
+            rows.append(row)
+            print(_progress(row), flush=True)
+    return rows
+
+
+def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
+    """The last of `text`, repeated where it is too short and nobody reads it."""
+    if options.synthetic:
+        return (text * (tokens // len(text) + 1))[-tokens:]
+    needed = tokens + options.new * (options.rounds + 1)
+    if needed > loaded.window or tokens > len(text):
+        raise ValueError(
+            f"--tokens {tokens} with its new tokens makes {needed}, and {loaded.name} has a window of {loaded.window}: "
+            "use fewer, or --synthetic."
+        )
+    return text[-tokens:]
+
+
+def _progress(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['method']} at {row['tokens']}: {row['error']}"
+    beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
+    return f"{row['method']} at {row['tokens']}: {row['tpot_s'].median * 1e3:.2f} ms{beside}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    def mib(key: str) -> Callable[[output.Row], float | None]:
+        return lambda row: row[key] / 2**20 if row[key] else None
+
+    shown = [row for row in rows if "error" not in row]
+    return [
+        output.column("tokens", "", shown, lambda row: str(row["tokens"])),
+        output.column("method", "", shown, lambda row: row["method"], left=True),
+        output.column("TPOT", "ms", shown, lambda row: [value * 1e3 for value in row["tpot_s"]]),
+        output.column("Full / it", "", shown, lambda row: row["speedup"]),
+        output.column("of limit", "%", shown, lambda row: 100 * row["of_limit"]),
+        output.column("attended", "", shown, lambda row: row["attended_prompt"]),
+        output.column("seal", "s", shown, lambda row: row["seal_s"]),
+        output.column("KV device", "MiB", shown, mib("device_bytes")),
+        output.column("KV host", "MiB", shown, mib("host_bytes")),
+        output.column("moved", "MiB/step", shown, mib("moved_bytes_per_step")),
+        output.column("ran dense", "", shown, lambda row: row["fallback"], left=True),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m harness.bench decode", description=__doc__)
+    made.add_argument("--tokens", nargs="*", type=int, default=[2048, 4096, 7936], help="of the prompt")
+    made.add_argument("--new", type=int, default=16, help="tokens of a turn")
+    made.add_argument("--budget", type=arguments.budget, default=0.2)
+    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    made.add_argument("--layers", type=int, help="of the random weights; all by default")
+    made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
+    arguments.add_method(made)
+    arguments.add_run(made, rounds=5)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
+    options.synthetic |= options.shape is not None
+    limits = calibrate.calibrate(torch.device(options.device))
+    print(calibrate.line(limits), flush=True)
+    source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
+    loaded = source.load(options.dtype, options.device)
+    text = calibration_text(source, max(4096, *options.tokens) if not options.synthetic else 4096)
+    options.calibration = torch.tensor([text[-4096:]])
+    rows = run(options, loaded, text, limits["read_gb_s"])
+    filled = "prompt KV synthetic" if options.synthetic else "real prefill"
+    title = (
+        f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
+        f"placement {options.placement}; {filled}"
+    )
+    plain = vars(options) | {"out": None, "calibration": None}
+    result = {"options": plain, "limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
+    folder = output.finish("decode", title, result, table(rows), options.out)
+    good = [row for row in rows if "error" not in row]
+    labels = ("prompt tokens", "seconds per output token")
+    output.lines(folder / "plot.png", good, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
+    return 0

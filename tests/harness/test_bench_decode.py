@@ -1,0 +1,170 @@
+"""The benchmark of decoding: real and synthetic prompts, every method, nothing that a bare machine lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.attach import Attachment
+from harness.bench import __main__ as bench
+from harness.bench import decode, methods
+from harness.bench.arguments import budget
+from harness.bench.calibrate import Limits
+from harness.bench.synthetic import Shape
+from harness.hf import layer_specs, routed
+from methods.full import Full
+from methods.layers import DenseLayer
+from tests.fast import PQ
+from tests.tiny import prompt, tiny
+
+ROOT = Path(__file__).parents[2]
+LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
+SMALL = ["--shape", "tiny", "--layers", "2", "--budget", "100", "--dtype", "fp32", "--rounds", "2", "--new", "4"]
+# all that the project asks for beside torch, transformers and what these bring
+ABSENT = (
+    "hydra",
+    "omegaconf",
+    "datasets",
+    "gguf",
+    "matplotlib",
+    "pandas",
+    "rapidfuzz",
+    "scipy",
+    "wandb",
+    "wonderwords",
+)
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+
+
+def ran(folder: Path, *words: str) -> dict[str, Any]:
+    assert bench.main([*words, "--out", str(folder)]) == 0
+    made: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return made
+
+
+def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
+    made = ran(tmp_path, "decode", *SMALL, "--tokens", "300", "--placement", "host")
+    assert [row["method"] for row in made["rows"]] == methods.names()
+    assert made["synthetic"]
+    assert "prompt KV synthetic" in made["title"]
+    rows = {row["method"]: row for row in made["rows"]}
+    for name, row in rows.items():
+        assert row["tpot_s"][0] > 0
+        assert row["of_limit"] > 0
+        assert (row["speedup"] is None) == (name == "full")
+        assert (row["host_bytes"] > 0) == (row["moved_bytes_per_step"] > 0)
+    assert rows["full"]["attended_prompt"] == 300
+    assert rows["pqcache"]["attended_prompt"] == 100
+    moved = 2 * 2 * (100 - 32 - 34) * 2 * 16 * 4  # layers, K and V, tokens chosen, KV heads, head size
+    assert rows["pqcache"]["moved_bytes_per_step"] == moved
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40}
+    return argparse.Namespace(**plain | {"placement": "device", "stale_by": 0, "calibration": prompt(64)} | changes)
+
+
+def test_a_real_prefill_is_the_model_s_own() -> None:
+    model, ids = tiny("llama"), prompt(100)
+    kv = Attachment(model, Full())
+    with routed(model):
+        decoding = decode.Decoding(kv, ids, options())
+        decoding.timed_turn()
+    wanted = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 100:].tolist()
+    assert decoding.first.tokens == [wanted]
+    assert decoding.cache.num_tokens == 100 + 2 * 4
+    assert len(decoding.times) == 1
+
+
+def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
+    model = tiny("llama")
+    kv = Attachment(model, PQ, 40)
+    with routed(model):
+        decoding = decode.Decoding(kv, prompt(100), options(synthetic=True))
+    assert decoding.cache.num_tokens == 100 + 4
+    assert decoding.first.attended_prompt == 40
+    spec = layer_specs(model)[0]
+    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))
+    seen: list[Any] = []
+
+    class Seen(DenseLayer):
+        def absorb(self, x: Any) -> None:
+            seen.append(x)
+
+    shape.fill([Seen(spec, kv.request(capacity=100), Full())], 100)
+    assert torch.equal(seen[0].cos, spec.rope(torch.arange(100))[0])
+
+
+def test_the_floor_counts_each_weight_once() -> None:
+    model = tiny("llama")
+    kv = Attachment(model, Full())
+    with routed(model):
+        decoding = decode.Decoding(kv, prompt(50), options())
+        decoding.timed_turn()
+    table = model.get_input_embeddings().weight
+    weights = sum(x.nbytes for x in model.parameters()) - table.nbytes
+    attended = decoding.last.attended_total
+    assert attended is not None
+    rows = 3 * 2 * 2 * 16 * 4 * attended
+    assert decode.floor_s(decoding, 2.0) == pytest.approx((weights + rows) / 2e9)
+
+
+def test_a_prompt_beyond_the_window_is_refused() -> None:
+    loaded = argparse.Namespace(window=110, name="small")
+    text = list(range(200))
+    assert decode._prompt(text, 90, loaded, options()) == text[-90:]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="makes 115, and small has a window of 110"):
+        decode._prompt(text, 100, loaded, options())  # type: ignore[arg-type]
+    assert len(decode._prompt(text, 500, loaded, options(synthetic=True))) == 500  # type: ignore[arg-type]
+
+
+def test_a_budget_that_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> None:
+    small = [word if word != "100" else "8" for word in SMALL]
+    made = ran(tmp_path, "decode", *small, "--tokens", "300", "--methods", "full", "pqcache")
+    assert "its sinks and windows need" in made["rows"][1]["error"]
+
+
+def test_one_layer_is_measured_part_by_part(tmp_path: Path) -> None:
+    shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--budget", "64"]
+    made = ran(tmp_path, "layer", *shape, "--tokens", "300", "--rounds", "2", "--methods", "full", "quest", "pqcache")
+    for row in made["rows"]:
+        assert row["parts_s"].keys() == {"select", "fetch", "attend", "rest"}
+        assert row["parts_s"]["attend"] > 0
+        assert row["read_bytes"] > 0
+    assert [row["attended"] > 300 for row in made["rows"]] == [True, False, False]
+
+
+def test_budgets_are_tokens_or_shares() -> None:
+    assert (budget("0.2"), budget("1.0"), budget("512")) == (0.2, 1.0, 512)
+    assert isinstance(budget("1"), int)
+
+
+def test_benchmarks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
+    sizes = ["--tokens", "200", "--budget", "100", "--rounds", "1", "--out", str(tmp_path)]
+    commands = [
+        ["decode", *SMALL, *sizes, "--methods", "pqcache"],
+        ["layer", *sizes, "--methods", "pqcache"],
+        ["ops", *sizes, "--prefill", "40", "--ops", "top_k"],
+        ["generate", "--shape", "tiny", *sizes[:2], *sizes[4:], "--new", "4", "--dtypes", "fp32"],
+    ]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+        "from harness.bench import calibrate, __main__ as bench\n"
+        f"calibrate.calibrate = lambda device: {LIMITS}\n"
+        f"sys.exit(max(bench.main(words) for words in {commands}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "plot.png").exists()
