@@ -57,12 +57,17 @@ class BlockForward:
 
 def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
     name = type(model).__name__.removesuffix("ForCausalLM")
-    if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
+    if name not in ARCHITECTURES:
         raise ForwardError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
     if model.config.hidden_act != "silu":
         raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
     routed = {*attention_modules(model), model}  # harness.hf's own hooks are there
     for path, module in model.named_modules():
+        kind = type(module)
+        if not kind.__module__.startswith(("transformers.", "torch.")):
+            raise ForwardError(f"{path or 'it'} is a {kind.__name__}, which is not of transformers (an adapter?).")
+        if "forward" in vars(module):
+            raise ForwardError(f"the forward of {path or 'the model'} was replaced, and would not be called.")
         if module not in routed and (module._forward_hooks or module._forward_pre_hooks):
             raise ForwardError(f"a hook is registered on {path}, which would not be called.")
 
@@ -98,7 +103,7 @@ def _block(layer: Any) -> Block:
 
 def _linear(module: nn.Module) -> Linear:
     if type(module) is not nn.Linear:
-        raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (an adapter, or quantised?).")
+        raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (quantised?).")
     return Linear(module.weight, module.bias)
 
 

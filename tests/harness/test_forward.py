@@ -44,8 +44,13 @@ def test_a_hook_or_an_adapter_is_not_passed_over() -> None:
     class Adapted(nn.Linear):
         """As an adapter library puts in a layer's place."""
 
+    plain = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Adapted(128, 160, bias=False)
-    with pytest.raises(ForwardError, match="Adapted"):
+    with pytest.raises(ForwardError, match=r"model\.layers\.0\.mlp\.up_proj is a Adapted"):
+        BlockForward(model)
+    model.model.layers[0].mlp.up_proj = plain
+    model.model.norm.forward = lambda x: x
+    with pytest.raises(ForwardError, match=r"forward of model\.norm"):
         BlockForward(model)
 
 
