@@ -19,11 +19,22 @@ struct Call {
     int64_t is_bf16, batch, groups, heads, count, num_channels, x_batch, x_group, x_row;
 };
 
-typedef uint16_t u16 __attribute__((vector_size(32)));
-inline f32 values(const float* x) { return load<f32>(x); }
-inline f32 values(const bf16* x) { return (f32)(__builtin_convertvector(load<u16>(x), u32) << 16); }
+// WIDE tokens of a row as two vectors: the first and the second half, in bf16 the even and the odd ones.
+inline void split(const float* x, f32* halves) { halves[0] = load<f32>(x), halves[1] = load<f32>(x + LANES); }
+inline void split(const bf16* x, f32* halves) {
+    u32 words = load<u32>(x);
+    halves[0] = even(words), halves[1] = odd(words);
+}
 
-using Block = float[MOST_HEADS][WIDE];
+// Two such vectors in the order of the tokens.
+inline void join(const float*, f32*) {}
+inline void join(const bf16*, f32* halves) {
+    f32 a = halves[0], b = halves[1];
+    halves[0] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    halves[1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+using Block = f32[MOST_HEADS][2];
 
 // The blocks of tokens [first, last) of one KV head, one after the other.
 template <class E> struct Reader {
@@ -47,10 +58,11 @@ template <class E> struct Reader {
             f32 acc[H][2] = {};
             for (int64_t c = 0; c < call.num_channels; c++) {
                 __builtin_prefetch((const char*)rows[c] + 8 * LINE);
-                f32 a = values(rows[c]), b = values(rows[c] + LANES);
+                f32 x[2];
+                split(rows[c], x);
                 UNROLL for (int i = 0; i < H; i++) {
-                    acc[i][0] += q[i * call.num_channels + c] * a;
-                    acc[i][1] += q[i * call.num_channels + c] * b;
+                    acc[i][0] += q[i * call.num_channels + c] * x[0];
+                    acc[i][1] += q[i * call.num_channels + c] * x[1];
                 }
             }
             std::memcpy(logits[h], acc, sizeof acc);
@@ -71,12 +83,14 @@ template <class E, class F> void tasks(const Call& call, F f) {
 
 template <class E> void scores(const Call& call) {
     tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t, int64_t first, int64_t last) {
-        alignas(LINE) Block logits;
+        Block logits;
         for (int64_t at = first; at < last; at += WIDE) {
             int64_t n = std::min<int64_t>(WIDE, last - at);
             reader.read(at, n, logits);
-            for (int64_t h = 0; h < call.heads; h++)
+            for (int64_t h = 0; h < call.heads; h++) {
+                join((const E*)nullptr, logits[h]);
                 std::memcpy(call.out + (pair * call.heads + h) * call.count + at, logits[h], n * sizeof(float));
+            }
         }
     });
 }
@@ -102,20 +116,18 @@ template <class E> void sums(const Call& call) {
     int64_t chunks = (call.count + CHUNK - 1) / CHUNK, pairs = call.batch * call.groups;
     Buffer<float> logs(pairs * chunks * call.heads);
     tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t chunk, int64_t first, int64_t last) {
-        alignas(LINE) Block logits;
+        Block logits;
         Total totals[MOST_HEADS];
         for (int64_t at = first; at < last; at += WIDE) {
             int64_t n = std::min<int64_t>(WIDE, last - at);
             reader.read(at, n, logits);
             f32 sum[2] = {};
             for (int64_t h = 0; h < call.heads; h++) {
-                for (int64_t t = n; t < WIDE; t++) logits[h][t] = -INFINITY;
-                for (int i = 0; i < 2; i++) {
-                    f32 x = load<f32>(logits[h] + i * LANES);
-                    sum[i] += x;
-                    totals[h].add(x * (float)M_LOG2E);
-                }
+                if (n < WIDE) join((const E*)nullptr, logits[h]);
+                for (int64_t t = n; t < WIDE; t++) logits[h][t / LANES][t % LANES] = -INFINITY;
+                for (int i = 0; i < 2; i++) sum[i] += logits[h][i], totals[h].add(logits[h][i] * (float)M_LOG2E);
             }
+            if (n == WIDE) join((const E*)nullptr, sum);
             std::memcpy(call.out + pair * call.count + at, sum, n * sizeof(float));
         }
         for (int64_t h = 0; h < call.heads; h++) logs[(pair * chunks + chunk) * call.heads + h] = totals[h].log2();
