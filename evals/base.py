@@ -82,6 +82,9 @@ class Task(ABC):
     metric: ClassVar[str]  # the name of the main number, as the field calls it
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
+    def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
+        """Raise `TaskError` where data are missing: asked before a model is looked at, which takes longer."""
+
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         """All examples in a fixed order; raises `TaskError` where data or arguments cannot serve."""

@@ -11,6 +11,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ class Rows:
         return {"origin": self.origin, "sha256": self.sha256, "rows": len(self.rows)}
 
 
+def require(sources: Iterable[Source], root: Path | None) -> None:
+    """Raise `TaskError` for the first of `sources` that no place has."""
+    for source in sources:
+        _locate(source, root)
+
+
 def open_rows(source: Source, env: TaskEnv) -> Rows:
     """Rows of a .jsonl, .json (one list) or .parquet file."""
     return rows_of(open_content(source, env), source.name)
@@ -76,7 +83,7 @@ def rows_of(content: Content, name: str) -> Rows:
 
 def open_content(source: Source, env: TaskEnv) -> Content:
     """Bytes of the first place that has the file: the data root, the hub's cache, the hub."""
-    path, origin = _find(source, env.data_root) or _from_hub(source, env)
+    path, origin = _locate(source, env.data_root)
     if path.suffix == ".zip":
         data = _read_member(source, path)
         origin = f"{origin}/{source.member}"
@@ -107,19 +114,22 @@ def _line(number: int, line: bytes) -> Any:
         raise ValueError(f"line {number} is no JSON") from error
 
 
+def _locate(source: Source, root: Path | None) -> tuple[Path, str]:
+    return _find(source, root) or _from_hub(source, root)
+
+
 def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
     if root is None:
         return None
     if not root.is_dir():
-        raise TaskError(f"data_root={root} is not a folder: name an existing one, or null to use the hub alone")
+        raise TaskError(f"data.root={root} is not a folder: name an existing one, or null to use the hub alone")
     found = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
     path = next(found, None)
     return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
 
 
-def _from_hub(source: Source, env: TaskEnv) -> tuple[Path, str]:
-    root = "null" if env.data_root is None else env.data_root
-    sought = f"below data_root={root} (as {' or '.join(source.local)})"
+def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
+    sought = f"below data.root={'null' if root is None else root} (as {' or '.join(source.local)})"
     if source.hub_repo is None:
         raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
     place = (source.hub_repo, source.hub_file, source.hub_revision)

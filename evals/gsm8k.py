@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Source, open_rows
+from evals.data import Row, Source, open_rows, require
 from evals.gsm8k_answers import READERS, final_number
 
 # rows of the train split (0-based) that PQCache shows, and the SHA-256 of the prompt file that they make
@@ -61,6 +61,10 @@ class Gsm8k(Task):
             raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows")
         if self.max_new_tokens < 1:
             raise TaskError(f"max_new_tokens={self.max_new_tokens} leaves no room for an answer: the papers use 256")
+
+    def require(self, data_root: Path | None) -> None:
+        splits = ("train", "test") if self.prompt == "pqcache" else ("test",)
+        require(map(self._source, splits), data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         shots = self._pqcache_shots(env) if self.prompt == "pqcache" else _lm_eval_shots()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
 from evals import metrics
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Rows, Source, open_rows
+from evals.data import Row, Rows, Source, open_rows, require
 from evals.longbench_tables import CATEGORIES, DATASETS, ENGLISH, EVEN, PRESETS, DataSet
 from evals.metrics.chinese import splitter
 
@@ -68,6 +69,9 @@ class LongBench(Task):
     @property
     def _offered(self) -> tuple[str, ...]:
         return EVEN if self.subset == "longbench_e" else tuple(DATASETS)
+
+    def require(self, data_root: Path | None) -> None:
+        require(map(self._source, self.names()), data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):

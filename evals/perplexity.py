@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, TextTools
-from evals.data import Content, Source, open_content, rows_of
+from evals.data import Content, Source, open_content, require, rows_of
 
 _UNDECODED = "\ufffd"
 
@@ -40,6 +41,9 @@ class WikiText2(Task):
             raise TaskError(f"stride={self.stride} must be at least 1 and below window={self.window}: part of a window")
         if self.samples is not None and self.samples < 1:
             raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text")
+
+    def require(self, data_root: Path | None) -> None:
+        require([self._source()], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if env.window is not None and self.window > env.window:

@@ -45,7 +45,9 @@ def _job(config: DictConfig) -> None:
     from harness.config import settings_of
 
     settings = settings_of(plain)
-    method, task, model = (plugins.build(plain[kind], kind) for kind in ("method", "task", "model"))
+    task = plugins.build(plain["task"], "task")
+    task.require(settings.data.folder())  # before torch is imported
+    method, model = (plugins.build(plain[kind], kind) for kind in ("method", "model"))
     if settings.results.wandb:
         _projects.add(settings.results.wandb)
     if settings.dry_run:

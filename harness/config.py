@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Union
 
 CHOICES = {
@@ -40,6 +41,12 @@ class Generation:
 @dataclass
 class Data:
     root: str | None = None
+
+    def folder(self) -> Path | None:
+        root = Path(self.root).expanduser() if self.root else None
+        if root is not None and not root.is_dir():
+            raise SettingsError(f"data.root={self.root} is no folder: give the folder that holds the data sets.")
+        return root
 
 
 @dataclass

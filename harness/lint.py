@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> int:
     method, task, model, wanted = built(composed(overrides, config_dirs))
+    task.require(wanted.data.folder())
     settings, info = effective(wanted, method), model.describe()
     items = prepare(task, model, settings)
     for item in items[:shown]:

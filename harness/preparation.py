@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from evals.base import Example, Task, TaskEnv
@@ -78,10 +77,8 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
 
 
 def task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
-    root = Path(settings.data.root).expanduser() if settings.data.root else None
-    if root is not None and not root.is_dir():
-        raise SettingsError(f"data.root={settings.data.root} is no folder: give the folder that holds the data sets.")
     tools = Tools(tokenizer, settings.chat)  # type: ignore[arg-type]
+    root = settings.data.folder()
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
 

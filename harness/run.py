@@ -81,6 +81,7 @@ class Job:
     def plan(
         cls, method: Method, task: Task, model: ModelSource, wanted: Settings, items: list[Item] | None = None
     ) -> Job:
+        task.require(wanted.data.folder())
         info = model.describe()
         method = at_communication(wanted, method, info)
         settings = effective(wanted, method)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from evals import haystack
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.ruler import official, scoring
+from evals.data import require
+from evals.ruler import official, qa, scoring
 from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, Prompt
@@ -53,6 +54,10 @@ class Ruler(Task):
             raise ValueError(f"samples={self.samples} must be 1 or more")
         if self.haystack not in haystack.NAMES:
             raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
+
+    def require(self, data_root: Path | None) -> None:
+        if self.source is None:
+            require([qa.SOURCES[task] for task in self.tasks if FAMILIES[task] == "qa"], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         """By length, then by task, then by sample. Missing data and short lengths are refused before the first one."""

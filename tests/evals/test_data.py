@@ -97,7 +97,7 @@ class TestLocal:
     def test_missing_names_set_places_and_remedy(self, tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=r"set/test is not on the hub .*set/test.jsonl or Set.*put the file there"):
             open_rows(source(), env_of(tmp_path))
-        with pytest.raises(TaskError, match=r"data_root=.*absent is not a folder"):
+        with pytest.raises(TaskError, match=r"data\.root=.*absent is not a folder"):
             open_rows(source(), env_of(tmp_path / "absent"))
 
 
@@ -214,7 +214,7 @@ class TestHub:
         error = fetch(tmp_path, "http://127.0.0.1:9", offline=offline)["error"]
         reason = "HF_HUB_OFFLINE forbids to fetch it" if offline == "1" else "http://127.0.0.1:9 does not answer"
         assert error == (
-            "set/test was not found below data_root=null (as x.jsonl) nor in the hub's cache, and "
+            "set/test was not found below data.root=null (as x.jsonl) nor in the hub's cache, and "
             f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "
             "--revision main` where the hub can be reached"
         )
