@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench-generate clean
+.PHONY: help setup check test test-gpu demo bench-generate bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -29,6 +29,19 @@ check: setup  ## ruff and mypy
 
 test: setup  ## the whole test suite, on the CPU
 	$(BIN)/python -m pytest
+
+# The GPU targets take the environment they find: torch, triton and pytest are enough there.
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+SEED ?= $(shell date +%s)
+
+test-gpu:  ## compiled Triton kernels against their references on a CUDA device; fresh inputs, or SEED=...
+	@echo "SEED=$(SEED)"
+	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -m gpu tests/kernels
+
+bench-gpu:  ## operations, one layer and decoding on a CUDA device, into results/runs/bench
+	$(GPU_PYTHON) -m harness.bench ops --device cuda --out results/runs/bench/gpu-ops
+	$(GPU_PYTHON) -m harness.bench layer --device cuda --out results/runs/bench/gpu-layer
+	$(GPU_PYTHON) -m harness.bench decode --device cuda --dtype bf16 --out results/runs/bench/gpu-decode
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host

@@ -16,7 +16,7 @@ from harness.clashes import clashes
 from harness.models.embedded import cache_root, installed
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
-OPTIONAL = ("wandb", "jieba", "datasets")
+OPTIONAL = ("triton", "wandb", "jieba", "datasets")
 HUB = "https://huggingface.co"
 GIB = 2**30
 

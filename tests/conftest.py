@@ -11,6 +11,8 @@ import torch
 # tiny tensors: a second thread costs more than it does, many times more on a busy machine
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; its kernels run on the CPU where a test asks
 
 SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".." / "shared")).resolve()
 

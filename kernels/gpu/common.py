@@ -64,7 +64,7 @@ def stages(x: Tensor) -> int:
 @cache
 def _programs_wanted() -> int:
     """Four for each multiprocessor; the interpreter gets so many that small inputs are cut too."""
-    return 16 if INTERPRETED else 4 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    return 6 if INTERPRETED else 4 * torch.cuda.get_device_properties("cuda").multi_processor_count
 
 
 @triton.jit

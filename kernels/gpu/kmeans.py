@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels.gpu.common import padded, product, split, unfit
 
-_POINTS = 64  # at once
+_POINTS = 128  # at once
+_SUMMED = 64  # points at once
 _CLUSTERS = 64  # at once
 
 
@@ -46,11 +47,11 @@ def _means(x: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
     """Of the points of each cluster; an empty one keeps its centroid."""
     (problems, points, dim), clusters = x.shape, centroids.shape[1]
     blocks = triton.cdiv(clusters, _CLUSTERS)
-    pieces, length = split(points, problems * blocks, _POINTS)
+    pieces, length = split(points, problems * blocks, _SUMMED)
     sums = x.new_empty((pieces, problems, clusters, dim))
     counts = x.new_empty((pieces, problems, clusters))
     _sums[(problems, blocks, pieces)](
-        x, codes, sums, counts, points, length, clusters, dim, padded(dim), _POINTS, _CLUSTERS, num_warps=8,
+        x, codes, sums, counts, points, length, clusters, dim, padded(dim), _SUMMED, _CLUSTERS, num_warps=8,
         num_stages=2,
     )  # fmt: skip
     total = counts.sum(0).unsqueeze(2)

@@ -12,7 +12,7 @@ from kernels.gpu.common import padded, product, unfit, unfit_floats
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
-_CLUSTERS = 64  # at once
+_CLUSTERS = 128  # at once, at most
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
@@ -50,10 +50,11 @@ def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
     """[B G m C g] in fp32, g padded to a power of two, so that a lookup is one aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
+    block = min(_CLUSTERS, padded(clusters))
     table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
-    _table[(batch * groups * parts, triton.cdiv(clusters, _CLUSTERS))](
+    _table[(batch * groups * parts, triton.cdiv(clusters, block))](
         q.contiguous(), centroids.contiguous(), table, parts, clusters, width, padded(width), heads, padded(heads),
-        table.shape[4], _CLUSTERS, num_warps=4,
+        table.shape[4], block, num_warps=4,
     )  # fmt: skip
     return table
 

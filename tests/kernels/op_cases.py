@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.reference import Segment
+
+FRESH = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))  # other inputs of the same shapes
 
 
 class Case(NamedTuple):
@@ -43,8 +46,12 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
     return value
 
 
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed + 1000 * FRESH)
+
+
 def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=draw(seed))
 
 
 def stored(seed: int, batch: int, groups: int, count: int, dim: int, spare: int = 5) -> Tensor:
@@ -54,8 +61,8 @@ def stored(seed: int, batch: int, groups: int, count: int, dim: int, spare: int 
 
 def pick(seed: int, batch: int, groups: int, among: int, count: int) -> Tensor:
     """[B G K] different rows of each head, in no order."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(among, generator=draw)[:count] for _ in range(batch * groups)]
+    same = draw(seed)
+    rows = [torch.randperm(among, generator=same)[:count] for _ in range(batch * groups)]
     return torch.stack(rows).view(batch, groups, count)
 
 
@@ -104,6 +111,21 @@ def prefill_attention() -> Iterator[Case]:
             q = random(1, batch, new, heads, dim).transpose(1, 2)  # as the model hands it over
             k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
             yield Case("prefill_attention", f"{name}-{new}of{count}", (q, k, v, 0.2))
+
+
+def column_sums() -> Iterator[Case]:
+    shapes = (1, 2, 2, 64, 133, 133), (2, 6, 2, 96, 51, 17), (1, 5, 1, 128, 140, 70), (1, 4, 2, 48, 65, 1)
+    for batch, heads, groups, dim, count, new in (*shapes, (1, 2, 2, 16, 1, 1)):
+        q = random(1, batch, new, heads, dim).transpose(1, 2)
+        k = stored(2, batch, groups, count, dim)
+        yield Case("column_sums", f"dim{dim}-{new}of{count}", (q, k, 0.2))
+
+
+def prefill_attention_with_column_sums() -> Iterator[Case]:
+    for case in column_sums():
+        q, k, scale = case.args
+        args = (q, k, stored(3, *k.shape), scale)
+        yield Case("prefill_attention_with_column_sums", case.name, args)
 
 
 def gather_rows() -> Iterator[Case]:
@@ -155,7 +177,7 @@ def log_sum_exp() -> Iterator[Case]:
 
 def pq_scores() -> Iterator[Case]:
     for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
-        codes = torch.randint(clusters, (2, 2, 333, parts), generator=torch.Generator().manual_seed(7))
+        codes = torch.randint(clusters, (2, 2, 333, parts), generator=draw(7))
         codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32)
         for group in (1, 3, 4, 8):
             args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
@@ -190,6 +212,9 @@ def rebuild_keys() -> Iterator[Case]:
             u = random(2, batch, count, rank + 2)[..., :rank]
             args = (u, random(3, batch, groups, rank, dim), pick(4, batch, groups, count, chosen))
             yield Case("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
+    angles = random(1, 40, 16).repeat(1, 2)
+    args = (random(2, 1, 40, 10), random(3, 1, 2, 10, 48), pick(4, 1, 2, 40, 9))
+    yield Case("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))
 
 
 def cases() -> list[Case]:
@@ -198,6 +223,8 @@ def cases() -> list[Case]:
         *segment_attention_with_lse(),
         *merge_attention(),
         *prefill_attention(),
+        *column_sums(),
+        *prefill_attention_with_column_sums(),
         *log_sum_exp(),
         *gather_rows(),
         *row_scores(),

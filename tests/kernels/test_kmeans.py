@@ -34,15 +34,18 @@ def points(problems: int, count: int, dim: int) -> Tensor:
     return centres.gather(1, clump) + torch.randn(problems, count, dim, generator=draw)
 
 
-def run(backend: str, *args: object) -> tuple[Tensor, Tensor]:
-    if reason := ops.kmeans.refusal(backend, *args):
-        pytest.skip(f"kmeans: {backend}: {reason}")
+def run(backend: str, x: Tensor, initial: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     with use_backend(backend):
-        centroids, codes = ops.kmeans(*args)
-    return centroids, codes
+        if reason := ops.kmeans.refusal(backend, x.to(device), initial.to(device), *args):
+            pytest.skip(f"kmeans: {backend}: {reason}")
+        centroids, codes = ops.kmeans(x.to(device), initial.to(device), *args)
+    return centroids.cpu(), codes.cpu()
 
 
-@pytest.fixture(params=ops.kmeans.targets)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.gpu] * (name == "triton")) for name in ops.kmeans.targets]
+)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,0 +1,76 @@
+"""Compiles every Triton kernel for an H100 without one: `python -m tests.kernels.compile_for_hopper bfloat16 float32`.
+
+Launches are turned into compilations, down to machine code, for a driver that only names its target. The interpreter
+takes what the compiler refuses, so both are needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+torch.cuda.is_available = lambda: True
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from kernels import ops  # noqa: E402
+from kernels.gpu import common, kmeans  # noqa: E402
+from tests.kernels.op_cases import cases, converted  # noqa: E402
+
+SHARED_MEMORY = 232_448  # bytes that a block may ask for
+# of each operation: group sizes and head dims that are no powers of two, chosen rows, lengths that need several pieces
+CASES = (
+    "segment_attention-gqa8-dim96-three", "segment_attention-gqa4-dim128-per-head", "merge_attention-three",
+    "prefill_attention_with_column_sums-dim128-70of140", "column_sums-dim96-17of51", "row_scores-dim256-g4-128",
+    "channel_scores-g4-16x4100", "channel_sums-g3-5x31", "group_weights-g3-31-sum", "group_weights-g8-333-largest",
+    "pq_scores-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned",
+)  # fmt: skip
+
+
+class Hopper:
+    """As much of a driver as a compilation asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def main(dtypes: list[str]) -> None:
+    compiled: dict[str, set[int]] = {}
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"], self
+        assert kernel.metadata.shared <= SHARED_MEMORY, f"{self.__name__} asks for {kernel.metadata.shared} bytes"
+        compiled.setdefault(f"{self.__module__}.{self.__name__}", set()).add(id(kernel))
+        return kernel
+
+    driver.set_active(Hopper())
+    JITFunction.run = compile_only
+    common._programs_wanted = lambda: 528
+    found = {str(case): case for case in cases()}
+    for name in CASES:
+        op = next(op for op in ops.ALL if op.name == found[name].op)
+        assert not isinstance(op._import("triton"), str), op._import("triton")
+        for dtype in dtypes:
+            op._load("triton")[0](*converted(found[name].args, getattr(torch, dtype)))
+    x = torch.zeros(3, 500, 32)
+    kmeans._means(x, kmeans._assign(x, x[:, :70].contiguous()), x[:, :70])
+    print(
+        f"triton {triton.__version__}:", ", ".join(f"{name} x{len(kinds)}" for name, kinds in sorted(compiled.items()))
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,145 @@
+"""What only a GPU can show: which backend is chosen, long inputs, no waiting for the host, capture in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from kernels import ops, reference
+from kernels.dispatch import use_backend
+from kernels.reference import Segment
+from tests.kernels.op_cases import draw, pick, random
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+LONG = 131_072
+Call = Callable[[Tensor], Any]
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator[tuple[str, Call]]:
+    """Operations of a decode step over `count` tokens, 8 KV heads of 128, as functions of a query [1 32 1 128].
+
+    `wide`: the same values, rounded to `dtype`, in fp32.
+    """
+
+    def made(seed: int, *shape: int) -> Tensor:
+        rounded = random(seed, *shape).to("cuda", dtype)
+        return rounded.float() if wide else rounded
+
+    k, v = made(1, 1, 8, count + 40, 128)[:, :, 40:], made(2, 1, 8, count + 40, 128)[:, :, 40:]
+    rows = pick(3, 1, 8, count, 2048).to("cuda")
+    segments = [Segment(k[:, :, :32], v[:, :, :32]), Segment(k, v, rows), Segment(k[:, :, -65:], v[:, :, -65:])]
+    by_channel, channels = k.transpose(2, 3).contiguous(), pick(4, 1, 8, 128, 16).to("cuda")
+    centroids = made(5, 1, 8, 2, 64, 64)
+    codes = torch.randint(64, (1, 8, count, 2), generator=draw(6)).to("cuda", torch.uint8)
+    u, basis = made(7, 1, count, 160), made(8, 1, 8, 160, 128)
+    angles = random(9, count, 64).repeat(1, 2).to("cuda")
+
+    def grouped(q: Tensor) -> Tensor:
+        return q.view(1, 8, 4, 128)
+
+    yield "all tokens", lambda q: ops.segment_attention(q, [Segment(k, v)], 0.09)
+    yield "chosen tokens", lambda q: ops.segment_attention_with_lse(q, segments, 0.09)
+    yield "rows", lambda q: ops.row_scores(grouped(q), k)
+    yield "channels", lambda q: ops.channel_scores(grouped(q)[..., :16], by_channel, channels)
+    yield "channel sums", lambda q: ops.channel_sums(grouped(q)[..., :16], by_channel, channels)
+    yield "weights", lambda q: ops.group_weights(ops.row_scores(grouped(q), k), 0.09, "sum")
+    yield "codes", lambda q: ops.pq_weights(q, centroids, codes, 0.09)
+    yield "keys", lambda q: ops.rebuild_keys(u, basis * q[0, 0, 0, 0], rows, angles.cos(), angles.sin())
+
+
+def query(seed: int, dtype: torch.dtype) -> Tensor:
+    return 3 * random(seed, 1, 32, 1, 128).to("cuda", dtype)
+
+
+def parts(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_triton_is_chosen_without_being_asked_for(dtype: torch.dtype) -> None:
+    ops.forget_used()
+    for _, step in decode_steps(3000, dtype):
+        step(query(20, dtype))
+    assert set(map(tuple, ops.used_backends().values())) == {("triton",)}
+
+
+def test_long_inputs(dtype: torch.dtype) -> None:
+    """Against plain torch in fp32, from the same rounded inputs."""
+    q = query(21, dtype)
+    for (name, step), (_, twin) in zip(decode_steps(LONG, dtype), decode_steps(LONG, dtype, wide=True), strict=True):
+        with use_backend("torch"):
+            wanted = parts(twin(q.float()))
+        for one, other in zip(parts(step(q)), wanted, strict=True):
+            limit = max(2 * torch.finfo(one.dtype).eps, 5e-5) * other.abs().max().item()
+            error = (one.double() - other.double()).abs().max().item()
+            assert error <= limit, f"{name}: {error:.3g}"
+
+
+def test_attention_to_long_inputs_in_single_precision() -> None:
+    k, v, q = (
+        random(seed, 1, *shape, 128).to("cuda") for seed, shape in ((1, (8, LONG)), (2, (8, LONG)), (3, (32, 1)))
+    )
+    wanted = reference.segment_attention(q.double(), [Segment(k.double(), v.double())], 0.09)
+    assert_close(ops.segment_attention(q, [Segment(k, v)], 0.09).double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_column_sums_of_a_long_prompt_take_linear_memory(dtype: torch.dtype) -> None:
+    q, k, v = (random(seed, 1, heads, 32_768, 128).to("cuda", dtype) for seed, heads in ((1, 8), (2, 2), (3, 2)))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, sums = ops.prefill_attention_with_column_sums(q, k, v, 0.09)
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * sums.nbytes
+    assert_close(sums.sum(-1), torch.full_like(sums[..., 0], 32_768.0), atol=0, rtol=1e-3)
+    with use_backend("torch"):
+        last_out, last = ops.prefill_attention_with_column_sums(q[:, :, -100:], k, v, 0.09)
+    assert_close(out[:, :, -100:].float(), last_out.float(), atol=4 * torch.finfo(dtype).eps, rtol=0)
+    few = ops.column_sums(q[:, :, -100:], k, 0.09)
+    assert_close(few, last, atol=0.02 * last.max().item(), rtol=0)
+
+
+def test_no_decode_operation_waits_for_the_host(dtype: torch.dtype) -> None:
+    steps, q = list(decode_steps(5000, dtype)), query(22, dtype)
+    for _, step in steps:
+        step(q)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _, step in steps:
+            step(q)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_step_replays_with_another_query(dtype: torch.dtype) -> None:
+    q, other = query(23, dtype), query(24, dtype)
+    for name, step in decode_steps(5000, dtype):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(q)
+        torch.cuda.current_stream().wait_stream(side)
+        held, graph = q.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = parts(step(held))
+        held.copy_(other)
+        graph.replay()
+        for one, wanted in zip(captured, parts(step(other)), strict=True):
+            assert torch.equal(one, wanted), name
+
+
+def test_kmeans_repeats_exactly() -> None:
+    x, initial = random(5, 32, 20_000, 64).to("cuda"), torch.arange(64, device="cuda")
+    first, again = (ops.kmeans(x, initial, 10, 0.0) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

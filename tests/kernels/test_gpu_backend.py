@@ -1,0 +1,55 @@
+"""The Triton backend on machines without a GPU: never chosen by itself, and compiled all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.dispatch import use_backend
+
+WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str, **environment: str) -> str:
+    """Output of a process that does not interpret."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    printed = python("-m", "tests.kernels.compile_for_hopper", "bfloat16", TRITON_CACHE_DIR=str(tmp_path))
+    for module in {op.targets["triton"].partition(":")[0] for op in WITH_TRITON}:
+        assert f"{module}._" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")
+def test_nothing_is_interpreted_unless_it_is_asked_for() -> None:
+    x = torch.rand(1, 2, 3, 40)
+    ops.forget_used()
+    ops.log_sum_exp(x, 0.5)
+    ops.merge_attention([x[:, :, :1]], [x[:, :, 0, 0]])
+    assert "triton" not in {name for used in ops.used_backends().values() for name in used}
+    pytest.importorskip("triton")
+    with use_backend("triton"):
+        ops.log_sum_exp(x, 0.5)
+    assert ops.used_backends()["log_sum_exp"][-1] == "triton"
+    ops.forget_used()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")
+def test_without_a_gpu_triton_is_not_even_imported() -> None:
+    code = "import sys, torch; from kernels import ops; ops.log_sum_exp(torch.rand(2, 3), 1.0); "
+    code += "print(sorted({'triton', 'kernels.gpu.choose'} & set(sys.modules)), ops.log_sum_exp.refusal('triton'))"
+    assert python("-c", code) == "[] import failed: no CUDA device here, and TRITON_INTERPRET is not set\n"
