@@ -1,0 +1,243 @@
+"""`python -m harness.bench kvpress --python VENV/bin/python`: whole samples beside NVIDIA's kvpress.
+
+The same examples, token ids, weights, budget and dtype go through our runner and through kvpress, which runs in its own
+environment (`pip install kvpress`, no release of which takes our transformers). Both take every example in turn, one
+waiting while the other works. kvpress compresses all but the last token of a prompt, since it must be asked something.
+Answers end as they will, so a wrong one may take long; `--new` makes them all of one length, to compare speed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from evals.base import Task
+from harness import plugins
+from harness.attach import Attachment
+from harness.bench import methods, output
+from harness.bench.measure import estimate, ratios
+from harness.catalogue import CONF
+from harness.config import Data, Generation, Settings
+from harness.hf import routed
+from harness.models.base import DTYPES, LoadedModel
+from harness.models.embedded import SmolLM2
+from harness.preparation import Item
+from harness.run import Job
+from harness.runner import Runner
+from harness.tables import Column
+
+WORKER = Path(__file__).with_name("kvpress_worker.py")
+SIDES = ("ours", "kvpress")
+
+
+class Press(NamedTuple):
+    """A class of kvpress, and our method with the same parameters."""
+
+    method: str
+    name: str | None
+    attention: str = "sdpa"
+    options: dict[str, Any] = {}  # noqa: RUF012 (read only)
+
+
+PRESSES = {
+    "full": Press("full", None),
+    "snapkv": Press("snapkv:window=64,kernel=5,pooling=avg", "SnapKVPress", options={"window_size": 64}),
+    "streaming": Press("streaming:sinks=4,positions=original", "StreamingLLMPress", options={"n_sink": 4}),
+    "h2o": Press("h2o", "ObservedAttentionPress", "eager"),
+}
+
+
+class Sample(NamedTuple):
+    seconds: float
+    score: float
+    tokens: int
+
+
+Key = tuple[str, str]  # press, dtype
+Run = Callable[[Item, int], Sample]  # an example and its new tokens
+
+
+class Peer:
+    """The other environment, with the model in `folder`."""
+
+    def __init__(self, process: subprocess.Popen[str], task: Task, budget: float, eos: Sequence[int]) -> None:
+        self.process, self.task, self.budget, self.eos = process, task, budget, list(eos)
+
+    def run(self, key: Key, item: Item, new: int) -> Sample:
+        press, ids = PRESSES[key[0]], list(item.prompt.ids)
+        options = press.options | ({"compression_ratio": 1 - self.budget} if press.name else {})
+        asked = {"press": press.name, "options": options, "attention": press.attention, "dtype": DTYPES[key[1]]}
+        made = self._answer(asked | {"context": ids[:-1], "rest": ids[-1:], "new": new, "eos": self.eos})
+        return Sample(made["seconds"], self.task.score(item.example, made["text"]).value, made["tokens"])
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("kvpress has ended: its error stands above. Is it installed beside that --python?")
+        made: dict[str, Any] = json.loads(line)
+        return made
+
+
+@contextmanager
+def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Started in an empty folder: transformers would take ours, `kernels`, for a package of that name."""
+    words = [python, "-c", WORKER.read_text(), str(folder), str(torch.get_num_threads())]
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=empty) as process,
+    ):
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def ours(job: Job, loaded: LoadedModel) -> Run:
+    attachment = Attachment(loaded.model, job.method, job.budget)
+    runner = Runner(job, attachment, loaded)
+
+    def run(item: Item, new: int) -> Sample:
+        began = perf_counter()
+        with routed(loaded.model):
+            [record] = runner.records([replace(item, new_tokens=new)])
+        return Sample(perf_counter() - began, record.score, len(record.tokens))
+
+    return run
+
+
+def runs_of(
+    options: argparse.Namespace, loaded: dict[str, LoadedModel], full: Job, other: Peer
+) -> dict[tuple[str, Key], Run]:
+    runs: dict[tuple[str, Key], Run] = {}
+    for name in options.presses:
+        method = methods.parsed(PRESSES[name].method)[1]
+        for dtype, model in loaded.items():
+            wanted = replace(full.settings, budget=options.budget, dtype=dtype)
+            job = Job.plan(method, full.task, full.model, wanted, full.items)
+            runs["ours", (name, dtype)] = ours(job, model)
+            runs["kvpress", (name, dtype)] = partial(other.run, (name, dtype))
+    return runs
+
+
+def interleaved(runs: dict[tuple[str, Key], Run], items: Sequence[Item]) -> dict[tuple[str, Key], list[Sample]]:
+    """Every example through everything, in an order that turns round; one short warm-up each."""
+    for run in runs.values():
+        run(items[0], 4)
+    samples: dict[tuple[str, Key], list[Sample]] = defaultdict(list)
+    for place, item in enumerate(items):
+        for key in list(runs)[:: -1 if place % 2 else 1]:
+            samples[key].append(runs[key](item, item.new_tokens))
+        print(_progress(item, {key: done[-1] for key, done in samples.items()}), flush=True)
+    return samples
+
+
+def _progress(item: Item, last: dict[tuple[str, Key], Sample]) -> str:
+    times = (f"{name} {dtype} {side} {sample.seconds:.2f} s" for (side, (name, dtype)), sample in last.items())
+    return f"{item.example.id}: {', '.join(times)}"
+
+
+def rows_of(samples: dict[tuple[str, Key], list[Sample]]) -> list[dict[str, Any]]:
+    """One per press and dtype, then each side's best dtype against the other's."""
+    keys = list(dict.fromkeys(key for _, key in samples))
+    rows = [_row(name, dtype, *(samples[side, (name, dtype)] for side in SIDES)) for name, dtype in keys]
+    for name in dict.fromkeys(name for name, _ in keys):
+        best = [min((samples[side, key] for key in keys if key[0] == name), key=_mean) for side in SIDES]
+        rows.append(_row(name, "best", *best))
+    return rows
+
+
+def _mean(samples: Sequence[Sample]) -> float:
+    return fmean(sample.seconds for sample in samples)
+
+
+def _row(name: str, dtype: str, own: list[Sample], theirs: list[Sample]) -> dict[str, Any]:
+    times = [[sample.seconds for sample in side] for side in (own, theirs)]
+    row: dict[str, Any] = {"press": name, "dtype": dtype, "label": f"{name}, {dtype}", "n": len(own)}
+    for side, samples, seconds in zip(SIDES, (own, theirs), times, strict=True):
+        row[side] = {
+            "seconds": estimate(seconds),
+            "per_minute": 60 / fmean(seconds),
+            "score": fmean(sample.score for sample in samples),
+            "tokens": fmean(sample.tokens for sample in samples),
+        }
+    return row | {"ratio": ratios(times[1], times[0])}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    def cell(side: str, key: str, factor: float = 1.0) -> Callable[[output.Row], float]:
+        return lambda row: row[side][key] * factor
+
+    def seconds(side: str) -> Callable[[output.Row], Sequence[float]]:
+        return lambda row: row[side]["seconds"]
+
+    return [
+        output.column("press", "", rows, lambda row: row["press"], left=True),
+        output.column("dtype", "", rows, lambda row: row["dtype"], left=True),
+        *(output.column(side, "s", rows, seconds(side)) for side in SIDES),
+        output.column("kvpress / ours", "", rows, lambda row: row["ratio"]),
+        *(output.column(side, "samples/min", rows, cell(side, "per_minute")) for side in SIDES),
+        *(output.column(side, "score", rows, cell(side, "score", 100)) for side in SIDES),
+        *(output.column(side, "tokens", rows, cell(side, "tokens")) for side in SIDES),
+        output.column("n", "", rows, lambda row: str(row["n"])),
+    ]
+
+
+def ruler(options: argparse.Namespace) -> Task:
+    values = yaml.safe_load((CONF / "task" / "ruler.yaml").read_text(encoding="utf-8"))
+    task: Task = plugins.build(
+        values | {"tasks": options.tasks, "lengths": [options.length], "samples": options.samples}, "task"
+    )
+    return task
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m harness.bench kvpress", description=__doc__)
+    made.add_argument("--python", required=True, help="of an environment that has kvpress")
+    made.add_argument("--presses", nargs="*", default=list(PRESSES), choices=PRESSES)
+    made.add_argument("--tasks", nargs="*", default=["niah_single_1", "niah_single_2", "niah_multikey_1"])
+    made.add_argument("--length", type=int, default=2048, help="tokens of prompt and answer")
+    made.add_argument("--samples", type=int, default=3, help="per task")
+    made.add_argument("--budget", type=float, default=0.2, help="share of the prompt that is kept")
+    made.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    made.add_argument("--new", type=int, help="tokens of every answer, whatever would end it")
+    made.add_argument("--data-root", help="a folder with RULER's essays; else Python's own help text")
+    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
+    source, task = SmolLM2(), ruler(options)
+    loaded = {dtype: source.load(dtype, "cpu") for dtype in options.dtypes}
+    length = Generation(max_new_tokens=options.new, force_length=options.new is not None)
+    plain = Settings(budget=options.budget, baseline="off", data=Data(root=options.data_root), generation=length)
+    job = Job.plan(methods.load("full"), task, source, plain)
+    with peer(options.python, source.folder()) as process:
+        ends = () if options.new else next(iter(loaded.values())).eos_ids
+        other = Peer(process, task, options.budget, ends)
+        samples = interleaved(runs_of(options, loaded, job, other), job.items)
+    rows = rows_of(samples)
+    task_names, model = ", ".join(options.tasks), source.identity().name
+    title = f"Samples beside kvpress: RULER {task_names} at {options.length} tokens, {model}, budget {options.budget}"
+    title += f", {options.new} new tokens each" if options.new else ""
+    result = {"options": vars(options) | {"out": None}, "rows": rows}
+    folder = output.finish("kvpress", title, result, table(rows), options.out)
+    output.bars(folder / "plot.png", rows, label="label", y="ratio", unit="times kvpress's speed", title=title)
+    return 0
