@@ -32,7 +32,7 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     method, task, model, wanted = built(composed(overrides, config_dirs))
     task.require(wanted.data.folder())
     settings, info = effective(wanted, method), model.describe()
-    items = prepare(task, model, settings)
+    items = prepare(task, model, settings, strict=False)
     for item in items[:shown]:
         print(f"--- {item.example.id}\n{_marked(item)}\n")
     lengths = [len(item.prompt.ids) for item in items]

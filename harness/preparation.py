@@ -82,8 +82,8 @@ def task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
 
-def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Item]:
-    """All examples of `task` as prompts of `source`; raises on the first that cannot be run as it stands."""
+def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
+    """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
     items = []
     for example in task.examples(task_env(settings, tokenizer, info.limit)):
@@ -93,19 +93,21 @@ def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Item]:
         new_tokens = len(forced) or limit or example.max_new_tokens
         findings = lint(example, prompt, tokenizer, window=info.limit, new_tokens=new_tokens)
         items.append(Item(example, prompt, new_tokens, tuple(findings), forced))
+        if strict:
+            _refuse(items[-1])
     if not items:
         raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
     _refuse_twins(items)
     return items
 
 
-def refuse(items: Sequence[Item]) -> None:
-    """Stop on the errors that lint found, naming the first."""
-    bad = [(item, finding) for item in items for finding in item.findings if finding.level == "error"]
-    if bad:
-        item, finding = bad[0]
-        more = f" ({len(bad) - 1} more: `python -m harness.lint` lists them)" if len(bad) > 1 else ""
-        raise LintError(f"Example {item.example.id}: {finding.message}{more}")
+def _refuse(item: Item) -> None:
+    """Stop on the first error that lint found, before more prompts are made."""
+    for finding in item.findings:
+        if finding.level == "error":
+            raise LintError(
+                f"Example {item.example.id}: {finding.message.rstrip('.')}; `python -m harness.lint` goes through all."
+            )
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:

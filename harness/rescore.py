@@ -70,7 +70,7 @@ def _regenerated(config: Mapping[str, Any], data_root: str | None) -> tuple[Task
     settings = settings_of(config)
     if data_root is not None:
         settings = replace(settings, data=Data(data_root))
-    return task, {item.example.id: (item.sha256, item.example) for item in prepare(task, model, settings)}
+    return task, {item.example.id: (item.sha256, item.example) for item in prepare(task, model, settings, strict=False)}
 
 
 def _scores(

@@ -28,7 +28,6 @@ from harness.preparation import (
     effective,
     limit_threads,
     prepare,
-    refuse,
 )
 from harness.provenance import provenance, source_hash
 from harness.records import Record
@@ -87,7 +86,6 @@ class Job:
         settings = effective(wanted, method)
         budget = budget_of(settings, method, info)
         items = items or prepare(task, model, settings)
-        refuse(items)
         check_budget(items, method, budget, settings, info.num_layers)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
