@@ -1,0 +1,138 @@
+"""The benchmark of one layer: what it times is a step as the engine runs it, and what it says of it adds up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.bench import __main__ as bench
+from harness.bench import layer, methods
+from harness.bench.calibrate import Limits
+from harness.bench.layer import Decoding
+from harness.bench.measure import Estimate, ratios
+from harness.bench.synthetic import Shape
+from harness.bench.traffic import bytes_read
+from harness.phases import PHASES
+from kernels import ops
+from kernels.dispatch import watched
+from kernels.reference import Segment
+from methods.full import Full
+
+LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
+SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
+SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--budget", "128", "--dtype", "fp32", "--rounds", "2"]
+TOKENS = 600
+
+
+def options(*more: str) -> argparse.Namespace:
+    return layer.parser().parse_args([*SMALL, *more])
+
+
+def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    chosen = ["full", "pqcache", "quest:page_size=8"]
+    arguments = ["layer", *SMALL, "--tokens", "300", str(TOKENS), "--methods", *chosen, "--out", str(tmp_path)]
+    assert bench.main(arguments) == 0
+    made = json.loads((tmp_path / "result.json").read_text())
+    assert made["synthetic"]
+    assert made["limits"] == LIMITS
+    assert [(row["tokens"], row["method"]) for row in made["rows"]] == [(n, m) for n in (300, TOKENS) for m in chosen]
+    for row in made["rows"]:
+        for key in ("step_s", "full_s", "speedup"):
+            middle, low, high = row[key]
+            assert 0 < low <= middle <= high
+            assert isfinite(high)
+        assert row["full_s"][1] / row["step_s"][2] <= row["speedup"][0] <= row["full_s"][2] / row["step_s"][1]
+        assert set(row["parts_s"]) == {*PHASES, "rest"}
+        assert row["parts_s"]["attend"] > 0
+        assert (row["parts_s"]["select"] > 0) == (row["method"] != "full")
+        assert row["gb_s"] == pytest.approx(row["read_bytes"] / row["step_s"][0] / 1e9)
+        assert row["fallback"] is None
+    table = (tmp_path / "table.md").read_text()
+    assert table.startswith("One decode step of one layer: 4 query and 2 KV heads of 64, fp32, budget 128, cpu")
+    assert all(f"| {TOKENS} | {name} |" in table for name in chosen)
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_budget_that_is_too_small_is_a_row_of_its_own() -> None:
+    small, fitting = layer.run(options("--methods", "quest", "streaming", "--tokens", "300", "--budget", "40"))
+    assert small == {"method": "quest", "tokens": 300, "error": small["error"]}
+    assert "at least 48" in small["error"]
+    assert "error" not in fitting
+
+
+@pytest.mark.parametrize("name", sorted({*methods.names()} - {"full"}))
+def test_a_method_reads_its_budget_and_less_than_full(name: str) -> None:
+    row = _row(name)
+    assert 0 < row["attended"] - 128 <= 16, "generated tokens come on top"
+    assert row["read_bytes"] < TOKENS * SHAPE.token_bytes
+
+
+def _row(name: str) -> dict[str, Any]:
+    (row,) = layer.run(options("--methods", name, "--tokens", str(TOKENS)))
+    assert row["method"] == name
+    return row
+
+
+def test_full_reads_every_token_once() -> None:
+    row = _row("full")
+    assert row["read_bytes"] == (row["attended"] - (layer.TRACED - 1) / 2) * SHAPE.token_bytes  # in its middle step
+
+
+def test_full_forgets_what_it_generated_for_the_next_method() -> None:
+    decoding = Decoding(Full(), SHAPE, TOKENS, options())
+    decoding.advance()
+    first = decoding.next
+    before = decoding.layer.decode(first)
+    decoding.rewind(TOKENS)
+    decoding.advance()
+    assert torch.equal(decoding.next.k, first.k)
+    assert torch.equal(decoding.layer.decode(decoding.next), before)
+    assert decoding.layer.attended == (TOKENS, 1)
+
+
+def test_a_layer_that_chooses_ahead_does_so_within_the_step() -> None:
+    decoding = Decoding(methods.load("infinigen"), SHAPE, TOKENS, options())
+    decoding.advance()
+    decoding.step()
+    first = decoding.layer.read_positions()
+    decoding.advance()
+    decoding.step()
+    assert not torch.equal(first, decoding.layer.read_positions())
+
+
+@pytest.mark.parametrize("rows", [None, "kv_head", "query_head"])
+def test_attention_is_charged_for_the_rows_it_reads(rows: str | None) -> None:
+    k = torch.zeros(1, 2, 50, 64)
+    chosen = None if rows is None else torch.zeros(1, 2 if rows == "kv_head" else 4, 7, dtype=torch.int64)
+    made = bytes_read("segment_attention", (torch.zeros(1, 4, 1, 64), [Segment(k, k, chosen)], 1.0), None)
+    assert made == {None: 2 * 50, "kv_head": 2 * 7, "query_head": 4 * 7}[rows] * 2 * 64 * 4
+
+
+def test_every_operation_of_a_step_has_a_phase_and_its_bytes() -> None:
+    """Whatever method runs it: the names of all that ran are known."""
+    seen = {}
+
+    def note(name: str, arguments: tuple[Any, ...], call: Any) -> Any:
+        made = call()
+        seen[name] = bytes_read(name, arguments, made)
+        return made
+
+    for name in methods.names():
+        decoding = Decoding(methods.load(name), SHAPE, TOKENS, options())
+        decoding.advance()
+        with watched(note):
+            decoding.step()
+    phased = {name for names in PHASES.values() for name in names}
+    assert set(seen) <= phased <= {op.name for op in ops.ALL}
+    assert all(count > 0 for count in seen.values())
+
+
+def test_ratios_are_of_neighbours() -> None:
+    assert ratios([2.0, 8.0, 3.0], [1.0, 4.0, 1.0]) == Estimate(2.0, 2.0, 3.0)
