@@ -25,6 +25,7 @@ INTERRUPTED = 130
 SWEEP = ("-m", "--multirun")
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
+_on_device: list[str] = []  # methods for which placement=host was asked in vain
 _projects: set[str] = set()  # of Weights & Biases
 _together: list[tuple[Any, Any, Any, Settings]] = []  # jobs that wait for a shared prefill
 
@@ -48,6 +49,8 @@ def _job(config: DictConfig) -> None:
     task = plugins.build(plain["task"], "task")
     task.require(settings.data.folder())  # before torch is imported
     method, model = (plugins.build(plain[kind], kind) for kind in ("method", "model"))
+    if settings.placement == "host" and not method.offloads and type(method).__name__ not in _on_device:
+        _on_device.append(type(method).__name__)
     if settings.results.wandb:
         _projects.add(settings.results.wandb)
     if settings.dry_run:
@@ -89,6 +92,7 @@ def main() -> int:
     sys.argv[1:] = arguments
     _finished.clear()
     _failed.clear()
+    _on_device.clear()
     _projects.clear()
     _together.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
@@ -106,6 +110,8 @@ def main() -> int:
         _fail(explain(error, default_keys(CONF, overrides)))
     except ValueError as error:
         _fail(sentence(error))
+    if _on_device:
+        print(f"note: placement=host is placement=device for what keeps nothing there: {', '.join(_on_device)}.")
     if _finished:
         from harness.report import print_report
 

@@ -14,7 +14,7 @@ from evals import stats
 from harness import files
 from harness.records import StoreError
 from harness.store import StoredRun, load
-from harness.summary import ALPHA, SCHEMA, detectable, model_name, paired, partial, summarise
+from harness.summary import ALPHA, SCHEMA, detectable, model_name, paired, partial, summarise, telling
 
 FULL = "full"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
@@ -84,7 +84,7 @@ def alarms(entries: Sequence[Entry]) -> Iterator[str]:
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         records = entry.run.records
-        if records and all(partial(record) for record in records):
+        if telling(records) and all(partial(record) for record in records):
             outputs = sorted((record.id, *record.said) for record in records)
             alike[hashlib.sha256(repr(outputs).encode()).hexdigest()].append(entry)
     for same in alike.values():

@@ -17,6 +17,7 @@ from harness.records import Record
 
 SCHEMA = 4
 ALPHA = 0.05
+TELLING = 100  # tokens of answers that are not fully right
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
 
 
@@ -209,8 +210,15 @@ def _beside_full(
         yield f"compared with Full on {len(pairs)} of {len(records)} examples: on the others Full has no same prompt"
     if beside and beside["diff"] > 0 and beside["p"] < ALPHA:
         yield f"scores above Full (p = {beside['p']:.2g}): look for a bug in either before you believe it"
-    if pairs and all(partial(ours) and ours.said == theirs.said for ours, theirs in pairs):
+    same = all(partial(ours) and ours.said == theirs.said for ours, theirs in pairs)
+    if same and telling([ours for ours, _ in pairs]):
         yield f"all {len(pairs)} outputs are Full's though only a part was attended: check that the method really ran"
+
+
+def telling(records: Sequence[Record]) -> bool:
+    """Whether equal outputs are worth an alarm. Right answers are alike whoever gives them; wrong ones and free text
+    part sooner or later."""
+    return sum(len(record.tokens) for record in records if record.score < 1) >= TELLING
 
 
 def partial(record: Record) -> bool:

@@ -105,6 +105,12 @@ def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: 
     assert "20%" in out
 
 
+def test_methods_that_keep_nothing_on_the_host_are_named(cli: Cli) -> None:
+    code, out, err = cli("-m", "method=streaming,pqcache", "placement=host", "baseline=off")
+    assert code == 0, err
+    assert "placement=device for what keeps nothing there: Streaming." in out
+
+
 def test_a_table_stands_at_the_end(cli: Cli) -> None:
     code, out, err = cli("method=pqcache", "placement=host")
     assert code == 0, err

@@ -136,11 +136,13 @@ def test_better_than_full_is_an_alarm_only_where_it_is_significant() -> None:
 
 
 def test_the_same_outputs_as_full_at_a_partial_budget(good: list[Record]) -> None:
-    told = "all 12 outputs are Full's"
-    assert told in warnings(records([1.0] * 12, **SPARSE), good)
-    assert told not in warnings(records([1.0] * 12), good)  # everything was read
-    other = [*records([1.0] * 11, **SPARSE), record("e11", tokens=[9, 9, 9, 9], **SPARSE)]
-    assert told not in warnings(other, good)
+    told, poor = "all 30 outputs are Full's", records([0.0] * 30)
+    assert told in warnings(records([0.0] * 30, **SPARSE), poor)
+    assert told not in warnings(records([0.0] * 30), poor)  # everything was read
+    other = [*records([0.0] * 29, **SPARSE), record("e29", tokens=[9, 9, 9, 9], score=0.0, **SPARSE)]
+    assert told not in warnings(other, poor)
+    assert "outputs are Full's" not in warnings(records([1.0] * 12, **SPARSE), good)  # right answers are alike
+    assert "outputs are Full's" not in warnings(records([0.0] * 12, **SPARSE), records([0.0] * 12))  # 48 tokens
 
 
 def test_what_went_otherwise_than_asked_is_counted() -> None:
