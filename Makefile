@@ -41,7 +41,8 @@ test-gpu:  ## compiled Triton kernels against their references on a CUDA device;
 bench-gpu:  ## operations, one layer and decoding on a CUDA device, into results/runs/bench
 	$(GPU_PYTHON) -m harness.bench ops --device cuda --out results/runs/bench/gpu-ops
 	$(GPU_PYTHON) -m harness.bench layer --device cuda --out results/runs/bench/gpu-layer
-	$(GPU_PYTHON) -m harness.bench decode --device cuda --dtype bf16 --out results/runs/bench/gpu-decode
+	$(GPU_PYTHON) -m harness.bench decode --device cuda --shape llama-3.1-8b --tokens 8192 32768 131072 --budget 2048 \
+	    --out results/runs/bench/gpu-decode
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host

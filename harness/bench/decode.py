@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_
         for name, method in methods.chosen(options.methods).items():
             try:
                 row = measure(name, method, loaded, ids, options, read_gb_s)
-            except BudgetError as error:
+            except (BudgetError, torch.OutOfMemoryError) as error:
                 row = {"method": name, "tokens": tokens, "error": str(error)}
             rows.append(row)
             print(_progress(row), flush=True)

@@ -16,6 +16,7 @@ from typing import Any
 import kvpress
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 
 @cache
@@ -43,6 +44,7 @@ def answer(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 def main(folder: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
+    logging.disable_progress_bar()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print must not come between
     for line in sys.stdin:
