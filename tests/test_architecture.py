@@ -28,6 +28,7 @@ ALLOWED = {
     },
 }  # fmt: skip
 TRANSFORMERS = {"harness/hf.py", "harness/attach.py", "harness/calibration.py"}  # and harness/models/
+HYDRA = {"harness/__main__.py", "harness/compose.py", "harness/errors.py"}  # engine and benchmarks do without
 METHODS_KNOWN_TO_THE_HARNESS = {"methods.base", "methods.budget", "methods.full", "methods.layers", "methods.stores"}
 
 
@@ -63,6 +64,8 @@ def test_the_harness_knows_contracts_not_plugins() -> None:
             if name.partition(".")[0] == "transformers":
                 known = place in TRANSFORMERS or place.startswith(("harness/models/", "harness/bench/"))
                 assert known, f"{place} imports {name}"
+            if name.partition(".")[0] in ("hydra", "omegaconf"):
+                assert place in HYDRA, f"{place} imports {name}"
 
 
 def test_the_kernels_package_imports_nothing_and_clashes_with_nothing() -> None:
