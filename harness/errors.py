@@ -47,6 +47,11 @@ def _no_memory(error: BaseException) -> bool:
 def check_overrides(overrides: list[str], options: Mapping[str, list[str]]) -> None:
     """Refuse unknown methods, tasks and models by name, for every point of a sweep, before anything runs."""
     for override in parse(overrides):
+        if override.key_or_group == "hydra/launcher" and override.value() != "basic":
+            raise SettingsError(
+                f"hydra/launcher={override.value()} cannot serve: the jobs of a sweep share a loaded model, Full's run "
+                "and one table, and so run one after the other; leave it out."
+            )
         for group in GROUPS:
             if override.key_or_group != group:
                 continue

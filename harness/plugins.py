@@ -97,9 +97,9 @@ def spell(hint: Any) -> str:
     """A type in words: "a whole number", "a list of text" ..."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(spell(one) for one in inner)
+        return " or ".join(spell(one) for one in inner if one is not int or float not in inner)
     if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
+        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin in SEQUENCES:
         return f"a list, each {spell(inner[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

@@ -81,6 +81,8 @@ WRONG = {
     "folder that is not writable": (["results.root=/proc/nowhere"], "/proc/nowhere"),
     "layer budgets of another model": (["layer_budgets=[0.1,0.2,0.3]"], "layer_budgets names 3 layers"),
     "unequal lengths in a batch": (["batch=4"], "batch=4 needs prompts of equal length"),
+    "another launcher": (["-m", "hydra/launcher=joblib", "budget=0.1,0.2"], "hydra/launcher=joblib cannot serve"),
+    "no number": (["budget=abc"], "budget=abc has the wrong type: it should be a number or null."),
     "broken syntax": (["budget=[1"], "Cannot read"),
 }
 
