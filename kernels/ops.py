@@ -6,6 +6,7 @@ from kernels.dispatch import Op
 
 prefill_attention = Op(
     "prefill_attention",
+    triton="kernels.gpu.prefill:prefill_attention",
     cpu="kernels.cpu.prefill:prefill_attention",
     sdpa="kernels.sdpa:prefill_attention",
     torch="kernels.reference:prefill_attention",

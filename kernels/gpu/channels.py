@@ -65,10 +65,13 @@ def _channels(
     for start in range(0, WIDTH, STEP):
         place = start + tl.arange(0, STEP)
         channel = tl.load(channels + this * WIDTH + place, mask=place < WIDTH, other=0).to(tl.int64)
-        there = (place < WIDTH)[:, None] & live
-        tile = tl.load(keys + channel[:, None] * xc + token, mask=there, other=0.0)
-        at = (this * HEADS + head)[:, None] * WIDTH + place
-        query = tl.load(q + at, mask=mine[:, None] & (place < WIDTH), other=0.0)
+        at, real = keys + channel[:, None] * xc + token, (place < WIDTH)[:, None]
+        if (block + 1) * BLOCK <= count:  # without a bound inside, neighbours are read together
+            tile = tl.load(at, mask=real, other=0.0)
+        else:
+            tile = tl.load(at, mask=real & live, other=0.0)
+        of_query = (this * HEADS + head)[:, None] * WIDTH + place
+        query = tl.load(q + of_query, mask=mine[:, None] & (place < WIDTH), other=0.0)
         found += product(query.to(tile.dtype), tile)
     of_head = this * HEADS + head
     if scores is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,8 @@ from kernels.dispatch import forced_backend
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST = 512  # bytes of a head whose tiles fit into shared memory
+_WIDEST = 512  # bytes of a head
+_SHARED = 160 << 10  # bytes that the tiles of such heads take: an A100 has that much, and an H100 more
 
 _interpreted = tl.constexpr(INTERPRETED)
 
@@ -24,7 +26,8 @@ def unfit(*tensors: Tensor) -> str | None:
         return None if forced_backend() == "triton" else "is interpreted here, which happens only on request"
     if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
         return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
-    return None
+    found = getattr(_device(), "shared_memory_per_block_optin", 0)
+    return None if found >= _SHARED else f"needs {_SHARED} bytes of shared memory for a block, got {found}"
 
 
 def unfit_floats(*tensors: Tensor) -> str | None:
@@ -62,9 +65,13 @@ def stages(x: Tensor) -> int:
 
 
 @cache
+def _device() -> Any:
+    return torch.cuda.get_device_properties("cuda")
+
+
 def _programs_wanted() -> int:
     """Four for each multiprocessor; the interpreter gets so many that small inputs are cut too."""
-    return 6 if INTERPRETED else 4 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 
 @triton.jit

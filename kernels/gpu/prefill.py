@@ -1,4 +1,4 @@
-"""Prefill attention with column sums: a pass over rows that keeps each query's log-sum-exp, then one over columns.
+"""Prefill attention and its column sums: a pass over rows that keeps each query's log-sum-exp, then one over columns.
 
 No weight is kept, so memory is linear in the tokens; the logits are computed twice, as in FlashAttention's backward
 pass (arXiv 2205.14135).
@@ -20,6 +20,19 @@ from kernels.reference import Segment
 _FEW = 256  # queries that do not fill a device by themselves: the keys are cut as well
 
 
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As in kernels/reference.py. The result lies in memory as [B T H D], as the output projection wants it."""
+    if q.shape[2] == 1:
+        return decode.segment_attention(q, [Segment(k, v)], scale)
+    return _attention(q, k, v, scale)[0]
+
+
+def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    if q.shape[2] == k.shape[2]:
+        return "leaves whole prompts to torch's attention, which needs a mask for later chunks alone"
+    return unfit_heads(q, k, v)
+
+
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """As in kernels/column_sums.py."""
     new, stored = q.shape[2], k.shape[2]
@@ -36,17 +49,22 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As in kernels/column_sums.py. The attention lies in memory as [B T H D], as the output projection wants it."""
+    """As in kernels/column_sums.py."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    _run_rows(q, k, v, out, lse, scale, k.shape[2])
+    out, lse = _attention(q, k, v, scale)
     return out, _sums(q, k, lse, scale)
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     return unfit_heads(q, k, v)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+    _run_rows(q, k, v, out, lse, scale, k.shape[2])
+    return out, lse
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +75,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _rows_at_once(q: Tensor) -> int:
-    return 128 if q.element_size() == 2 and q.shape[2] > 64 else 64
+    return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
 
 
 def _run_rows(

@@ -57,7 +57,7 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "channel sums", lambda q: ops.channel_sums(grouped(q)[..., :16], by_channel, channels)
     yield "weights", lambda q: ops.group_weights(ops.row_scores(grouped(q), k), 0.09, "sum")
     yield "codes", lambda q: ops.pq_weights(q, centroids, codes, 0.09)
-    yield "keys", lambda q: ops.rebuild_keys(u, basis * q[0, 0, 0, 0], rows, angles.cos(), angles.sin())
+    yield "keys", lambda _: ops.rebuild_keys(u, basis, rows, angles.cos(), angles.sin())
 
 
 def query(seed: int, dtype: torch.dtype) -> Tensor:
