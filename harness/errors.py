@@ -84,7 +84,11 @@ def explain(error: HydraException, keys: list[str]) -> str:
         return f"Cannot read {error.override!r}: write key=value, lists as key=[1,2]."
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     if unknown:
-        return f"There is no setting {unknown[1]}{suggestion(unknown[1], keys)}"
+        group, _, name = unknown[1].rpartition(".")
+        beside = [key.rpartition(".")[2] for key in keys if group and key.rpartition(".")[0] == group]
+        if beside:
+            return f"There is no setting {unknown[1]}{suggestion(name, beside).replace('mean ', f'mean {group}.')}"
+        return f"There is no setting {unknown[1]}{suggestion(unknown[1], [*keys, *GROUPS])}"
     merging = re.search(r"Error merging override (\S+)", str(error))
     if isinstance(error, ConfigCompositionException) and merging:
         return f"{merging[1]} has the wrong type{_wanted(merging[1].partition('=')[0])}."

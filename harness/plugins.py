@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 TARGET = "_target_"
+MISSING = "???"  # yaml's word for a value that the command line has to bring
 SEQUENCES = (list, tuple, Sequence)
 
 
@@ -33,6 +34,8 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
     for name in known.keys() - values.keys():
         raise PluginError(f"{kind}.{name} is missing: {cls.__name__} has no defaults, its yaml lists every parameter.")
     for name, value in values.items():
+        if value == MISSING:
+            raise PluginError(f"{kind}.{name} must be given: it has no default.")
         if not fits(value, known[name]):
             raise PluginError(f"{kind}.{name}={value} should be {spell(known[name])}.")
     return cls(**values)

@@ -83,6 +83,7 @@ WRONG = {
     "unequal lengths in a batch": (["batch=4"], "batch=4 needs prompts of equal length"),
     "another launcher": (["-m", "hydra/launcher=joblib", "budget=0.1,0.2"], "hydra/launcher=joblib cannot serve"),
     "no number": (["budget=abc"], "budget=abc has the wrong type: it should be a number or null."),
+    "a name like no other": (["method.nope=3"], "no setting method.nope; there is b, cache_block"),
     "broken syntax": (["budget=[1"], "Cannot read"),
 }
 
