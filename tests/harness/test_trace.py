@@ -16,6 +16,7 @@ from harness.config import Results, Settings
 from harness.engine import Engine
 from harness.phases import PARTS, PHASES
 from harness.run import Evaluation, evaluate
+from harness.together import Wanted, evaluate_together
 from harness.trace import PROFILE, Stopwatch, Tracer
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
@@ -74,6 +75,13 @@ def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
     assert [record.tokens for record in again.records] == [record.tokens for record in first.records]
     assert all(record.trace for record in again.records)
     assert (again.folder / PROFILE).read_bytes() == profile
+
+
+def test_jobs_that_share_a_prefill_are_traced_each(tmp_path: Path) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), progress=False, trace="on", shared_prefill=True)
+    for made in evaluate_together([Wanted(PQ, niah(), MODEL, settings)]):
+        assert all(record.trace and record.trace["parts_s"]["attend"] > 0 for record in made.records)
+        assert (made.folder / PROFILE).exists()
 
 
 def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
