@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from harness.attach import Attachment
 from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
-from harness.forward import BlockForward, ForwardError
+from harness.forward import by_blocks
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
@@ -73,7 +72,7 @@ class Engine:
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
         self.fidelity = fidelity
-        self.forward, self.plain_reason = _forward(self.model)
+        self.forward, self.plain_reason = by_blocks(self.model)
 
     @torch.inference_mode()
     def generate(
@@ -166,14 +165,6 @@ class Engine:
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-def _forward(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
-    """The model's forward by blocks, or why it runs its own."""
-    try:
-        return BlockForward(model), None
-    except ForwardError as reason:
-        return None, str(reason)
 
 
 class _Run:

@@ -55,6 +55,14 @@ class BlockForward:
         return logits[:, -1]
 
 
+def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
+    """The model's forward by blocks, or why it runs its own."""
+    try:
+        return BlockForward(model), None
+    except ForwardError as reason:
+        return None, str(reason)
+
+
 def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
     name = type(model).__name__.removesuffix("ForCausalLM")
     if name not in ARCHITECTURES:

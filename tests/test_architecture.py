@@ -27,7 +27,7 @@ ALLOWED = {
         "wonderwords", "tokenizers",
     },
 }  # fmt: skip
-TRANSFORMERS = {"harness/hf.py", "harness/attach.py", "harness/calibration.py"}  # and harness/models/
+TRANSFORMERS = {f"harness/{name}.py" for name in ("hf", "forward", "attach", "calibration")}  # and harness/models/
 HYDRA = {"harness/__main__.py", "harness/compose.py", "harness/errors.py"}  # engine and benchmarks do without
 METHODS_KNOWN_TO_THE_HARNESS = {"methods.base", "methods.budget", "methods.full", "methods.layers", "methods.stores"}
 

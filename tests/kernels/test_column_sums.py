@@ -43,7 +43,8 @@ def test_column_sums_equal_a_loop(shape: tuple[int, ...], at_once: int, monkeypa
 
 
 def test_sums_are_single_precision_whatever_the_inputs() -> None:
-    q, k = torch.randn(1, 2, 9, 16).bfloat16(), torch.randn(1, 1, 9, 16).bfloat16()
-    sums = ops.column_sums(q, k, 0.25)
+    """The weights may be rounded as the product rounds them; in bfloat16 their sum would stand still at 256."""
+    q, k = torch.randn(1, 2, 600, 32).bfloat16(), torch.randn(1, 1, 600, 32).bfloat16()
+    sums = ops.column_sums(q, k, 0.05)
     assert sums.dtype == torch.float32
-    assert_close(sums.sum(-1), torch.full((1, 2), 9.0))
+    assert_close(sums.sum(-1), torch.full((1, 2), 600.0), atol=0, rtol=5e-4)
