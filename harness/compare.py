@@ -182,7 +182,8 @@ def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> 
     told = []
     for name, mine in zip(names, flat, strict=True):
         rivals = [theirs for other, theirs in zip(names, flat, strict=True) if other == name]
-        differ = [key for key in mine if len({str(rival.get(key)) for rival in rivals}) > 1]
+        # a run older than a setting says nothing of it
+        differ = [key for key in mine if len({str(rival[key]) for rival in rivals if key in rival}) > 1]
         told.append(" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differ)]))
     return told
 

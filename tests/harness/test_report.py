@@ -89,6 +89,14 @@ def test_rows_are_told_apart_by_what_differs(tmp_path: Path, capsys: pytest.Capt
     assert row(text, "h2o", "10%")
 
 
+def test_a_run_older_than_a_setting_is_not_told_apart_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, records(RIGHT), "quest", budget=0.1)
+    write_run(tmp_path, records(RIGHT), "quest", budget=0.2, new_setting="off")
+    text = printed(capsys, tmp_path)
+    assert row(text, "quest", "10%")
+    assert row(text, "quest", "20%")
+
+
 def test_the_nearest_full_is_the_reference(tmp_path: Path) -> None:
     write_run(tmp_path, records(RIGHT), batch=4)
     same = load(write_run(tmp_path, records(RIGHT)))
