@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from harness.bench.measure import Estimate
@@ -48,9 +49,13 @@ def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, label
         at, middle, low, high = zip(*points, strict=True) if points else ((), (), (), ())
         axes.plot(at, middle, "osD^vPX"[place % 7] + "-", label=name, linewidth=1.2, markersize=4)
         axes.fill_between(at, low, high, alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
+    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=_wrapped(title))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K" if value >= 1024 else f"{value:g}")
     axes.set_xticks(sorted({row[x] for row in rows}), minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter(_plain)
+    axes.yaxis.set_minor_formatter(_plain)
+    axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.grid(True, which="major", color="#e3e3e3")
     axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=120)
@@ -72,8 +77,18 @@ def bars(path: Path, rows: Sequence[Row], *, label: str, y: str, unit: str, titl
     axes.set_yticks(places, [row[label] for row in shown], fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1, color="#222222", linewidth=0.8)
-    axes.set(xlabel=unit, title=title, xscale="log")
+    axes.set(xlabel=unit, title=_wrapped(title), xlim=(0, None))
+    axes.grid(True, axis="x", color="#e3e3e3")
+    axes.set_axisbelow(True)
     figure.savefig(path, dpi=120)
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:g}"
+
+
+def _wrapped(title: str) -> str:
+    return fill(title, 90)
 
 
 def _text(value: Any) -> str:

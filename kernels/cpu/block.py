@@ -21,7 +21,7 @@ _library.gate_rows.argtypes = [c_int, *[c_void_p] * 2, c_int64]
 _library.token_logits.argtypes = [c_char_p, *[c_void_p] * 2, c_int64]
 
 MOST_SEQUENCES = 8  # of one token each; beyond, torch's matrix product is faster
-TOKENS_AT_ONCE = 1024
+TOKENS_AT_ONCE = 4096  # of a prompt: bounds the memory between the products
 _packed: WeakKeyDictionary[Block | Head, bytes] = WeakKeyDictionary()
 
 
@@ -94,7 +94,7 @@ def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
 
 
 def _prompt_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
-    """Some tokens at a time, so that what is between the products stays in the caches."""
+    """Some tokens at a time, so that what is between the products takes bounded memory."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
     for begin in range(0, len(rows), TOKENS_AT_ONCE):

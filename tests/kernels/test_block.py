@@ -18,7 +18,7 @@ SHAPES = {
     "many-sequences": (96, 4, 2, 24, 100, False, False, 24, 9, 1),
     "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
     "qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 5),
-    "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 700),
+    "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 2200),
 }
 
 
