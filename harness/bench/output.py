@@ -83,7 +83,7 @@ def bars(path: Path, rows: Sequence[Row], *, label: str, y: str, unit: str, titl
     figure.savefig(path, dpi=120)
 
 
-def _plain(value: float, _: int) -> str:
+def _plain(value: float, _: float) -> str:
     return f"{value:g}"
 
 
