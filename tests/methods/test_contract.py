@@ -204,6 +204,22 @@ def test_keys_and_values_on_the_host_change_nothing(name: str) -> None:
 
 
 @methods
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_memory_that_was_never_written_is_never_read(name: str, placement: str) -> None:
+    method = small(name)
+    if placement == "host" and not method.offloads:
+        pytest.skip("keeps nothing on the host")
+    ids = prompt(80, batch=2)
+    wanted = run(method, ids, 0.5, placement=placement)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is then full of NaN
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        assert_same(run(method, ids, 0.5, placement=placement), wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@methods
 def test_sequences_of_a_batch_do_not_see_one_another(name: str) -> None:
     ids = torch.cat([prompt(71, seed=seed) for seed in range(3)])
     together = run(small(name), ids, 0.4)
