@@ -49,7 +49,7 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 	$(BIN)/python -m harness.report results/runs --plots
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
-	$(BIN)/python -m harness.bench generate
+	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
 
 clean:  ## remove the environment and the runs
 	rm -rf $(VENV) results/runs

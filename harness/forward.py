@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from harness.hf import KVCache, attention_modules, check_window
+from harness.hf import KVCache, UnsupportedError, attention_modules, check_window
 from harness.models.base import sliding_window
 from kernels import ops
 from kernels.block import Block, Head, Linear
@@ -35,11 +35,13 @@ class BlockForward:
         _check(model, self.decoder)
         self.blocks = [_block(layer) for layer in self.decoder.layers]
         norm, head = self.decoder.norm, model.get_output_embeddings()
-        self.head = Head(norm.variance_epsilon, norm.weight, _linear(head))
-        self.embedding: Tensor = self.decoder.embed_tokens.weight
+        self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
+        self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
         self.window = sliding_window(model.config)
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
+            raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
         check_window(type(self.decoder).__name__, self.window, cache)
         position = cache.num_tokens
         cache.begin()
@@ -95,14 +97,14 @@ def _block(layer: Any) -> Block:
     return Block(
         head_dim=attention.head_dim,
         eps=layer.input_layernorm.variance_epsilon,
-        norm=layer.input_layernorm.weight,
+        norm=layer.input_layernorm.weight.detach(),
         q=q,
         k=k,
         v=v,
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
+        q_norm=None if q_norm is None else q_norm.weight.detach(),
+        k_norm=None if k_norm is None else k_norm.weight.detach(),
         o=_linear(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate=gate,
         up=up,
         down=_linear(mlp.down_proj),
@@ -112,7 +114,8 @@ def _block(layer: Any) -> Block:
 def _linear(module: nn.Module) -> Linear:
     if type(module) is not nn.Linear:
         raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (quantised?).")
-    return Linear(module.weight, module.bias)
+    # detached: the storage lives as long as the block, whose addresses a backend may keep
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
 def _split(module: nn.Module, sizes: tuple[int, ...]) -> list[Linear]:

@@ -30,6 +30,8 @@ from methods.base import Method, Placement
 from methods.budget import BudgetError
 from methods.full import Full
 
+CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
+
 
 class Decoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
@@ -68,14 +70,13 @@ def _shape(kv: Attachment) -> Shape:
 
 
 def measure(
-    name: str, method: Method, loaded: LoadedModel, ids: Tensor, options: argparse.Namespace, read_gb_s: float
+    name: str, asked: Attachment, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
 ) -> dict[str, Any]:
     """One row. ids [1 S]: the prompt."""
-    asked = (_attachment(method, loaded, options), _attachment(Full(), loaded, options))
-    with routed(loaded.model):
-        own, full = (Decoding(kv, ids, options) for kv in asked)
+    with routed(asked.model):
+        own, beside = (Decoding(kv, ids, options) for kv in (asked, full))
         for place in range(options.rounds):
-            for decoding in (own, full)[:: -1 if place % 2 else 1]:
+            for decoding in (own, beside)[:: -1 if place % 2 else 1]:
                 decoding.timed_turn()
     tpot_s, made = estimate(own.times), own.last
     floor = floor_s(own, read_gb_s)
@@ -83,8 +84,8 @@ def measure(
         "method": name,
         "tokens": ids.shape[1],
         "tpot_s": tpot_s,
-        "full_s": estimate(full.times),
-        "speedup": None if isinstance(method, Full) else ratios(full.times, own.times),
+        "full_s": estimate(beside.times),
+        "speedup": None if isinstance(asked.method, Full) else ratios(beside.times, own.times),
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
         "seal_s": own.first.seal_s,
@@ -96,10 +97,10 @@ def measure(
     }
 
 
-def _attachment(method: Method, loaded: LoadedModel, options: argparse.Namespace) -> Attachment:
+def _attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
     placement: Placement = options.placement if method.offloads else "device"
     stale_by = options.stale_by if method.uses_budget else 0
-    return Attachment(loaded.model, method, options.budget, placement, options.calibration, stale_by)
+    return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), stale_by)
 
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:
@@ -116,11 +117,13 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
 
 def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float) -> list[dict[str, Any]]:
     rows = []
+    full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
     for tokens in options.tokens:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         for name, method in methods.chosen(options.methods).items():
             try:
-                row = measure(name, method, loaded, ids, options, read_gb_s)
+                asked = _attachment(method, loaded, text[-CALIBRATION:], options)
+                row = measure(name, asked, full, ids, options, read_gb_s)
             except (BudgetError, torch.OutOfMemoryError) as error:
                 row = {"method": name, "tokens": tokens, "error": str(error)}
             rows.append(row)
@@ -188,17 +191,15 @@ def main(words: Sequence[str] | None = None) -> int:
     print(calibrate.line(limits), flush=True)
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
-    text = calibration_text(source, max(4096, *options.tokens) if not options.synthetic else 4096)
-    options.calibration = torch.tensor([text[-4096:]])
+    text = calibration_text(source, max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION)
     rows = run(options, loaded, text, limits["read_gb_s"])
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
         f"placement {options.placement}; {filled}"
     )
-    plain = vars(options) | {"out": None, "calibration": None}
-    result = {"options": plain, "limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
-    folder = output.finish("decode", title, result, table(rows), options.out)
+    result = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
+    folder = output.finish("decode", title, options, result, table(rows))
     good = [row for row in rows if "error" not in row]
     labels = ("prompt tokens", "seconds per output token")
     output.lines(folder / "plot.png", good, x="tokens", y="tpot_s", series="method", labels=labels, title=title)

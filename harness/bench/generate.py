@@ -202,8 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row["dtype"] in agree:
             row["agreement"] = agree[row["dtype"]]
     title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
-    result = {"options": vars(options) | {"out": None}, "model": exact.name, "rows": rows}
-    folder = output.finish("generate", title, result, table(rows), options.out)
+    folder = output.finish("generate", title, options, {"model": exact.name, "rows": rows}, table(rows))
     shown = [
         {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
         for row in rows

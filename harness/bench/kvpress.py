@@ -237,7 +237,6 @@ def main(words: Sequence[str] | None = None) -> int:
     task_names, model = ", ".join(options.tasks), source.identity().name
     title = f"Samples beside kvpress: RULER {task_names} at {options.length} tokens, {model}, budget {options.budget}"
     title += f", {options.new} new tokens each" if options.new else ""
-    result = {"options": vars(options) | {"out": None}, "rows": rows}
-    folder = output.finish("kvpress", title, result, table(rows), options.out)
+    folder = output.finish("kvpress", title, options, {"rows": rows}, table(rows))
     output.bars(folder / "plot.png", rows, label="label", y="ratio", unit="times kvpress's speed", title=title)
     return 0

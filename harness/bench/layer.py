@@ -189,8 +189,8 @@ def main(words: Sequence[str] | None = None) -> int:
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
-    result = {"options": vars(options) | {"out": None}, "limits": limits, "synthetic": True, "rows": rows}
-    folder = output.finish("layer", title, result, table(rows, limits["read_gb_s"]), options.out)
+    result = {"limits": limits, "synthetic": True, "rows": rows}
+    folder = output.finish("layer", title, options, result, table(rows, limits["read_gb_s"]))
     good = [row for row in rows if "error" not in row]
     labels = ("prompt tokens", "times faster than Full")
     output.lines(folder / "plot.png", good, x="tokens", y="speedup", series="method", labels=labels, title=title)

@@ -120,8 +120,8 @@ def main(words: Sequence[str] | None = None) -> int:
         f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "
         f"{options.device}"
     )
-    result = {"options": vars(options) | {"out": None}, "limits": limits, "synthetic": True, "rows": rows}
-    folder = output.finish("ops", title, result, table(rows), options.out)
+    result = {"limits": limits, "synthetic": True, "rows": rows}
+    folder = output.finish("ops", title, options, result, table(rows))
     output.bars(
         folder / "plot.png", rows, label="label", y="reference", unit="times as fast as plain torch", title=title
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.provenance import provenance
 from harness.tables import Column, digits, markdown_table, text_table
 
 ROOT = Path("results/runs/bench")
+PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
 Row = Mapping[str, Any]
 
 
@@ -23,12 +25,13 @@ def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any]
     return Column(head, unit, [_text(cell(row)) for row in rows], left)
 
 
-def finish(kind: str, title: str, result: Mapping[str, Any], columns: Sequence[Column], out: Path | None) -> Path:
+def finish(kind: str, title: str, options: Namespace, result: Mapping[str, Any], columns: Sequence[Column]) -> Path:
     """Prints the table and writes result.json and table.md; returns the folder, where a picture may follow."""
-    folder = out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    asked = {name: value for name, value in vars(options).items() if name not in PLACES}
+    folder = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = provenance(str(result["options"].get("device", "cpu")))
-    plain = {"schema": 1, "kind": kind, "title": title, **result, "provenance": stamp}
+    stamp = provenance(str(asked.get("device", "cpu")))
+    plain = {"schema": 1, "kind": kind, "title": title, "options": asked, **result, "provenance": stamp}
     (folder / "result.json").write_text(json.dumps(plain, indent=1) + "\n")
     (folder / "table.md").write_text(f"{title}\n\n{markdown_table(columns)}\n")
     print(f"\n{title}\n\n{text_table(columns)}\n\nload average {os.getloadavg()[0]:.2f}; written to {folder}")

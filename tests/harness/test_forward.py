@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from harness.attach import attached
 from harness.engine import Engine
 from harness.forward import BlockForward, ForwardError
+from harness.hf import UnsupportedError
 from methods.full import Full
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -52,6 +53,15 @@ def test_a_hook_or_an_adapter_is_not_passed_over() -> None:
     model.model.norm.forward = lambda x: x
     with pytest.raises(ForwardError, match=r"forward of model\.norm"):
         BlockForward(model)
+
+
+def test_a_model_that_was_converted_later_is_refused() -> None:
+    model = deepcopy(tiny("llama"))
+    with attached(model, Full()) as kv:
+        engine = Engine(kv)
+        model.to(torch.bfloat16)
+        with pytest.raises(UnsupportedError, match="make a new Engine"):
+            engine.generate(prompt(30), max_new_tokens=2)
 
 
 def test_a_refused_model_runs_its_own_forward() -> None:
