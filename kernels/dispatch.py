@@ -1,8 +1,8 @@
 """An operation is a table of backends, the best first, the plain-torch reference last.
 
-A backend is named "module:function" and imported on first use. Beside a function may stand `<function>_refuses`,
-with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the first backend
-that does not refuse, `use_backend` insists on one and fails with that reason.
+A backend is a module that has a function of the operation's name, imported on first use. Beside it may stand
+`<name>_refuses`, with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the
+first backend that does not refuse, `use_backend` insists on one and fails with that reason.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ class Op:
         return loaded
 
     def _import(self, backend: str) -> tuple[Callable[..., Any], Callable[..., str | None] | None] | str:
-        module_name, function = self.targets[backend].split(":")
         try:
-            module = import_module(module_name)
+            module = import_module(self.targets[backend])
         except (ImportError, OSError) as error:
             self._loaded[backend] = f"import failed: {error}"
         else:
-            self._loaded[backend] = (getattr(module, function), getattr(module, f"{function}_refuses", None))
+            self._loaded[backend] = (getattr(module, self.name), getattr(module, f"{self.name}_refuses", None))
         return self._loaded[backend]
 
 

@@ -61,7 +61,7 @@ def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatc
 
 def test_what_refuses_is_named_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     op = ops.top_k
-    monkeypatch.setattr(op, "targets", {"cpu": "no.such:module", "torch": op.targets["torch"]})
+    monkeypatch.setattr(op, "targets", {"cpu": "no.such", "torch": op.targets["torch"]})
     monkeypatch.setattr(op, "_loaded", {})
     rows = bench_ops.measure(case("top_k"), SHAPE, LIMITS, rounds=1)
     assert [row["backend"] for row in rows] == ["torch"]

@@ -16,12 +16,13 @@ from kernels.dispatch import BackendError, Op, use_backend, watched
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Op:
     """`picky` takes even numbers only, `absent` cannot be imported."""
-    module = ModuleType("three_backends")
-    module.picky = lambda x: ("picky", x)  # type: ignore[attr-defined]
-    module.picky_refuses = lambda x: "odd number" if x % 2 else None  # type: ignore[attr-defined]
-    module.plain = lambda x: ("plain", x)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return Op("double", absent="no_such_module:f", picky="three_backends:picky", torch="three_backends:plain")
+    picky, plain = ModuleType("picky_backend"), ModuleType("plain_backend")
+    picky.double = lambda x: ("picky", x)  # type: ignore[attr-defined]
+    picky.double_refuses = lambda x: "odd number" if x % 2 else None  # type: ignore[attr-defined]
+    plain.double = lambda x: ("plain", x)  # type: ignore[attr-defined]
+    for module in (picky, plain):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Op("double", absent="no_such_module", picky=picky.__name__, torch=plain.__name__)
 
 
 def test_takes_the_first_backend_that_does_not_refuse(op: Op) -> None:
