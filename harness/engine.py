@@ -19,7 +19,8 @@ from torch import Tensor
 from harness.attach import Attachment
 from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
-from harness.forward import by_blocks
+from harness.forward import BlockForward, by_blocks
+from harness.graph import Recorder, RepeatedStep, unrepeatable
 from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
@@ -59,19 +60,30 @@ class Generation:
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/teacher.py)
     trace: dict[str, Any] | None = None  # of the whole batch
+    graph_s: float | None = None  # recording the decode step, inside the second token's time
 
 
 class Engine:
     """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
-    every n-th step with exact attention (harness/fidelity.py), 0 for never. `tracer`: clocks the decode steps."""
+    every n-th step with exact attention (harness/fidelity.py), 0 for never. `recorder`: decode steps are recorded once
+    and repeated where that can be (harness/graph.py); `plain_steps` says why not. `tracer`: clocks the decode steps."""
 
     tracer: Tracer | None = None
+    plain_steps: str | None = None  # of the last generation
 
-    def __init__(self, attachment: Attachment, *, prefill_chunk: int | None = None, fidelity: int = 0) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        *,
+        prefill_chunk: int | None = None,
+        fidelity: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.attachment = attachment
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
         self.fidelity = fidelity
+        self.recorder = recorder
         self.forward, self.plain_reason = by_blocks(self.model)
 
     @torch.inference_mode()
@@ -133,6 +145,7 @@ class Engine:
                 run.seal()
             logits = self._decode(run.last.to(self.model.device), cache, run)
         out = run.finish()
+        self.plain_steps = run.plain_steps
         if cache.watch is not None:
             exact = self.attachment.method.dense_prefill  # else Full's prompt is not the method's
             out.fidelity = [cache.watch.report(self.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
@@ -149,8 +162,10 @@ class Engine:
         return logits
 
     def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
+        if self.recorder is not None and run.step is None:
+            run.record(self.forward, self.recorder, self.tracer is not None)
         with self.tracer.step(cache) if self.tracer is not None else nullcontext():
-            logits = self._step(token, cache)
+            logits = run.step(token) if run.step is not None else self._step(token, cache)
         run.note_step()
         if cache.watch is not None:
             cache.watch.note(token, logits)
@@ -178,6 +193,16 @@ class _Run:
         self.prompt_reads: list[float] = []
         self.other_reads: list[float] = []
         self.moved_before = 0
+        self.step: RepeatedStep | None = None
+        self.plain_steps: str | None = None  # why there is none
+
+    def record(self, forward: BlockForward | None, recorder: Recorder, traced: bool) -> None:
+        """Decode steps are to be recorded, if they can be."""
+        if self.plain_steps is None:
+            self.plain_steps = "trace=on clocks each step's parts" if traced else unrepeatable(forward, self.cache)
+        if self.plain_steps is None:
+            assert forward is not None
+            self.step = RepeatedStep(forward, self.cache, recorder)
 
     def seal(self) -> None:
         before = perf_counter()
@@ -204,6 +229,9 @@ class _Run:
 
     def finish(self) -> Generation:
         out, steps = self.out, len(self.prompt_reads)
+        if self.step is not None:
+            out.graph_s = self.step.recorded_s
+            self.step.close()
         out.sealed = self.cache.sealed
         out.fallback = next((layer.fallback for layer in self.cache.layers if layer.fallback), None)
         out.kv = footprint(self.cache.layers)

@@ -46,8 +46,11 @@ class BlockForward:
         position = cache.num_tokens
         cache.begin()
         x = embedding(ids, self.embedding)
-        places = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
-        cos, sin = self.decoder.rotary_emb(x, places)
+        if cache.clock.running:
+            places = cache.clock.now(position, ids.device)
+        else:
+            places = torch.arange(position, position + ids.shape[1], device=ids.device)
+        cos, sin = self.decoder.rotary_emb(x, places.unsqueeze(0))
         for index, block in enumerate(self.blocks):
             normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
             attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from methods.base import AttnInput, KVLayer, LayerSpec
+from methods.clock import Clock
 
 if TYPE_CHECKING:
     from harness.fidelity import Fidelity
@@ -65,6 +66,17 @@ class KVCache(Cache):
     def end(self) -> None:
         """After each forward of the model."""
         self.num_tokens += self._arriving
+
+    @property
+    def clock(self) -> Clock:
+        return self.layers[0].request.clock
+
+    def count_repeated(self, steps: int) -> None:
+        """So many recorded steps ran without the model's forward; -1: one was counted that did not run."""
+        self.num_tokens += steps
+        self.clock.steps += steps
+        for layer in self.layers:
+            layer.count_repeated(steps)
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""

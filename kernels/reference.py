@@ -15,11 +15,23 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head."""
+    """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
+
+    `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
+    device, so that a step can be repeated as it was recorded while the tokens become more (methods/clock.py).
+    """
 
     k: Tensor  # [B G S D]
     v: Tensor  # [B G S D]
     rows: Tensor | None = None  # [B G K] or [B H K], indices into S, no repeats
+    live: Tensor | None = None  # [1] or [B], int64
+
+    def without_missing(self, scores: Tensor, value: float) -> Tensor:
+        """scores [B ... S], those of tokens that are not there replaced by `value`."""
+        if self.live is None:
+            return scores
+        missing = torch.arange(scores.shape[-1], device=scores.device) >= self.live.unsqueeze(-1)  # [1|B S]
+        return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -40,8 +52,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch * groups, heads // groups, dim)
-    parts = [[_rows_of(x, s.rows, groups) for x in s[:2]] for s in segments]
-    logits = [torch.bmm(folded, k.flatten(0, 1).transpose(1, 2)) for k, _ in parts]
+    parts = [_parts(s, groups) for s in segments]
+    logits = [_products(folded, s, k) for s, (k, _) in zip(segments, parts, strict=True)]
     joined = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
     weights = joined.float().mul_(scale).softmax(-1).to(q.dtype).split([part.shape[-1] for part in logits], -1)
     out = torch.bmm(weights[0], parts[0][1].flatten(0, 1))
@@ -55,7 +67,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
-    logits = [row_scores(folded, _rows_of(s.k, s.rows, groups)) for s in segments]
+    logits = [s.without_missing(row_scores(folded, _parts(s, groups)[0]), float("-inf")) for s in segments]
     lse = (torch.cat(logits, -1) * scale).logsumexp(-1).view(batch, heads)
     return segment_attention(q, segments, scale), lse
 
@@ -64,6 +76,19 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """One softmax over parts that were attended to one by one, as with different queries. [B H 1 D], [B H] each"""
     shares = torch.stack(tuple(lses)).softmax(0)[..., None, None]
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
+
+
+def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
+    """folded [B*groups g D], k [B groups K D] -> [B*groups g K]"""
+    made = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
+    return segment.without_missing(made.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
+
+
+def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a segment's tokens, those that are not there zero in the values: nothing times it may be NaN.
+    -> [B groups K D] each"""
+    k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
+    return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
 
 
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:

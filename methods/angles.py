@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate, unrotate
-from methods.base import AttnInput
+from methods.base import AttnInput, Request
 
 
 class Angles:
@@ -19,8 +19,8 @@ class Angles:
     in bf16 they would add noise of full rank to the keys.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.cos = self.sin = torch.empty(0)
         self.length = 0
 
@@ -29,10 +29,16 @@ class Angles:
         if x.start < self.length:
             return
         if self.length == 0:
-            self.cos, self.sin = (part.new_empty(self.capacity, part.shape[-1]) for part in (x.cos, x.sin))
+            shape = (self.request.capacity, x.cos.shape[-1])
+            self.cos, self.sin = (part.new_empty(shape) for part in (x.cos, x.sin))
         self.length = x.start + x.cos.shape[1]
-        self.cos[x.start : self.length] = x.cos[0]
-        self.sin[x.start : self.length] = x.sin[0]
+        if self.request.clock.running:
+            place = self.request.clock.now(x.start, x.cos.device)
+            self.cos.index_copy_(0, place, x.cos[0])
+            self.sin.index_copy_(0, place, x.sin[0])
+        else:
+            self.cos[x.start : self.length] = x.cos[0]
+            self.sin[x.start : self.length] = x.sin[0]
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""

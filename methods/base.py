@@ -16,6 +16,7 @@ from torch import Tensor
 
 from methods.budget import Budget, BudgetError
 from methods.card import Card
+from methods.clock import Clock
 
 Placement = Literal["device", "host"]
 
@@ -65,6 +66,7 @@ class Request:
     placement: Placement = "device"
     prepared: object = None  # what the method's `prepare` returned for this model
     traffic: Traffic = field(default_factory=Traffic)
+    clock: Clock = field(default_factory=Clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,14 @@ class KVLayer(ABC):
     @abstractmethod
     def read_positions(self) -> Tensor | None:
         """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
+
+    def unrepeatable(self) -> str | None:
+        """Why a decode step of this sealed layer cannot be recorded once and repeated (methods/clock.py), or None."""
+        return f"{type(self).__name__} does not say that its step can be"
+
+    def count_repeated(self, steps: int) -> None:
+        """So many recorded steps ran without `decode`: bring what it counts in Python up to date."""
+        raise NotImplementedError
 
 
 class Method(ABC):

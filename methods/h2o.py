@@ -106,7 +106,12 @@ class H2OLayer(EvictLayer):
         return out
 
     def decode(self, x: AttnInput) -> Tensor:
-        return self.prefill(x)
+        self.store.append(x.k, x.v)
+        stored = self.store.since(0)
+        out, lse = ops.segment_attention_with_lse(x.q, [stored], self.spec.scale)
+        self._count(self.weights(x.q, stored, lse))
+        made: Tensor = out
+        return made
 
     def keep(self, budget: int) -> Tensor:
         plan = self.method.windows.split(budget)

@@ -169,7 +169,7 @@ class InfiniGenLayer(SelectLayer):
     def _alone(self, b: int, segments: Sequence[Segment]) -> Iterator[Segment]:
         """What sequence b reads, without the rows that only others asked for."""
         count = self.counts[b]
-        for number, (k, v, rows) in enumerate(segments):
+        for number, (k, v, rows, _) in enumerate(segments):
             k, v = k[b : b + 1], v[b : b + 1]
             if rows is not None:
                 yield Segment(k, v, rows[b : b + 1, :, :count])
@@ -222,6 +222,9 @@ class InfiniGenLayer(SelectLayer):
             return None
         counts = torch.tensor(self.counts, device=rows.device).view(-1, 1, 1)
         return rows.masked_fill(torch.arange(rows.shape[2], device=rows.device) >= counts, -1)
+
+    def unrepeatable(self) -> str | None:
+        return super().unrepeatable() or (None if self.plan is None else "the text decides how many tokens it reads")
 
     def _learn(self, keys: Tensor) -> None:
         """Append the partial keys of keys [B G T D]."""

@@ -109,7 +109,7 @@ class InfLLM(Method):
         return replace(self, repr_topk=tokens)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request.capacity)
+        angles = Angles(request)
         return [InfLLMLayer(spec, request, self, angles) for spec in specs]
 
 
@@ -183,8 +183,7 @@ class InfLLMLayer(SelectLayer):
         far, near = self._segments(x.start - self.n_local + 1)
         far_out, far_lse = ops.segment_attention_with_lse(far_q, far, self.spec.scale)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
-        logits = ops.row_scores(x.q.view(x.q.shape[0], near.k.shape[1], self.spec.group, -1), near.k)
-        drawn = (logits.flatten(1, 2) * self.spec.scale - torch.logaddexp(far_lse, near_lse).unsqueeze(-1)).exp()
+        drawn = self.weights(x.q, near, torch.logaddexp(far_lse, near_lse))
         self.mass[:, :, x.start - self.n_local + 1 : x.start + 1] += drawn
         out: Tensor = ops.merge_attention([far_out, near_out], [far_lse, near_lse])
         return out
@@ -210,6 +209,9 @@ class InfLLMLayer(SelectLayer):
             Segment(self.far_k[:, :, n_init:], v[:, :, after - away : window - away]),
         ]
         return far, Segment(k[:, :, window - away :], v[:, :, window - away :])
+
+    def unrepeatable(self) -> str | None:
+        return super().unrepeatable() or (None if self.plan is None else "its window moves on with every token")
 
     def _moved(self, start: int, end: int) -> Tensor:
         """Keys of tokens outside the host's blocks, as if they stood at position 0."""

@@ -53,7 +53,7 @@ class DenseLayer(KVLayer):
 
     def decode(self, x: AttnInput) -> Tensor:
         self.store.append(x.k, x.v)
-        return self.attend(x.q, Segment(self.store.k, self.store.v))
+        return self.attend(x.q, self.store.since(0))
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         out: Tensor = ops.segment_attention(q, segments, self.spec.scale)
@@ -65,6 +65,22 @@ class DenseLayer(KVLayer):
 
     def read_positions(self) -> Tensor | None:
         return None
+
+    def unrepeatable(self) -> str | None:
+        if self.request.placement == "host":
+            return "placement=host gathers the chosen rows on the host"
+        if self.request.stale_by:
+            return f"stale_by={self.request.stale_by} lets one step choose and others not"
+        return None
+
+    def count_repeated(self, steps: int) -> None:
+        self.store.length += steps
+
+    def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
+        """What one token gives each of a segment's, of the softmax that `lse` [B H] belongs to; 0 to one that is not
+        there. q [B H 1 D] -> [B H S] (fp32)"""
+        logits = ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k).flatten(1, 2)
+        return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
 
 class Plan(NamedTuple):
@@ -133,11 +149,10 @@ class SelectLayer(DenseLayer):
     def always_read(self) -> list[Segment]:
         """What every step reads: the sinks, the prompt-local window and all that came after the seal."""
         assert self.plan is not None
-        k, v = self.store.k, self.store.v
         if self.middle is not None:
-            return [Segment(k, v)]
-        sinks, tail = self.plan.sinks, self.sealed - self.plan.local
-        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), Segment(k[:, :, tail:], v[:, :, tail:])]
+            return [self.store.since(0)]
+        k, v, sinks = self.store.k, self.store.v, self.plan.sinks
+        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), self.store.since(self.sealed - self.plan.local)]
 
     @property
     def attended(self) -> Attended:

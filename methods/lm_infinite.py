@@ -67,7 +67,7 @@ class LMInfinite(Method):
         return costs.evict(case, case.budget) + costs.angles(case) + Cost(first)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request.capacity)
+        angles = Angles(request)
         return [LMInfiniteLayer(spec, request, self, angles) for spec in specs]
 
 
@@ -113,10 +113,10 @@ class LMInfiniteLayer(EvictLayer):
             return super().decode(x)
         self.angles.note(x)
         self.store.append(x.k, x.v)
-        place = torch.tensor([x.start - self.n_local], device=x.q.device)
+        place = self.request.clock.now(x.start - self.n_local, x.q.device)
         first = self.angles.turn(self.first_keys, place).to(x.k.dtype)
-        count, k, v = self.method.n_init, self.store.k, self.store.v
-        return self.attend(x.q, Segment(first, v[:, :, :count]), Segment(k[:, :, count:], v[:, :, count:]))
+        count = self.method.n_init
+        return self.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
 
     def _window_so_far(self) -> int | None:
         budget, seen = self.request.budget, self.seen

@@ -74,10 +74,11 @@ class OracleLayer(SelectLayer):
         """Nothing to prepare: the keys themselves are the index."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        keys = self.store.k  # [B G S D]
+        stored = self.store.since(0)
         assert self.plan is not None
-        logits = q.view(*keys.shape[:2], self.spec.group, -1) @ keys.transpose(-1, -2)
-        weights = (logits.float() * self.spec.scale).softmax(-1).sum(2)  # [B G S]
+        logits = (q.view(*stored.k.shape[:2], self.spec.group, -1) @ stored.k.transpose(-1, -2)).float()
+        logits = stored.without_missing(logits * self.spec.scale, float("-inf"))
+        weights = logits.softmax(-1).sum(2)  # [B G S]
         middle = weights[..., self.plan.sinks : self.sealed - self.plan.local]
         rows: Tensor = ops.top_k(middle, top)
         return rows

@@ -108,8 +108,8 @@ class QuestLayer(DenseLayer):
             self.age += 1
         if self._ragged:
             return self._attend_ragged(x.q, self.rows)
-        k, v = self.store.k, self.store.v
-        return self.attend(x.q, Segment(k, v, self.rows), Segment(k[:, :, self.sealed :], v[:, :, self.sealed :]))
+        k, v = self.store.k[:, :, : self.sealed], self.store.v[:, :, : self.sealed]
+        return self.attend(x.q, Segment(k, v, self.rows), self.store.since(self.sealed))
 
     def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
         """Rows that do not exist are read as others are, and masked."""
@@ -133,6 +133,11 @@ class QuestLayer(DenseLayer):
         if self.places is None or self.rows is None:
             return None
         return union_per_kv_head(self.rows, self.spec.num_kv_heads, self.sealed)
+
+    def unrepeatable(self) -> str | None:
+        if self.places is not None and self._ragged:
+            return "last_page=false lets heads read different numbers of tokens"
+        return super().unrepeatable()
 
     @property
     def _ragged(self) -> bool:

@@ -118,7 +118,7 @@ class ShadowKV(Method):
         return device + costs.offload(case, stored, plan.top * values)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request.capacity)
+        angles = Angles(request)
         return [ShadowLayer(spec, request, self, angles) for spec in specs]
 
 
@@ -167,7 +167,7 @@ class ShadowLayer(DenseLayer):
         else:
             self.age += 1
         chosen = self.hits.read(self.rows) if self.hits is not None else self._rebuild(self.rows)
-        return self.attend(x.q, Segment(self.store.k, self.store.v), chosen)
+        return self.attend(x.q, self.store.since(0), chosen)
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """The `top` chunks to read. q [B H 1 D] -> [B G top]"""
@@ -188,6 +188,11 @@ class ShadowLayer(DenseLayer):
         local = torch.arange(self.sealed - self.plan.local, self.sealed, device=self.rows.device)
         chosen = token_rows(torch.cat([self.outliers, self.rows], 2), self.method.chunk)
         return torch.cat([chosen, local.expand(*chosen.shape[:2], -1)], 2)
+
+    def unrepeatable(self) -> str | None:
+        if self.hits is not None:
+            return "hit_cache=true asks the host how many chunks are new"
+        return super().unrepeatable()
 
     def _compress(self, plan: ChunkPlan) -> None:
         whole, count = self.store, plan.candidates
@@ -233,7 +238,7 @@ class ShadowLayer(DenseLayer):
         assert self.plan is not None
         resident, self.store = self.store, KVStore(self.spec, self.request, self.request.capacity)
         every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
-        keys, values, _ = self._rebuild(every)
+        keys, values = self._rebuild(every)[:2]
         exact = self.plan.outliers * self.method.chunk
         at = token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)

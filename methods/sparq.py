@@ -156,7 +156,8 @@ class SparQLayer(SelectLayer):
         if self.plan is None or not self.method.mean_value:
             return out
         self.value_sum += x.v
-        mean = self.value_sum / (self.sealed + self.attended.generated)
+        away = self.middle.length if self.middle is not None else 0
+        mean = self.value_sum / self.request.clock.now(self.store.length + away, x.q.device)
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 

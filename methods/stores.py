@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.reference import Segment
 from methods.base import LayerSpec, Request
 
 Tier = Literal["device", "host"]
@@ -48,9 +49,21 @@ class KVStore:
                 f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
                 "the prompt and all new tokens together."
             )
-        self.k_rows[:, :, self.length : end] = k
-        self.v_rows[:, :, self.length : end] = v
+        if self.request.clock.running:
+            place = self.request.clock.now(self.length, self.request.device)
+            self.k_rows.index_copy_(2, place, k)
+            self.v_rows.index_copy_(2, place, v)
+        else:
+            self.k_rows[:, :, self.length : end] = k
+            self.v_rows[:, :, self.length : end] = v
         self.length = end
+
+    def since(self, start: int) -> Segment:
+        """The tokens from the `start`-th on; while the clock runs, in all the room there is for them."""
+        if not self.request.clock.running:
+            return Segment(self.k[:, :, start:], self.v[:, :, start:])
+        live = self.request.clock.now(self.length - start, self.request.device)
+        return Segment(self.k_rows[:, :, start:], self.v_rows[:, :, start:], live=live)
 
 
 class HostStore(KVStore):

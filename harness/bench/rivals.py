@@ -27,7 +27,7 @@ def rival(case: Case) -> Rival | None:
 
 def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
     if len(segments) == 1 and segments[0].rows is None:
-        k, v, _ = segments[0]
+        k, v = segments[0][:2]
         return Rival("transformers sdpa", lambda: sdpa(q, k, v, scale))
 
     sides = [[(s, s.k) for s in segments], [(s, s.v) for s in segments]]

@@ -34,7 +34,9 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if (q.shape[3] * size) % 64 or q.shape[3] * size // 64 not in _LINES:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    for k, v, _ in segments:
+    for k, v, _, live in segments:
+        if live is not None:
+            return "reads as many tokens as there are rows, not a count on the device"
         if k.dtype != q.dtype or v.dtype != q.dtype:
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:
@@ -50,10 +52,10 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
     size = _BYTES[q.dtype]
-    groups = max((k if rows is None else rows).shape[1] for k, _, rows in segments)
+    groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
     numbers: list[int] = []
     kept = []  # alive until the call is over
-    for k, v, rows in segments:
+    for k, v, rows, _ in segments:
         count, address, rows_share = k.shape[2], 0, 1
         if rows is not None:
             rows = rows.long().contiguous()

@@ -40,7 +40,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
-    return unfit_heads(*(x for k, v, _ in segments for x in (k, v))) or unfit_floats(q, segments[0].k)
+    return unfit_heads(*(x for s in segments for x in s[:2])) or unfit_floats(q, segments[0].k)
 
 
 def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -65,14 +65,14 @@ def _read(
     q: Tensor, segment: Segment, scale: float, outs: Tensor, lses: Tensor, first: int, pieces: int, length: int
 ) -> None:
     """Attention to each piece of a segment by itself, into outs and lses from place `first` on."""
-    k, v, rows = segment
+    k, v, rows, live = segment
     rows = None if rows is None else rows.contiguous()
     batch, heads, _, dim = q.shape
     lists, count = (k if rows is None else rows).shape[1:3]
     _attend[(batch * lists, pieces)](
-        q, k, v, rows, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length, first,
-        outs.shape[1], lists, lists // k.shape[1], heads // lists, padded(heads // lists), dim, padded(dim), _BLOCK,
-        num_warps=4, num_stages=stages(q),
+        q, k, v, rows, live, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length, first,
+        outs.shape[1], int(live is not None and len(live) > 1), lists, lists // k.shape[1], heads // lists,
+        padded(heads // lists), dim, padded(dim), _BLOCK, num_warps=4, num_stages=stages(q),
     )  # fmt: skip
 
 
@@ -87,11 +87,15 @@ def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: 
 
 @triton.jit(do_not_specialize=["count", "length", "first", "parts"])
 def _attend(
-    q, k, v, rows, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
-    vt: tl.int64, count, length, first, parts, LISTS: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr,
-    FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, rows, live, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
+    vt: tl.int64, count, length, first, parts, EACH: tl.constexpr, LISTS: tl.constexpr, SHARE: tl.constexpr,
+    GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The GROUP query heads that read one list of rows, over one piece of it. SHARE lists belong to a KV head."""
+    """The GROUP query heads that read one list of rows, over one piece of it. SHARE lists belong to a KV head.
+
+    live: how many of the list are there, of EACH sequence or of all. A piece with none of them has an lse of minus
+    infinity.
+    """
     this, piece = tl.program_id(0), tl.program_id(1)
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query = this * GROUP + head
@@ -102,14 +106,16 @@ def _attend(
     total = tl.zeros([FOLD], tl.float32)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
     end = tl.minimum((piece + 1) * length, count)
+    if live is not None:
+        end = tl.minimum(end, tl.load(live + batch * EACH).to(tl.int32))
     for start in range(piece * length, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        live = token < end
+        read = token < end
         if rows is not None:
-            token = tl.load(rows + this * count + token, mask=live, other=0)
-        at, there = token.to(tl.int64)[:, None], live[:, None] & (dim < DIM)
+            token = tl.load(rows + this * count + token, mask=read, other=0)
+        at, there = token.to(tl.int64)[:, None], read[:, None] & (dim < DIM)
         key = tl.load(keys + at * kt + dim, mask=there, other=0.0)
-        logits = tl.where(live, product(query, tl.trans(key)) * scale, float("-inf"))
+        logits = tl.where(read, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
         value = tl.load(values + at * vt + dim, mask=there, other=0.0)
@@ -118,7 +124,7 @@ def _attend(
         top = highest
     to = of_query * parts + first + piece
     tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
-    mixed = mixed / total[:, None]
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + to[:, None] * DIM + dim, mixed, mask=(head < GROUP)[:, None] & (dim < DIM))
 
 

@@ -78,9 +78,24 @@ def segment_attention() -> Iterator[Case]:
         yield Case("segment_attention", f"{name}-int32", (q, [Segment(k, v, rows.int())], 0.2))
         own = pick(7, batch, heads, count, max(1, count // 3))
         yield Case("segment_attention", f"{name}-per-head", (q, [Segment(k, v, own), Segment(k, v, rows)], 0.2))
+        yield Case("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
         if count > 30:
             yield Case("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
     yield Case("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
+
+
+def _live(k: Tensor, v: Tensor, rows: Tensor) -> list[Segment]:
+    """Room for more tokens than there are, behind which memory holds anything; each sequence has its own count of
+    chosen ones; and a segment of none."""
+    batch, count = k.shape[0], max(1, k.shape[2] // 2)
+    k, v = (x.clone().index_fill_(2, torch.arange(count, x.shape[2]), float("nan")) for x in (k, v))
+    rows = rows % count
+    some = torch.arange(batch) % rows.shape[2]
+    return [
+        Segment(k, v, None, torch.tensor([count])),
+        Segment(k, v, rows, some),
+        Segment(k, v, None, torch.tensor([0])),
+    ]
 
 
 def _three(k: Tensor, v: Tensor, chosen: int) -> list[Segment]:

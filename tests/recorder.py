@@ -1,0 +1,69 @@
+"""What a CUDA graph does, on a CPU: operations are written down with their tensors, and done again on the same memory.
+
+As there, every number in Python, every shape and every place in memory is that of the recording; what would wait for a
+value of the device cannot be recorded; and recording changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from methods.clock import RecordingError
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
+
+
+class Tape(TorchDispatchMode):
+    """`record` as in harness/graph.py."""
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.made: set[int] = set()  # storages that came up while recording
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
+        with self:
+            result = step()
+        for tensor, held in self.before.values():
+            tensor.copy_(held)
+        return self.repeat, result
+
+    def repeat(self) -> None:
+        for func, args, kwargs, results in self.calls:
+            again = _tensors(func(*args, **kwargs))
+            for old, new in zip(results, again, strict=True):
+                if _place(old) != _place(new):
+                    old.copy_(new)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            raise RecordingError(f"{name} waits for a value of the device")
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(given):
+                    self._keep(tensor)
+        inputs = {_place(x) for x in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        self.made |= {_place(x) for x in _tensors(out)} - inputs
+        self.calls.append((func, args, kwargs, _tensors(out)))
+        return out
+
+    def _keep(self, tensor: Tensor) -> None:
+        place = _place(tensor)
+        if place not in self.made and place not in self.before:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            self.before[place] = (whole, whole.clone())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
