@@ -18,6 +18,7 @@ CHOICES = {
     "baseline": ("run", "reuse", "off"),
     "dtype": ("fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
+    "graphs": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run")
@@ -80,6 +81,7 @@ class Settings:
     shared_prefill: bool = False
     fidelity: int = 0
     trace: str = "off"
+    graphs: str = "off"
     dry_run: bool = False
     progress: bool = True
     generation: Generation = field(default_factory=Generation)
@@ -96,6 +98,8 @@ class Settings:
             raise SettingsError(
                 f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
             )
+        if self.graphs == "on" and not self.device.startswith("cuda"):
+            raise SettingsError(f"graphs=on needs device=cuda, and device is {self.device}: CUDA alone has them.")
         if self.align != "tokens" and self.layer_budgets:
             raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
         self._check_generation(self.generation)

@@ -66,10 +66,10 @@ class Generation:
 class Engine:
     """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
     every n-th step with exact attention (harness/fidelity.py), 0 for never. `recorder`: decode steps are recorded once
-    and repeated where that can be (harness/graph.py); `plain_steps` says why not. `tracer`: clocks the decode steps."""
+    and repeated where that can be (harness/graph.py); `plain_steps` says why some were not. `tracer`: clocks them."""
 
     tracer: Tracer | None = None
-    plain_steps: str | None = None  # of the last generation
+    plain_steps: str | None = None
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Engine:
                 run.seal()
             logits = self._decode(run.last.to(self.model.device), cache, run)
         out = run.finish()
-        self.plain_steps = run.plain_steps
+        self.plain_steps = run.plain_steps or self.plain_steps
         if cache.watch is not None:
             exact = self.attachment.method.dense_prefill  # else Full's prompt is not the method's
             out.fidelity = [cache.watch.report(self.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]

@@ -54,9 +54,11 @@ class BlockForward:
         for index, block in enumerate(self.blocks):
             normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
             attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))
+            if index == len(self.blocks) - 1:  # only the last token's logits are wanted
+                x, attended = x[:, -1:], attended[:, :, -1:]
             x = ops.block_output(x, attended, block)
         cache.end()
-        logits: Tensor = ops.token_logits(x[:, -1:], self.head)
+        logits: Tensor = ops.token_logits(x, self.head)
         return logits[:, -1]
 
 

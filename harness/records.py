@@ -48,6 +48,7 @@ class Record:
     warnings: list[str]
     fidelity: dict[str, Any] | None
     trace: dict[str, Any] | None
+    graph_s: float | None = None  # recording the decode step as a graph, within the second token's time
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     prompt_ids: list[int] | None
 

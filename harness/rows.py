@@ -16,6 +16,7 @@ STAMPS = {
     "S": "simulated: the cost is not paid in this code path, so speed is left out",
     "T": "traced: the clocks inside a step cost time, so speed is left out",
     "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
+    "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
     "C": "continued: times come from more than one session",
     "R": "running",
     "I": "interrupted",
@@ -180,6 +181,7 @@ def _stamps(entry: Entry) -> str:
         "S": row["simulated"],
         "T": row["traced"],
         "H": row["host_is_cpu"] and row["memory"]["kv_host_bytes"],
+        "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
     }
     status = {"running": "R", "interrupted": "I", "failed": "F"}.get(row["status"], "")

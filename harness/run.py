@@ -169,7 +169,7 @@ class Job:
             runner.warm_up(pending)
             for record in progress(runner.records(pending), self.label, pending, self.settings.progress):
                 run.append(record)
-        run.note(backends=ops.used_backends(), own_forward=runner.engine.plain_reason)
+        run.note(backends=ops.used_backends(), **runner.notes)
 
     @property
     def label(self) -> str:

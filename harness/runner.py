@@ -12,6 +12,7 @@ from tqdm import tqdm
 from harness.attach import Attachment
 from harness.config import SettingsError
 from harness.engine import Engine, Generation, Stop, after, never
+from harness.graph import CudaGraphs
 from harness.memory import PeakMeter
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import Item
@@ -32,7 +33,12 @@ class Runner:
 
     def __init__(self, job: Job, attachment: Attachment, loaded: LoadedModel) -> None:
         self.job, self.settings, self.loaded = job, job.settings, loaded
-        self.engine = Engine(attachment, prefill_chunk=job.settings.prefill_chunk, fidelity=job.settings.fidelity)
+        self.engine = Engine(
+            attachment,
+            prefill_chunk=job.settings.prefill_chunk,
+            fidelity=job.settings.fidelity,
+            recorder=CudaGraphs() if job.settings.graphs == "on" else None,
+        )
         self.peaks = PeakMeter(loaded.model.device)
         if job.settings.trace == "on":
             self.engine.tracer = Tracer(loaded.model.device, profile_file(job.folder))
@@ -53,6 +59,11 @@ class Runner:
             generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
             for place, item in enumerate(batch):
                 yield self.record(item, generation, place)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What run.json says of how the engine ran."""
+        return {"own_forward": self.engine.plain_reason, "plain_steps": self.engine.plain_steps}
 
     def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
         lengths = {len(item.prompt.ids) for item in batch}
@@ -131,6 +142,7 @@ class Runner:
             warnings=[finding.message for finding in item.findings],
             fidelity=made.fidelity[place] if made.fidelity else None,
             trace=made.trace,
+            graph_s=made.graph_s,
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )

@@ -126,7 +126,7 @@ def _generate(pairs: Sequence[tuple[Job, Run]]) -> None:
         for _ in progress(_records(members, pending, loaded), label, pending, first.settings.progress):
             pass
     for member in members:
-        member.run.note(backends=ops.used_backends(), own_forward=member.runner.engine.plain_reason)
+        member.run.note(backends=ops.used_backends(), **member.runner.notes)
 
 
 def _records(members: Sequence[_Member], pending: Sequence[Item], loaded: LoadedModel) -> Iterator[Record]:
