@@ -32,17 +32,19 @@ test: setup  ## the whole test suite, on the CPU
 
 # The GPU targets take the environment they find: torch, triton and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+# InfLLM and LM-Infinite have a prefill of their own, which would take most of the time.
+GRAPHED = full streaming h2o snapkv pyramidkv sparq quest pqcache shadowkv:hit_cache=false infinigen oracle
 SEED ?= $(shell date +%s)
 
 test-gpu:  ## compiled Triton kernels against their references on a CUDA device; fresh inputs, or SEED=...
 	@echo "SEED=$(SEED)"
-	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -m gpu tests/kernels
+	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/harness/test_graph_gpu.py
 
 bench-gpu:  ## operations, one layer and decoding on a CUDA device, into results/runs/bench
 	$(GPU_PYTHON) -m harness.bench ops --device cuda --out results/runs/bench/gpu-ops
 	$(GPU_PYTHON) -m harness.bench layer --device cuda --out results/runs/bench/gpu-layer
 	$(GPU_PYTHON) -m harness.bench decode --device cuda --shape llama-3.1-8b --tokens 8192 32768 131072 --budget 2048 \
-	    --out results/runs/bench/gpu-decode
+	    --graphs --methods $(GRAPHED) --out results/runs/bench/gpu-decode
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host

@@ -11,7 +11,7 @@ from torch import Tensor
 from methods.base import KVLayer, LayerSpec, Method, Request
 from methods.stores import Tier
 
-_DIAGNOSTIC = {"positions", "rows"}  # kept for the record, no part of the cache
+_DIAGNOSTIC = {"positions", "rows", "counts"}  # kept for the record, no part of the cache
 _SHARED = (LayerSpec, Request, Method)  # descriptions and per-model work, not this sequence's state
 
 

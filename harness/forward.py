@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
@@ -46,10 +45,7 @@ class BlockForward:
         position = cache.num_tokens
         cache.begin()
         x = embedding(ids, self.embedding)
-        if cache.clock.running:
-            places = cache.clock.now(position, ids.device)
-        else:
-            places = torch.arange(position, position + ids.shape[1], device=ids.device)
+        places = cache.clock.places(position, ids.shape[1], ids.device)
         cos, sin = self.decoder.rotary_emb(x, places.unsqueeze(0))
         for index, block in enumerate(self.blocks):
             normed, q, k, v = ops.attention_inputs(x, block, cos, sin)

@@ -28,10 +28,13 @@ class Segment(NamedTuple):
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
         """scores [B ... S], those of tokens that are not there replaced by `value`."""
-        if self.live is None:
-            return scores
-        missing = torch.arange(scores.shape[-1], device=scores.device) >= self.live.unsqueeze(-1)  # [1|B S]
-        return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
+        return scores if self.live is None else without_missing(scores, self.live, value)
+
+
+def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
+    """scores [B ... S], from the `live`-th on ([1] or [B], int64) replaced by `value`."""
+    missing = torch.arange(scores.shape[-1], device=scores.device) >= live.unsqueeze(-1)  # [1|B S]
+    return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

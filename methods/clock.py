@@ -43,6 +43,13 @@ class Clock:
             self._counts[first] = torch.full((1,), value, device=device)
         return self._counts[first]
 
+    def places(self, start: int, count: int, device: torch.device) -> Tensor:
+        """[count] int64, `start` and what follows: positions, or rows of a store."""
+        if not self.running:
+            return torch.arange(start, start + count, device=device)
+        first = self.now(start, device)
+        return first if count == 1 else first + torch.arange(count, device=device)
+
     def tick(self) -> None:
         """At the end of a step; part of what is repeated."""
         torch._foreach_add_(list(self._counts.values()), 1)

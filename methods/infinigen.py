@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.lowrank import directions, gram
-from kernels.reference import Segment
+from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
 from methods import costs
 from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
@@ -110,16 +110,22 @@ class InfiniGen(Method):
         return [*layers]
 
 
+Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step may not wait for them
+
+
 class InfiniGenLayer(SelectLayer):
-    """No sinks and no window: the whole budget is the limit of what the layer before may choose."""
+    """No sinks and no window: the whole budget is the limit of what the layer before may choose.
+
+    While the clock runs, counts stay on the device: so many rows as the limit are chosen, and the first n' read.
+    """
 
     method: InfiniGen
     follower: InfiniGenLayer | None = None
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
     known = 0  # tokens in `partial`
-    guessed: tuple[Tensor, list[int]] | None = None  # rows and counts for the step that is under way
-    counts: list[int]  # n' of each sequence; `rows` [B G max n'] come best first where they differ
+    guessed: tuple[Tensor, Counts] | None = None  # rows and counts for the step that is under way
+    counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfiniGen) -> None:
         super().__init__(spec, request, method)
@@ -161,14 +167,18 @@ class InfiniGenLayer(SelectLayer):
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """One by one where the sequences read different numbers of tokens."""
-        if self.plan is None or len(set(self.counts)) == 1:
+        if self.plan is None:
+            return super().attend(q, *segments)
+        if isinstance(self.counts, Tensor):
+            return super().attend(q, *(s if s.rows is None else s._replace(live=self.counts) for s in segments))
+        if len(set(self.counts)) == 1:
             return super().attend(q, *segments)
         alone = super().attend
         return torch.cat([alone(q[b : b + 1], *self._alone(b, segments)) for b in range(q.shape[0])])
 
     def _alone(self, b: int, segments: Sequence[Segment]) -> Iterator[Segment]:
         """What sequence b reads, without the rows that only others asked for."""
-        count = self.counts[b]
+        count = int(self.counts[b])
         for number, (k, v, rows, _) in enumerate(segments):
             k, v = k[b : b + 1], v[b : b + 1]
             if rows is not None:
@@ -188,15 +198,22 @@ class InfiniGenLayer(SelectLayer):
     def logits(self, q: Tensor) -> Tensor:
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
         grouped = q.view(*self.partial.shape[:2], self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
-        made: Tensor = ops.row_scores(grouped.to(q.dtype), self.partial[:, :, : self.known])
-        return made
+        clock, grouped = self.request.clock, grouped.to(q.dtype)
+        if not clock.running:
+            made: Tensor = ops.row_scores(grouped, self.partial[:, :, : self.known])
+            return made
+        live = clock.now(self.known, q.device)
+        return without_missing(ops.row_scores(grouped, self.partial), live, float("-inf"))
 
-    def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, list[int]]:
+    def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, Counts]:
         """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
-        counts = [max(1, min(int(count), limit)) for count in near.double().mean(1).tolist()]
+        asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
             ranks = ops.group_weights(logits[..., : self.sealed], 1.0, "sum")
+        if self.request.clock.running:
+            return ranks.topk(limit).indices, asked  # best first
+        counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))
         if len(set(counts)) > 1:
             rows = rows.gather(2, ranks.gather(2, rows).argsort(2, descending=True))
@@ -213,23 +230,28 @@ class InfiniGenLayer(SelectLayer):
         whole = super().attended
         if self.plan is None or self.rows is None:
             return whole
-        return whole._replace(prompt=sum(self.counts) / len(self.counts))
+        counts = self.counts.tolist() if isinstance(self.counts, Tensor) else self.counts
+        return whole._replace(prompt=sum(counts) / len(counts))
 
     def read_positions(self) -> Tensor | None:
         """-1 where a sequence reads fewer tokens than another."""
         rows = super().read_positions()
         if rows is None:
             return None
-        counts = torch.tensor(self.counts, device=rows.device).view(-1, 1, 1)
+        counts = torch.as_tensor(self.counts, device=rows.device).view(-1, 1, 1)
         return rows.masked_fill(torch.arange(rows.shape[2], device=rows.device) >= counts, -1)
 
-    def unrepeatable(self) -> str | None:
-        return super().unrepeatable() or (None if self.plan is None else "the text decides how many tokens it reads")
+    def count_repeated(self, steps: int) -> None:
+        super().count_repeated(steps)
+        self.known += steps
 
     def _learn(self, keys: Tensor) -> None:
         """Append the partial keys of keys [B G T D]."""
-        end = self.known + keys.shape[2]
-        self.partial[:, :, self.known : end] = keys @ self.basis
+        clock, end = self.request.clock, self.known + keys.shape[2]
+        if clock.running:
+            self.partial.index_copy_(2, clock.now(self.known, keys.device), keys @ self.basis)
+        else:
+            self.partial[:, :, self.known : end] = keys @ self.basis
         self.known = end
 
     def _skewed(self, x: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ class InfLLMLayer(SelectLayer):
     blocks = 0  # filled so far
     n_local = 0  # length of the window
     far_k: Tensor  # [B G F D], of first tokens and those behind the blocks that left the window, as at position 0
+    far_end = 0  # position of the first token that has not left it; room behind is for the others
 
     def __init__(self, spec: LayerSpec, request: Request, method: InfLLM, angles: Angles) -> None:
         super().__init__(spec, request, method)
@@ -163,8 +164,12 @@ class InfLLMLayer(SelectLayer):
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
         size, n_init = self.method.block, self.method.n_init
-        self.far_k = self._moved(0, n_init)
         local = self.sealed - n_init - self.blocks * size
+        room = n_init + max(0, self.request.capacity - self.n_local - self._after)
+        self.far_k = self.store.k.new_empty(*self.store.k.shape[:2], room, self.spec.head_dim)
+        self.far_k[:, :, :n_init] = self._moved(0, n_init)
+        self.far_end = self._after
+        self._leave(self.sealed - self.n_local)
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 
     def index(self, keys: Tensor) -> None:
@@ -180,11 +185,13 @@ class InfLLMLayer(SelectLayer):
             self.rows, self.age = self.select(far_q, self.plan.top), 0
         else:
             self.age += 1
-        far, near = self._segments(x.start - self.n_local + 1)
+        window = x.start - self.n_local + 1
+        self._leave(window)
+        far, near = self._far(), self._near(window)
         far_out, far_lse = ops.segment_attention_with_lse(far_q, far, self.spec.scale)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
         drawn = self.weights(x.q, near, torch.logaddexp(far_lse, near_lse))
-        self.mass[:, :, x.start - self.n_local + 1 : x.start + 1] += drawn
+        self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)
         out: Tensor = ops.merge_attention([far_out, near_out], [far_lse, near_lse])
         return out
 
@@ -194,29 +201,57 @@ class InfLLMLayer(SelectLayer):
         best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
         return token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
 
-    def _segments(self, window: int) -> tuple[list[Segment], Segment]:
-        """What one token reads as far and what as near; `window` is the position of the first near one."""
+    @property
+    def _after(self) -> int:
+        """Position of the first token behind the blocks."""
+        return self.method.n_init + self.blocks * self.method.block
+
+    @property
+    def _away(self) -> int:
+        """Tokens before that one which the store does not hold."""
+        return self.middle.length if self.middle is not None else 0
+
+    def _leave(self, window: int) -> None:
+        """Tokens before position `window` are far from now on."""
+        if self.far_end < window:
+            places = self._positions(self.far_end, window) - (self._after - self.method.n_init)
+            self.far_k.index_copy_(2, places, self._moved(self.far_end, window))
+            self.far_end = window
+
+    def _far(self) -> list[Segment]:
         assert self.rows is not None
-        n_init, after = self.method.n_init, self.method.n_init + self.blocks * self.method.block
-        if (first := after + self.far_k.shape[2] - n_init) < window:
-            self.far_k = torch.cat([self.far_k, self._moved(first, window)], 2)
-        away = self.middle.length if self.middle is not None else 0
-        k, v = self.store.k, self.store.v
+        first, after, clock, v = self.method.n_init, self._after - self._away, self.request.clock, self.store.v
         blocks = self._middle_view()._replace(rows=self.rows) if self.middle is None else self.middle.fetch(self.rows)
-        far = [
-            Segment(self.far_k[:, :, :n_init], v[:, :, :n_init]),
-            Segment(*blocks),
-            Segment(self.far_k[:, :, n_init:], v[:, :, after - away : window - away]),
-        ]
-        return far, Segment(k[:, :, window - away :], v[:, :, window - away :])
+        left = self.far_end - self._after
+        if clock.running:
+            room = self.far_k.shape[2] - first
+            live = clock.now(left, self.far_k.device)
+            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
+        else:
+            others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
+        return [Segment(self.far_k[:, :, :first], v[:, :, :first]), Segment(*blocks), others]
+
+    def _near(self, window: int) -> Segment:
+        """The n_local tokens from position `window` on."""
+        if not self.request.clock.running:
+            return self.store.since(window - self._away)
+        rows = self._positions(window, window + self.n_local)
+        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
 
     def unrepeatable(self) -> str | None:
-        return super().unrepeatable() or (None if self.plan is None else "its window moves on with every token")
+        if self.plan is not None and self.far_end < self.sealed - self.n_local:
+            return "no token leaves its window yet"
+        return super().unrepeatable()
+
+    def count_repeated(self, steps: int) -> None:
+        super().count_repeated(steps)
+        self.far_end += steps
 
     def _moved(self, start: int, end: int) -> Tensor:
         """Keys of tokens outside the host's blocks, as if they stood at position 0."""
-        away = self.middle.length if self.middle is not None and start else 0
-        return self.angles.move(self.store.k[:, :, start - away : end - away], _range(start, end, self.store.k), 0)
+        positions = self._positions(start, end)
+        keys = self.store.k_rows.index_select(2, positions - self._away if start else positions)
+        return self.angles.move(keys, positions, 0)
 
     def _spend_so_far(self) -> tuple[int, int]:
         """n_local and blocks to read at prefill; everything is local while that is little."""
@@ -228,7 +263,10 @@ class InfLLMLayer(SelectLayer):
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
         """The queries at positions from `first`, as if they stood n_local - 1 after all far keys."""
-        return self.angles.move(q, _range(first, first + q.shape[2], q), self.n_local - 1)
+        return self.angles.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
+
+    def _positions(self, start: int, end: int) -> Tensor:
+        return self.request.clock.places(start, end - start, self.request.device)
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
         """One softmax over blocks read, first tokens and window. q, far_q [B H T D] at positions from `first`."""
@@ -252,13 +290,12 @@ class InfLLMLayer(SelectLayer):
 
     def _read_rest(self, q: Tensor, far_q: Tensor, first: int) -> Iterator[_Part]:
         """Tokens outside the blocks: far ones up to the last query's window, local ones from the first query's on."""
-        size, last = self.method.block, first + q.shape[3] - 1
-        queries = _range(first, last + 1, q).unsqueeze(1)
-        after_blocks = self.method.n_init + self.blocks * size
-        spans = [(0, self.method.n_init), (after_blocks, last + 1)] if self.blocks else [(0, last + 1)]
+        last = first + q.shape[3] - 1
+        queries = self._positions(first, last + 1).unsqueeze(1)
+        spans = [(0, self.method.n_init), (self._after, last + 1)] if self.blocks else [(0, last + 1)]
         for start, end in spans:
             k, v = (x[:, :, start:end] for x in (self.store.k, self.store.v))
-            positions = _range(start, end, q)
+            positions = self._positions(start, end)
             distance = queries - positions  # [T S]
             if (far := min(end, last - self.n_local + 1) - start) > 0:
                 logits = self._logits(far_q, self._moved(start, start + far))
@@ -284,7 +321,3 @@ class InfLLMLayer(SelectLayer):
     @staticmethod
     def _logits(q: Tensor, k: Tensor) -> Tensor:
         return q @ k.unsqueeze(2).transpose(-1, -2)
-
-
-def _range(start: int, end: int, like: Tensor) -> Tensor:
-    return torch.arange(start, end, device=like.device)

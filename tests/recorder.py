@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from methods.clock import RecordingError
 
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
+WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
 class Tape(TorchDispatchMode):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from harness.bench.arguments import UsageError
+
 KINDS = ("layer", "decode", "ops", "generate", "kvpress")
 
 
@@ -12,7 +14,11 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
         print(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
-    made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
+    try:
+        made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
     return made
 
 

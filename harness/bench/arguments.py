@@ -8,6 +8,10 @@ from pathlib import Path
 from harness.bench.calibrate import DTYPES
 
 
+class UsageError(ValueError):
+    """The command line asks for what cannot be; the message says what to ask for."""
+
+
 def budget(text: str) -> float:
     """A number of tokens, or with a point a share of the prompt."""
     return float(text) if "." in text else int(text)

@@ -20,6 +20,7 @@ from harness.bench import arguments, calibrate, methods, output
 from harness.bench.measure import estimate, ratios
 from harness.bench.synthetic import Shape
 from harness.engine import Engine, Generation
+from harness.graph import CudaGraphs
 from harness.hf import routed
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
@@ -37,7 +38,8 @@ class Decoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
-        self.engine, self.new, self.question = Engine(kv), options.new, prompt[:, :0]
+        self.engine = Engine(kv, recorder=CudaGraphs() if options.graphs else None)
+        self.new, self.question = options.new, prompt[:, :0]
         self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
         if options.synthetic:
             _shape(kv).fill(self.cache.layers, prompt.shape[1], attending=not kv.method.dense_prefill)
@@ -89,6 +91,8 @@ def measure(
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
         "seal_s": own.first.seal_s,
+        "graph_s": own.last.graph_s,
+        "plain_steps": own.engine.plain_steps,
         "attended_prompt": made.attended_prompt,
         "device_bytes": made.kv.device_bytes,
         "host_bytes": made.kv.host_bytes,
@@ -137,7 +141,7 @@ def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse
         return (text * (tokens // len(text) + 1))[-tokens:]
     needed = tokens + options.new * (options.rounds + 1)
     if needed > loaded.window or tokens > len(text):
-        raise ValueError(
+        raise arguments.UsageError(
             f"--tokens {tokens} with its new tokens makes {needed}, and {loaded.name} has a window of {loaded.window}: "
             "use fewer, or --synthetic."
         )
@@ -167,6 +171,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
         output.column("KV device", "MiB", shown, mib("device_bytes")),
         output.column("KV host", "MiB", shown, mib("host_bytes")),
         output.column("moved", "MiB/step", shown, mib("moved_bytes_per_step")),
+        output.column("graph", "s", shown, lambda row: row["graph_s"]),
+        output.column("no graph because", "", shown, lambda row: row["plain_steps"], left=True),
         output.column("ran dense", "", shown, lambda row: row["fallback"], left=True),
     ]
 
@@ -179,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
     made.add_argument("--layers", type=int, help="of the random weights; all by default")
     made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
+    made.add_argument("--graphs", action="store_true", help="record decode steps as CUDA graphs, where that can be")
     arguments.add_method(made)
     arguments.add_run(made, rounds=5)
     return made
@@ -187,6 +194,10 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     options.synthetic |= options.shape is not None
+    if options.graphs and not options.device.startswith("cuda"):
+        raise arguments.UsageError(
+            f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them."
+        )
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
@@ -196,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> int:
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}; {filled}"
+        f"placement {options.placement}{', CUDA graphs' * options.graphs}; {filled}"
     )
     result = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
     folder = output.finish("decode", title, options, result, table(rows))

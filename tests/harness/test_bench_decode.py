@@ -72,7 +72,7 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40}
+    plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40, "graphs": False}
     return argparse.Namespace(**plain | {"placement": "device", "stale_by": 0, "calibration": prompt(64)} | changes)
 
 
@@ -168,3 +168,16 @@ def test_benchmarks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--graphs"], "--graphs needs --device cuda, and the device is cpu"),
+        (["--methods", "quset"], "method=quset is unknown: choose from full"),
+        (["--tokens", "9000"], "SmolLM2-135M-Instruct has a window of 8192: use fewer"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["decode", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""A decoder block around its attention: the products are torch's, what stands between two of them is one kernel.
+
+Rounded where kernels/block.py rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.block import Block, Head, Linear
+from kernels.gpu.common import padded, unfit_floats
+from kernels.gpu.weights import joint, unfit_weights
+
+TOKENS_AT_ONCE = 8192  # of a prompt: bounds the memory between the products
+_MOST_CHANNELS = 32768  # of a row that is normed, all at once
+_TURNED = 16  # tokens of a head
+_GATED = 512  # channels
+
+
+def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As in kernels/block.py."""
+    normed = _normed(x.flatten(0, 1), block.norm, block.eps)
+    q, k, v = _products(normed, joint(block)[0], block.q, block.k, block.v)
+    q, k = _turned(q, k, block, cos, sin, x.shape[0])
+    return normed.view(x.shape), q, k, v.view(*x.shape[:2], -1, block.head_dim).transpose(1, 2)
+
+
+def attention_inputs_refuses(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> str | None:
+    if cos.shape[-1] % 2:
+        return f"turns pairs of channels, got {cos.shape[-1]}"
+    return _unfit(x, block, cos, sin)
+
+
+def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+    rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
+    out = x.new_empty(rows.shape)
+    for some, seen, to in zip(*(part.split(TOKENS_AT_ONCE) for part in (rows, heads, out)), strict=True):
+        middle, normed = _added_and_normed(some, block.o(seen), block.mlp_norm, block.eps)
+        gate, up = _products(normed, joint(block)[1], block.gate, block.up)
+        torch.add(middle, block.down(_gated(gate, up)), out=to)
+    return out.view(x.shape)
+
+
+def block_output_refuses(x: Tensor, attended: Tensor, block: Block) -> str | None:
+    return _unfit(x, block, attended)
+
+
+def token_logits(x: Tensor, head: Head) -> Tensor:
+    return head.linear(_normed(x.flatten(0, 1), head.norm, head.eps)).unflatten(0, x.shape[:2])
+
+
+def token_logits_refuses(x: Tensor, head: Head) -> str | None:
+    return _unfit(x, head)
+
+
+def _unfit(x: Tensor, weights: Block | Head, *others: Tensor) -> str | None:
+    if x.shape[-1] > _MOST_CHANNELS:
+        return f"takes up to {_MOST_CHANNELS} channels, got {x.shape[-1]}"
+    if any(part.stride(-1) != 1 for part in (x, *others)):
+        return "needs the channels of a token side by side"
+    return unfit_weights(weights) or unfit_floats(x, weights.norm, *others)
+
+
+def _products(x: Tensor, whole: Linear | None, *parts: Linear) -> Sequence[Tensor]:
+    """x [N E] with each of the parts, or with the one matrix that they are slices of."""
+    if whole is None:
+        return [part(x) for part in parts]
+    return whole(x).split([len(part.weight) for part in parts], -1)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [N E]"""
+    out = x.new_empty(x.shape)
+    _run_norm(x, None, weight, None, out, eps)
+    return out
+
+
+def _added_and_normed(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added, and its norm. [N E]"""
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _run_norm(x, added, weight, total, out, eps)
+    return total, out
+
+
+def _run_norm(x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
+    rows, width = x.shape
+    wide = padded(width)
+    _norm[(rows,)](x, added, weight, total, out, eps, x.stride(0), width, wide, num_warps=min(16, max(1, wide // 512)))
+
+
+def _turned(q: Tensor, k: Tensor, block: Block, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """q [B*T H*D], k [B*T G*D], their heads normed where the model does that -> rotated: [B H T D], [B G T D]"""
+    (tokens, turning), dim = cos.shape[1:], block.head_dim
+    heads, groups = q.shape[1] // dim, k.shape[1] // dim
+    new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
+    at_once = min(_TURNED, triton.next_power_of_2(tokens))
+    per_sequence = [x.stride(0) if x.shape[0] > 1 else 0 for x in (cos, sin)]
+    _turn[(triton.cdiv(tokens, at_once), heads + groups, batch)](
+        q, k, new_q, new_k, block.q_norm, block.k_norm, cos, sin, block.eps, q.stride(0), k.stride(0), *per_sequence,
+        cos.stride(1), sin.stride(1), tokens, heads, groups, dim, turning // 2, padded(turning // 2, 1),
+        padded(dim - turning, 1), at_once, num_warps=1 if at_once == 1 else 4,
+    )  # fmt: skip
+    return new_q, new_k
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. [N F]"""
+    rows, width = gate.shape
+    out = gate.new_empty(gate.shape)
+    _gate[(rows, triton.cdiv(width, _GATED))](gate, up, out, gate.stride(0), up.stride(0), width, _GATED, num_warps=2)
+    return out
+
+
+@triton.jit
+def _rounded(x, like):
+    """x in fp32, as if it had been stored at `like`."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, WIDE)
+    there = channel < WIDTH
+    value = tl.load(x + row * xt + channel, mask=there, other=0.0).to(tl.float32)
+    if added is not None:
+        value += tl.load(added + row * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+        value = _rounded(value, total)
+        tl.store(total + row * WIDTH + channel, value, mask=there)
+    scaled = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    gain = tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + channel, gain * _rounded(scaled, out), mask=there)
+
+
+@triton.jit
+def _times(x, share, norm, at, there):
+    """Some channels of heads, normed."""
+    gain = tl.load(norm + at, mask=there, other=0.0).to(tl.float32)
+    return _rounded(gain * _rounded(x * share[:, None], norm), norm)
+
+
+@triton.jit
+def _turn_head(
+    x, out, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Channel i turns with channel i + HALF; those from 2 * HALF on stay as they are."""
+    token = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    channel = tl.arange(0, WIDE)
+    still = 2 * HALF + tl.arange(0, REST_WIDE)
+    there, beside = live[:, None] & (channel < HALF), live[:, None] & (still < DIM)
+    one = tl.load(x + token * xt + channel, mask=there, other=0.0).to(tl.float32)
+    two = tl.load(x + token * xt + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    rest = tl.load(x + token * xt + still, mask=beside, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = tl.sum(one * one, 1) + tl.sum(two * two, 1) + tl.sum(rest * rest, 1)
+        share = tl.rsqrt(squares / DIM + eps)
+        one = _times(one, share, norm, channel, channel < HALF)
+        two = _times(two, share, norm, HALF + channel, channel < HALF)
+        rest = _times(rest, share, norm, still, still < DIM)
+    c = tl.load(cos + token * ct + channel, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * st + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + token * DIM + channel, _rounded(one * c, out) - _rounded(two * s, out), mask=there)
+    c = tl.load(cos + token * ct + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * st + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + token * DIM + HALF + channel, _rounded(two * c, out) + _rounded(one * s, out), mask=there)
+    tl.store(out + token * DIM + still, rest, mask=beside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _turn(
+    q, k, new_q, new_k, q_norm, k_norm, cos, sin, eps, qt: tl.int64, kt: tl.int64, cb: tl.int64, sb: tl.int64,
+    ct: tl.int64, st: tl.int64, tokens, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one query head or of one KV head."""
+    first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    live = first + tl.arange(0, ROWS) < tokens
+    cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st
+    row = batch * tokens + first
+    if head < HEADS:
+        to = (batch * HEADS + head) * tokens + first
+        _turn_head(
+            q + row * qt + head * DIM, new_q + to * DIM, q_norm, cos, sin, eps, qt, ct, st, live, DIM, HALF, WIDE,
+            REST_WIDE, ROWS,
+        )  # fmt: skip
+    else:
+        group = head - HEADS
+        to = (batch * GROUPS + group) * tokens + first
+        _turn_head(
+            k + row * kt + group * DIM, new_k + to * DIM, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF, WIDE,
+            REST_WIDE, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate(gate, up, out, gt: tl.int64, ut: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = channel < WIDTH
+    opened = tl.load(gate + row * gt + channel, mask=there, other=0.0).to(tl.float32)
+    opened = _rounded(opened / (1.0 + tl.exp(-opened)), out)
+    value = tl.load(up + row * ut + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + channel, opened * value, mask=there)

@@ -1,0 +1,71 @@
+"""Rows of each KV head copied to and from a block of their own."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import unfit
+
+_TILE = 2048  # entries
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a copy asks for no dtype but its width
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """As in kernels/reference.py."""
+    out = x.new_empty((*rows.shape, x.shape[3]))
+    _run(x, rows, out, put=False)
+    return out
+
+
+def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
+    if x.element_size() not in _WORDS:
+        return f"takes entries of up to 8 bytes, got {x.dtype}"
+    if rows.dtype not in (torch.int64, torch.int32):
+        return f"takes rows as int64 or int32, got {rows.dtype}"
+    return unfit(x, rows) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
+
+
+def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """As in kernels/reference.py."""
+    _run(x, rows, values.contiguous(), put=True)
+
+
+def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:
+    if values.dtype != x.dtype:
+        return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
+    return gather_rows_refuses(x, rows) or unfit(values)
+
+
+def _run(x: Tensor, rows: Tensor, block: Tensor, put: bool) -> None:
+    batch, groups, count = rows.shape
+    dim, word = x.shape[3], _WORDS[x.element_size()]
+    wide = min(_TILE, triton.next_power_of_2(dim))
+    at_once = _TILE // wide
+    if block.numel():
+        _copy[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
+            x.view(word), rows.contiguous(), block.view(word), *x.stride()[:3], count, groups, dim, put, wide, at_once,
+            num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _copy(
+    x, rows, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one head, some of their channels."""
+    this = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
+    live = place < count
+    row = tl.load(rows + this * count + place, mask=live, other=0).to(tl.int64)
+    inside = x + this // GROUPS * xb + this % GROUPS * xg + row[:, None] * xt + channel
+    outside = block + (this * count + place)[:, None] * DIM + channel
+    there = live[:, None] & (channel < DIM)
+    if PUT:
+        tl.store(inside, tl.load(outside, mask=there), mask=there)
+    else:
+        tl.store(outside, tl.load(inside, mask=there), mask=there)

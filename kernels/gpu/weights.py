@@ -1,0 +1,66 @@
+"""What is found out once about the weights of a model: whether kernels may read them, which lie under one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from kernels.block import Block, Head, Linear
+
+_unfit: WeakKeyDictionary[Block | Head, str | None] = WeakKeyDictionary()
+_joint: WeakKeyDictionary[Block, tuple[Linear | None, Linear | None]] = WeakKeyDictionary()
+
+
+def unfit_weights(weights: Block | Head) -> str | None:
+    """Why no kernel can read them, or None."""
+    if weights not in _unfit:
+        _unfit[weights] = _check(_tensors(weights))
+    return _unfit[weights]
+
+
+def joint(block: Block) -> tuple[Linear | None, Linear | None]:
+    """One matrix for q, k and v, and one for gate and up, where they are slices of it (Phi-3's are); no copies."""
+    if block not in _joint:
+        _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
+    return _joint[block]
+
+
+def _check(tensors: Sequence[Tensor]) -> str | None:
+    kinds = {f"{x.dtype} on {x.device}" for x in tensors}
+    if len(kinds) > 1 or not all(x.is_contiguous() for x in tensors):
+        return f"takes contiguous weights of one dtype and device, got {', '.join(sorted(kinds))}"
+    return None
+
+
+def _tensors(weights: Block | Head | Linear) -> list[Tensor]:
+    found: list[Tensor] = []
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, Linear):
+            found += _tensors(value)
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
+
+
+def _joined(linears: Sequence[Linear]) -> Linear | None:
+    weight = _under_one_another([one.weight for one in linears])
+    biases = [one.bias for one in linears if one.bias is not None]
+    if weight is None or not biases:
+        return None if weight is None else Linear(weight)
+    bias = _under_one_another(biases) if len(biases) == len(linears) else None
+    return None if bias is None else Linear(weight, bias)
+
+
+def _under_one_another(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor whose rows are those of contiguous parts, if they follow one another in one storage."""
+    first = parts[0]
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

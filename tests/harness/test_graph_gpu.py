@@ -1,0 +1,36 @@
+"""What only a GPU can show: real CUDA graphs give the tokens of steps that are launched one by one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from harness.attach import attached
+from harness.engine import Engine, Generation
+from harness.graph import CudaGraphs
+from tests.harness.test_graph import repeatable
+from tests.methods.test_contract import NAMES
+from tests.tiny import prompt, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_gives_the_tokens_of_single_launches(name: str) -> None:
+    model, said = deepcopy(tiny("llama")).to("cuda"), []  # type: ignore[arg-type]
+    with attached(model, repeatable(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
+        engines: list[Any] = [Engine(kv), Engine(kv, recorder=CudaGraphs())]
+        for seed in range(3):  # the second and third graph take over the memory of the one before
+            made: list[Generation] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in engines]
+            assert made[0].tokens == made[1].tokens
+            said.append(made[1])
+    assert engines[1].plain_steps is None
+    assert all(generation.graph_s for generation in said)
