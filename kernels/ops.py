@@ -18,15 +18,15 @@ segment_attention_with_lse = Op(
     "segment_attention_with_lse", triton="kernels.gpu.decode", cpu="kernels.cpu.decode", torch="kernels.reference"
 )
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
-gather_rows = Op("gather_rows", cpu="kernels.cpu.copy", torch="kernels.reference")
-put_rows = Op("put_rows", cpu="kernels.cpu.copy", torch="kernels.reference")
+gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
+put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
 channel_scores = Op(
     "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
 )
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
-group_margins = Op("group_margins", cpu="kernels.cpu.choose", torch="kernels.reference")
+group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 log_sum_exp = Op("log_sum_exp", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 top_k = Op("top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
@@ -40,9 +40,9 @@ prefill_attention_with_column_sums = Op(
 pq_scores = Op("pq_scores", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
-attention_inputs = Op("attention_inputs", cpu="kernels.cpu.block", torch="kernels.block")
-block_output = Op("block_output", cpu="kernels.cpu.block", torch="kernels.block")
-token_logits = Op("token_logits", cpu="kernels.cpu.block", torch="kernels.block")
+attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

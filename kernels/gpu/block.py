@@ -104,6 +104,7 @@ def _turned(q: Tensor, k: Tensor, block: Block, cos: Tensor, sin: Tensor, batch:
         q, k, new_q, new_k, block.q_norm, block.k_norm, cos, sin, block.eps, q.stride(0), k.stride(0), *per_sequence,
         cos.stride(1), sin.stride(1), tokens, heads, groups, dim, turning // 2, padded(turning // 2, 1),
         padded(dim - turning, 1), at_once, num_warps=1 if at_once == 1 else 4,
+        enable_fp_fusion=False,  # else a sum of two rounded products becomes one fused step without the rounding
     )  # fmt: skip
     return new_q, new_k
 

@@ -1,4 +1,8 @@
-"""Softmax over candidates: each row's log-sum-exp, and from it the weights of a group."""
+"""Softmax over candidates: each row's log-sum-exp, and from it the weights of a group; margins to the largest.
+
+`top_k` has no kernel here: torch.topk selects by radix with several blocks for each long row, sorts nothing when not
+asked to, never waits for the host and can be captured.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, unfit
+from kernels.gpu.common import DTYPES, padded, unfit
 
 _PIECE = 4096  # of a row: a longer one is summed in pieces, and then the pieces
 _BLOCK = 1024
@@ -42,6 +46,26 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
+    return _unfit(logits)
+
+
+def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
+    """As in kernels/reference.py. The largest logits of the pieces of each row come first, then the margins."""
+    batch, groups, heads, count = logits.shape
+    logits, pieces = logits.contiguous(), triton.cdiv(count, _PIECE)
+    tops = logits.new_empty((batch * groups, pieces, heads), dtype=torch.float32)
+    out = logits.new_empty((batch, groups, candidates), dtype=torch.float32)
+    near = torch.empty((batch, groups), dtype=torch.int64, device=logits.device)
+    side = min(_BLOCK, triton.next_power_of_2(count))
+    _tops[(batch * groups, pieces, heads)](logits, tops, near, count, _PIECE, side, num_warps=4)
+    if candidates:
+        _margins[(triton.cdiv(candidates, _BLOCK), batch * groups)](
+            logits, tops, out, near, reach, count, candidates, pieces, heads, padded(pieces, 1), _BLOCK, num_warps=4
+        )
+    return out, near
+
+
+def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str | None:
     return _unfit(logits)
 
 
@@ -82,3 +106,38 @@ def _weights(x, lse, out, scale, count, HEADS: tl.constexpr, SUM: tl.constexpr, 
         weight = tl.exp(value * scale - tl.load(lse + row))
         found = found + weight if SUM else tl.maximum(found, weight)
     tl.store(out + this.to(tl.int64) * count + at, found, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of a piece of a row; and no candidate of the group is counted yet."""
+    this, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, heads = tl.num_programs(1), tl.num_programs(2)
+    row = (this * heads + head).to(tl.int64)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    end = tl.minimum((piece + 1) * PIECE, count)
+    for start in range(piece * PIECE, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(x + row * count + at, mask=at < end, other=float("-inf")).to(tl.float32))
+    tl.store(tops + (this * pieces + piece) * heads + head, tl.max(top, 0))
+    if piece + head == 0:
+        tl.store(near + this, 0)
+
+
+@triton.jit(do_not_specialize=["count", "candidates", "pieces"])
+def _margins(
+    x, tops, out, near, reach, count, candidates, pieces, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a block of candidates, and how many of them are within reach: whole numbers, so their order is no matter."""
+    this, piece = tl.program_id(1), tl.arange(0, PIECES)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < candidates
+    margin = tl.full([BLOCK], float("-inf"), tl.float32)
+    for head in range(HEADS):
+        of_head = tops + (this * pieces + piece) * HEADS + head
+        top = tl.max(tl.load(of_head, mask=piece < pieces, other=float("-inf")), 0)
+        row = (this * HEADS + head).to(tl.int64)
+        margin = tl.maximum(margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top)
+    tl.store(out + this.to(tl.int64) * candidates + at, margin, mask=live)
+    tl.atomic_add(near + this, tl.sum((live & (margin >= -reach)).to(tl.int64), 0))

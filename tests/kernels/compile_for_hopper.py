@@ -14,22 +14,26 @@ import torch
 torch.cuda.is_available = lambda: True
 
 import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels import ops  # noqa: E402
-from kernels.gpu import common, kmeans, prefill  # noqa: E402
+from kernels.block import Block, Head  # noqa: E402
+from kernels.gpu import block, common, copy, kmeans, prefill  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
+from tests.kernels.test_block import drawn  # noqa: E402
 
 # of each operation: group sizes and head dims that are no powers of two, chosen rows, lengths that need several pieces
 CASES = (
     "segment_attention-gqa8-dim96-three", "segment_attention-gqa4-dim128-per-head", "merge_attention-three",
     "prefill_attention-gqa8-dim96-43of131", "prefill_attention_with_column_sums-dim128-70of140",
     "column_sums-dim96-17of51", "row_scores-dim256-g4-128", "channel_scores-g4-16x4100", "channel_sums-g3-5x31",
-    "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_scores-m2b6-g4", "pq_weights-m4b8-g3",
-    "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned",
+    "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum", "group_weights-g8-333-largest",
+    "pq_scores-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned",
 )  # fmt: skip
+BLOCKS = ("smollm", "qwen3", "dim96-prompt")
 
 
 class Hopper:
@@ -45,6 +49,12 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
+def compile_block(layer: Block, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _, q, _, _ = block.attention_inputs(x, layer, cos, sin)
+    block.block_output(x, q, layer)
+    block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))
+
+
 def main(dtypes: list[str]) -> None:
     compiled: dict[str, set[int]] = {}
     launch = JITFunction.run
@@ -53,6 +63,8 @@ def main(dtypes: list[str]) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], self
         assert kernel.metadata.shared <= common._SHARED, f"{self.__name__} asks for {kernel.metadata.shared} bytes"
+        if self is block._turn:
+            assert "fma" not in kernel.asm["ptx"], "each product of a rotation is rounded, as in torch"
         compiled.setdefault(f"{self.__module__}.{self.__name__}", set()).add(id(kernel))
         return kernel
 
@@ -65,6 +77,11 @@ def main(dtypes: list[str]) -> None:
         assert not isinstance(op._import("triton"), str), op._import("triton")
         for dtype in dtypes:
             op._load("triton")[0](*converted(found[name].args, getattr(torch, dtype)))
+    for dtype in dtypes:
+        for shape in BLOCKS:
+            compile_block(*drawn(shape, getattr(torch, dtype)))
+        x = torch.zeros(1, 2, 50, 128, dtype=getattr(torch, dtype))
+        copy.put_rows(x, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
     widest = torch.zeros(1, 1, 200, 256, dtype=torch.bfloat16)
     prefill.prefill_attention_with_column_sums(widest, widest, widest, 1.0)
     x = torch.zeros(3, 500, 32)

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import block as reference
 from kernels import ops
 from kernels.block import Block, Head, Linear
-from kernels.dispatch import use_backend
+from kernels.dispatch import REFERENCE, use_backend
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # channels, heads, KV heads, head size, MLP channels, bias, norm of heads, channels that turn, sequences, tokens
 SHAPES = {
     "smollm": (576, 9, 3, 64, 1536, False, False, 64, 1, 1),
@@ -16,6 +21,8 @@ SHAPES = {
     "qwen3": (128, 8, 2, 16, 160, True, True, 16, 3, 1),
     "partial-rotary": (96, 4, 4, 24, 100, False, False, 12, 8, 1),
     "many-sequences": (96, 4, 2, 24, 100, False, False, 24, 9, 1),
+    "gqa8-dim128-prompt": (64, 8, 1, 128, 96, False, False, 128, 2, 19),
+    "dim96-prompt": (70, 4, 4, 96, 130, True, True, 72, 1, 17),
     "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
     "qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 5),
     "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 2200),
@@ -44,30 +51,94 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor
     return block, random(batch, tokens, channels), both.cos().to(dtype), both.sin().to(dtype)
 
 
+def drawn_in_slices(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor]:
+    """The same with q, k and v slices of one matrix, and gate and up of another: Phi-3."""
+    block, *inputs = drawn(shape, dtype)
+    (q, k, v), (gate, up) = slices(block.q, block.k, block.v), slices(block.gate, block.up)
+    return replace(block, q=q, k=k, v=v, gate=gate, up=up), *inputs
+
+
+def slices(*parts: Linear) -> list[Linear]:
+    sizes = [len(part.weight) for part in parts]
+    weights = torch.cat([part.weight for part in parts]).split(sizes)
+    biases = [part.bias for part in parts if part.bias is not None]
+    joined = torch.cat(biases).split(sizes) if biases else [None] * len(sizes)
+    return [Linear(*pair) for pair in zip(weights, joined, strict=True)]
+
+
+def results(backend: str, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Of all three operations, each from the reference's inputs; skips where the backend refuses."""
+    head = Head(1e-5, block.norm, Linear(block.up.weight, block.up.bias))
+    q = reference.attention_inputs(x, block, cos, sin)[1]
+    with use_backend(backend):
+        if reason := ops.attention_inputs.refusal(backend, x, block, cos, sin):
+            pytest.skip(reason)
+        made = ops.attention_inputs(x, block, cos, sin)
+        return [*made, ops.block_output(x, q, block), ops.token_logits(x, head)]
+
+
 def close(ours: Tensor, theirs: Tensor) -> None:
-    tolerance = 2e-5 if theirs.dtype == torch.float32 else 3e-2
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[theirs.dtype]
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_block_equals_plain_torch(shape: str, dtype: str) -> None:
-    block, x, cos, sin = drawn(shape, DTYPES[dtype])
-    if (reason := ops.attention_inputs.refusal("cpu", x, block, cos, sin)) is not None:
-        pytest.skip(reason)
-    head = Head(1e-5, block.norm, Linear(block.up.weight, block.up.bias))
-    made: dict[str, list[Tensor]] = {}
-    for backend in ("cpu", "torch"):
-        with use_backend(backend):
-            normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
-            made[backend] = [normed, q, k, v, ops.block_output(x, q, block), ops.token_logits(x, head)]
-    for ours, theirs in zip(made["cpu"], made["torch"], strict=True):
-        assert ours.shape == theirs.shape
+    inputs = drawn(shape, DTYPES[dtype])
+    for ours, theirs in zip(results("cpu", *inputs), results(REFERENCE, *inputs), strict=True):
         close(ours, theirs)
 
 
-def test_float16_is_left_to_torch() -> None:
-    block, x, *_ = drawn("qwen3", torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith("long")])  # an interpreter is slow
+def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("kernels.gpu.block"), "TOKENS_AT_ONCE", 16)
+    inputs = drawn(shape, DTYPES[dtype])
+    for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-prompt", "partial-rotary", "odd", "dim96-prompt"])
+@pytest.mark.parametrize("make", [drawn, drawn_in_slices])
+def test_triton_rounds_where_torch_rounds(make: Callable[..., Any], shape: str) -> None:
+    """float16 on the CPU: its interpreter cuts bfloat16 off. What differs is a sum that falls on an edge."""
+    inputs = make(shape, torch.float16)
+    for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
+        close(ours, theirs)
+        assert (ours == theirs).float().mean() > 0.99
+
+
+def test_slices_of_one_matrix_are_one_product() -> None:
+    weights = pytest.importorskip("kernels.gpu.weights")
+    for shape in ("odd", "partial-rotary"):
+        block = drawn_in_slices(shape, torch.float32)[0]
+        whole, pair = weights.joint(block)
+        for got, parts in ((whole, (block.q, block.k, block.v)), (pair, (block.gate, block.up))):
+            assert torch.equal(got.weight, torch.cat([part.weight for part in parts]))
+            assert got.weight.data_ptr() == parts[0].weight.data_ptr()
+            assert (got.bias is None) == (parts[0].bias is None)
+            assert got.bias is None or torch.equal(got.bias, torch.cat([part.bias for part in parts]))
+        apart, no_bias = replace(block, k=Linear(block.k.weight.clone(), block.k.bias)), Linear(block.up.weight)
+        assert weights.joint(apart)[0] is None
+        assert (weights.joint(replace(block, up=no_bias))[1] is None) == (shape == "odd")
+
+
+def test_what_no_backend_can_take_is_left_to_torch() -> None:
+    block, x, cos, sin = drawn("qwen3", torch.float32)
     reason = ops.block_output.refusal("cpu", x.half(), x, block)
     assert reason is not None
     assert "float16" in reason or "import failed" in reason
+    pytest.importorskip("triton")
+    mixed = replace(block, q_norm=x[0, 0, :16].half())
+    with use_backend("triton"):
+        for refused in (
+            ops.attention_inputs.refusal("triton", x, mixed, cos, sin),
+            ops.attention_inputs.refusal("triton", x, block, cos.half(), sin),
+            ops.attention_inputs.refusal("triton", x, block, cos[..., :5], sin[..., :5]),
+            ops.block_output.refusal("triton", x.half(), x, block),
+            ops.block_output.refusal("triton", x, x.transpose(0, 2), block),
+            ops.token_logits.refusal("triton", x.double(), Head(1e-5, block.norm, block.up)),
+        ):
+            assert refused is not None

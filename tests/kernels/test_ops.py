@@ -141,6 +141,23 @@ def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
     assert torch.equal(x[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 37])
+@pytest.mark.parametrize("backend", ops.put_rows.targets)
+def test_rows_of_any_dtype_are_moved_as_they_are(dtype: torch.dtype, count: int, backend: str) -> None:
+    """Codes, masks, and pages so wide that a row is more than one tile."""
+    for width in (3, 96, 2100):
+        x = (100 * random(1, 2, 3, 42, width)).abs().to(dtype)[:, :, 2:]
+        rows = pick(2, 2, 3, 40, count).int()
+        empty = torch.zeros_like(x)
+        with use_backend(backend):
+            got = ops.gather_rows(x, rows)
+            ops.put_rows(empty, rows.long(), got)
+        wanted = x.gather(2, rows.long().unsqueeze(-1).expand(-1, -1, -1, width))
+        assert torch.equal(got, wanted)
+        assert torch.equal(empty, torch.zeros_like(x).scatter(2, rows.long().unsqueeze(-1).expand_as(got), got))
+
+
 def test_prefill_is_causal_from_the_bottom_right() -> None:
     q, k, v = random(1, 1, 4, 3, 16), stored(2, 1, 2, 10, 16), stored(3, 1, 2, 10, 16)
     got = reference.prefill_attention(q, k, v, 0.25)
