@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels.block import Linear
+
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
     """Keys and values, each once; rows that several query heads choose for themselves count for each."""
     total = 0
-    for k, v, rows in segments:
+    for k, v, rows, _ in segments:
         tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()
         total += tokens * (k.shape[3] + v.shape[3]) * k.element_size()
     return total
@@ -19,6 +21,10 @@ def _segments(q: Tensor, segments: Any, scale: float) -> int:
 
 def _whole(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _weights(*linears: Linear) -> int:
+    return _whole(*(part for one in linears for part in (one.weight, one.bias) if part is not None))
 
 
 _READ: dict[str, Callable[..., int]] = {
@@ -43,6 +49,9 @@ _READ: dict[str, Callable[..., int]] = {
     "column_sums": lambda q, k, scale: _whole(k),
     "prefill_attention": lambda q, k, v, scale: _whole(k, v),
     "prefill_attention_with_column_sums": lambda q, k, v, scale: _whole(k, v),
+    "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
+    "block_output": lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
+    "token_logits": lambda x, head: _weights(head.linear),
 }
 
 
