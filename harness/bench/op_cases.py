@@ -1,4 +1,7 @@
-"""The operations at the shapes that methods call them with: one layer, one sequence, `budget` of `tokens` chosen."""
+"""The operations at the shapes that methods call them with: one layer, one sequence, `budget` of `tokens` chosen.
+
+Those of the model around a method run on one token, in a model whose channels are those of all query heads.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.bench.synthetic import Shape
+from kernels.block import Block, Head, Linear
 from kernels.reference import Segment
 
 ROOM = 64  # rows that a store keeps free behind the prompt
@@ -23,6 +27,8 @@ RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
 WINDOW = 32  # queries: SnapKV's
 CODES = ((2, 6), (4, 8))  # sub-vectors and bits: PQCache's default, and whole bytes
 ROUNDS = 10  # of k-means
+INNER = 3.5  # channels of the MLP, of the model's: Llama 3's
+WORDS = 32768  # of the vocabulary
 
 
 class Case(NamedTuple):
@@ -93,6 +99,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield from _quantised(inputs)
     yield from _rows(inputs)
     yield from _prefill(inputs)
+    yield from _model(inputs)
 
 
 def _attention(x: Inputs) -> Iterator[Case]:
@@ -162,3 +169,21 @@ def _prefill(x: Inputs) -> Iterator[Case]:
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
     yield Case("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
     yield Case("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)
+
+
+def _model(x: Inputs) -> Iterator[Case]:
+    channels, groups, dim = x.shape.heads * x.shape.head_dim, x.shape.kv_heads * x.shape.head_dim, x.shape.head_dim
+    inner = round(INNER * channels)
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear(x.random(rows, columns))
+
+    block = Block(
+        dim, 1e-5, x.random(channels), linear(channels, channels), linear(groups, channels), linear(groups, channels),
+        None, None, linear(channels, channels), x.random(channels), linear(inner, channels), linear(inner, channels),
+        linear(channels, inner),
+    )  # fmt: skip
+    token, what = x.random(1, 1, channels), f"a token of {channels}"
+    yield Case("attention_inputs", what, (token, block, *x.shape.rope(torch.tensor([x.tokens]))))
+    yield Case("block_output", what, (token, x.q, block))
+    yield Case("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
