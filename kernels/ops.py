@@ -6,6 +6,7 @@ from kernels.dispatch import Op
 
 prefill_attention = Op(
     "prefill_attention",
+    flash="kernels.flash",
     triton="kernels.gpu.prefill",
     cpu="kernels.cpu.prefill",
     sdpa="kernels.sdpa",

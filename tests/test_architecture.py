@@ -29,7 +29,7 @@ ALLOWED = {
 }  # fmt: skip
 TRANSFORMERS = {f"harness/{name}.py" for name in ("hf", "forward", "attach", "calibration")}  # and harness/models/
 HYDRA = {"harness/__main__.py", "harness/compose.py", "harness/errors.py"}  # engine and benchmarks do without
-METHODS_KNOWN_TO_THE_HARNESS = {"methods.base", "methods.budget", "methods.full", "methods.layers", "methods.stores"}
+METHODS_KNOWN_TO_THE_HARNESS = {f"methods.{name}" for name in ("base", "budget", "clock", "full", "layers", "stores")}
 
 
 def imports(file: Path) -> Iterator[str]:

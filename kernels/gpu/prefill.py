@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.dispatch import forced_backend
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import padded, product, split, stages, unfit_heads
@@ -28,8 +29,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    if q.shape[2] == k.shape[2]:
-        return "leaves whole prompts to torch's attention, which needs a mask for later chunks alone"
+    if q.shape[2] == k.shape[2] and q.element_size() == 2 and forced_backend() is None:
+        return "leaves whole prompts to torch's fused attention; later chunks and float32 would make it write weights"
     return unfit_heads(q, k, v)
 
 
