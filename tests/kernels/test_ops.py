@@ -142,13 +142,13 @@ def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 37])
+@pytest.mark.parametrize("count", [0, 1, 19])
 @pytest.mark.parametrize("backend", ops.put_rows.targets)
 def test_rows_of_any_dtype_are_moved_as_they_are(dtype: torch.dtype, count: int, backend: str) -> None:
     """Codes, masks, and pages so wide that a row is more than one tile."""
-    for width in (3, 96, 2100):
-        x = (100 * random(1, 2, 3, 42, width)).abs().to(dtype)[:, :, 2:]
-        rows = pick(2, 2, 3, 40, count).int()
+    for width in (3, 96, 2050):
+        x = (100 * random(1, 1, 2, 42, width)).abs().to(dtype)[:, :, 2:]
+        rows = pick(2, 1, 2, 40, count).int()
         empty = torch.zeros_like(x)
         with use_backend(backend):
             got = ops.gather_rows(x, rows)
