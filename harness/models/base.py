@@ -112,11 +112,20 @@ class ModelSource(ABC):
         name, revision, weights = self.identity()
         tokenizer = self.tokenizer()
         _quiet()
+        _make_current(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
         _align(model)
         limit = min(self.context_window(), sliding_window(model.config) or self.context_window())
         return LoadedModel(model, tokenizer, name, revision, limit, eos_ids(model, tokenizer), weights)
+
+
+def _make_current(device: str) -> None:
+    """Kernels are launched and graphs recorded on the current device, which would be the first."""
+    import torch
+
+    if ":" in device:
+        torch.cuda.set_device(device)
 
 
 def _align(model: PreTrainedModel) -> None:

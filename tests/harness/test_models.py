@@ -487,3 +487,13 @@ def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
     ours = SmolLM2().load("fp32", "cpu").model.state_dict()
     for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.29.self_attn.k_proj", "layers.7.mlp.down_proj"):
         assert torch.equal(ours[f"model.{name}.weight"], theirs[f"model.{name}.weight"])
+
+
+def test_a_numbered_gpu_becomes_the_current_one_before_the_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(Random, "build", lambda *_: seen.append("built") or tiny("llama"))
+    for device in ("cuda:1", "cuda", "cpu"):
+        Random("tiny", 2, 0, "auto").load("fp32", device)
+    assert seen == ["cuda:1", "built", "built", "built"]
