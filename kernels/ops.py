@@ -29,7 +29,7 @@ channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cp
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 log_sum_exp = Op("log_sum_exp", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
-top_k = Op("top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
+top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
 column_sums = Op("column_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.column_sums")
 prefill_attention_with_column_sums = Op(

@@ -1,8 +1,4 @@
-"""Softmax over candidates: each row's log-sum-exp, and from it the weights of a group; margins to the largest.
-
-`top_k` has no kernel here: torch.topk selects by radix with several blocks for each long row, sorts nothing when not
-asked to, never waits for the host and can be captured.
-"""
+"""Softmax over candidates: each row's log-sum-exp, and from it the weights of a group; margins to the largest."""
 
 from __future__ import annotations
 

@@ -56,6 +56,9 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     def grouped(q: Tensor) -> Tensor:
         return q.view(1, 8, 4, 128)
 
+    def best(scores: Tensor) -> Tensor:
+        return scores.gather(-1, ops.top_k(scores, 300)).sort(-1).values
+
     def put(values: Tensor) -> Tensor:
         held = torch.zeros_like(k[:, :, :64])
         ops.put_rows(held, places, values)
@@ -70,6 +73,7 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "codes", lambda q: ops.pq_weights(q, centroids, codes, 0.09)
     yield "keys", lambda _: ops.rebuild_keys(u, basis, rows, angles.cos(), angles.sin())
     yield "margins", lambda q: ops.group_margins(ops.row_scores(grouped(q), k), count - 9, 5.0)[0]
+    yield "best", lambda q: best(ops.row_scores(grouped(q), k))
     yield "gathered rows", lambda _: ops.gather_rows(k, rows)
     yield "gathered codes", lambda _: ops.gather_rows(codes, rows).float()
     yield "put rows", lambda q: put(grouped(q))

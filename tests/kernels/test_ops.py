@@ -141,6 +141,18 @@ def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
     assert torch.equal(x[untouched], before[untouched])
 
 
+@pytest.mark.parametrize(("count", "among"), [(7, 60), (900, 5000), (5000, 32_768), (10_000, 70_001)])
+def test_triton_takes_the_first_of_equal_scores(count: int, among: int) -> None:
+    """In one launch or two, and bfloat16 has many that are equal."""
+    scores = random(1, 2, 3, among + 2).bfloat16()[..., 1:-1]
+    wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    with use_backend("triton"):
+        if reason := ops.top_k.refusal("triton", scores, count):
+            pytest.skip(reason)
+        got = ops.top_k(scores, count)
+    assert torch.equal(got.sort(-1).values, wanted.sort(-1).values)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 19])
 @pytest.mark.parametrize("backend", ops.put_rows.targets)

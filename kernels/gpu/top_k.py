@@ -1,0 +1,98 @@
+"""The largest of each row, by a search for the smallest of them over its 32 bits: one kernel that holds a whole row.
+
+torch.topk launches some twenty kernels for a long row. A row longer than one program holds is cut, and the best of its
+pieces are chosen from in a second launch; many of a very long row are left to torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import DTYPES, padded, unfit
+
+_HELD = 32768  # entries, in the registers of a program
+_PLACED = 4096  # of them, at once
+_LEAST = tl.constexpr(-(2**31))
+
+
+def top_k(scores: Tensor, count: int) -> Tensor:
+    """As in kernels/reference.py; of equal scores the first in the row are taken."""
+    rows = (scores if scores.stride(-1) == 1 else scores.contiguous()).flatten(0, -2)
+    if not (count and len(rows)):
+        return torch.empty((*scores.shape[:-1], count), dtype=torch.int64, device=scores.device)
+    out, keys = _select(rows, None, count, _pieces(scores))
+    if keys is not None:
+        out, _ = _select(keys, out, count, 1)
+    return out.view(*scores.shape[:-1], count)
+
+
+def top_k_refuses(scores: Tensor, count: int) -> str | None:
+    if scores.dtype not in DTYPES or scores.dim() < 2:
+        return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
+    if count > scores.shape[-1]:
+        return "leaves the error for too large a count to torch"
+    if (pieces := _pieces(scores)) > 1 and pieces * count > _HELD:
+        return f"chooses up to {_HELD // pieces} of {scores.shape[-1]}, got {count}"
+    return unfit(scores)
+
+
+def _pieces(scores: Tensor) -> int:
+    return triton.cdiv(scores.shape[-1], _HELD)
+
+
+def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[Tensor, Tensor | None]:
+    """Indices of the best of each piece of rows x [N S], or their names [N S], and of several pieces the keys too."""
+    rows, size = x.shape
+    out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
+    keys = torch.empty((rows, pieces * count), dtype=torch.int32, device=x.device) if pieces > 1 else None
+    wide = padded(triton.cdiv(size, pieces))
+    _best[(rows, pieces)](
+        x, names, out, keys, x.stride(0), size, count, wide, min(wide, _PLACED), num_warps=min(32, max(1, wide // 256))
+    )
+    return out, keys
+
+
+@triton.jit
+def _keys(x, at, live):
+    """Integers that compare as the numbers do; those of an earlier launch are such already."""
+    value = tl.load(x + at, mask=live, other=0)
+    if value.dtype != tl.int32:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(live, value, _LEAST)
+
+
+@triton.jit(do_not_specialize=["size", "count"])
+def _best(x, names, out, keys, xt: tl.int64, size, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """The `count` best of a piece of a row."""
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, end = piece * size // pieces, (piece + 1) * size // pieces
+    x += row * xt
+    whole = first + tl.arange(0, BLOCK)
+    held = _keys(x, whole, whole < end)
+    smallest = tl.full([], _LEAST, tl.int32)
+    bit = smallest  # the highest
+    while bit != 0:  # from above: are there enough that have this bit too?
+        tried = smallest ^ bit
+        enough = tl.sum((held >= tried).to(tl.int32), 0)
+        smallest = tl.where(enough >= count, tried, smallest)
+        bit = tl.where(enough == count, 0, (bit >> 1) & 0x7FFFFFFF)
+    larger = tl.sum((held > smallest).to(tl.int32), 0)
+    seen = tl.full([], 0, tl.int32)  # of the larger ones, and above bit 16 of the equal ones
+    to = (row * pieces + piece) * count
+    for start in range(first, end, STEP):  # read again: what is held would not leave registers for this
+        at = start + tl.arange(0, STEP)
+        live = at < end
+        key = _keys(x, at, live)
+        is_larger, is_equal = key > smallest, (key == smallest) & live
+        found = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+        upto = seen + tl.cumsum(found, 0)
+        seen += tl.sum(found, 0)
+        place = tl.where(is_larger, upto & 0xFFFF, larger + ((upto >> 16) & 0xFFFF)) - 1
+        taken = is_larger | (is_equal & (place < count))
+        tl.store(out + to + place, at if names is None else tl.load(names + row * size + at, mask=taken), mask=taken)
+        if keys is not None:
+            tl.store(keys + to + place, key, mask=taken)
