@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
 from harness.bench.calibrate import DTYPES
-
-
-class UsageError(ValueError):
-    """The command line asks for what cannot be; the message says what to ask for."""
+from harness.models.base import ModelError, check_device
 
 
 def budget(text: str) -> float:
     """A number of tokens, or with a point a share of the prompt."""
     return float(text) if "." in text else int(text)
+
+
+def device(text: str) -> str:
+    """One that this machine has."""
+    try:
+        return check_device(text)
+    except ModelError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def add_shape(parser: ArgumentParser) -> None:
@@ -32,6 +37,6 @@ def add_method(parser: ArgumentParser) -> None:
 
 def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", type=device)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")

@@ -141,7 +141,7 @@ def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse
         return (text * (tokens // len(text) + 1))[-tokens:]
     needed = tokens + options.new * (options.rounds + 1)
     if needed > loaded.window or tokens > len(text):
-        raise arguments.UsageError(
+        raise ValueError(
             f"--tokens {tokens} with its new tokens makes {needed}, and {loaded.name} has a window of {loaded.window}: "
             "use fewer, or --synthetic."
         )
@@ -195,15 +195,15 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     options.synthetic |= options.shape is not None
     if options.graphs and not options.device.startswith("cuda"):
-        raise arguments.UsageError(
-            f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them."
-        )
+        raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
+    methods.chosen(options.methods)  # a wrong name is found now
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(source, max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION)
     rows = run(options, loaded, text, limits["read_gb_s"])
+    good = output.measured(rows)
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
@@ -211,7 +211,6 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     result = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
     folder = output.finish("decode", title, options, result, table(rows))
-    good = [row for row in rows if "error" not in row]
     labels = ("prompt tokens", "seconds per output token")
     output.lines(folder / "plot.png", good, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
     return 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.attach import attached
-from harness.bench import output
+from harness.bench import arguments, output
 from harness.bench.measure import Estimate, estimate, ratios
 from harness.engine import Engine
 from harness.models.base import LoadedModel
@@ -179,19 +179,23 @@ def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.bench generate", description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", type=arguments.device)
     parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
     parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
     source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
     models = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     exact = models.get("fp32") or source.load("fp32", options.device)
+    if (needed := max(options.tokens) + options.new) > exact.window:
+        raise ValueError(
+            f"--tokens and --new make {needed}, and {exact.name} has a window of {exact.window}: use fewer."
+        )
     text = torch.tensor([calibration_text(source, max(options.tokens) + TEXT)], device=exact.model.device)
     agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in models.items()}
     rows = []

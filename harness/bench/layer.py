@@ -182,16 +182,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
+    methods.chosen(options.methods)  # a wrong name is found now
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
     rows = run(options)
+    good = output.measured(rows)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
     result = {"limits": limits, "synthetic": True, "rows": rows}
     folder = output.finish("layer", title, options, result, table(rows, limits["read_gb_s"]))
-    good = [row for row in rows if "error" not in row]
     labels = ("prompt tokens", "times faster than Full")
     output.lines(folder / "plot.png", good, x="tokens", y="speedup", series="method", labels=labels, title=title)
     return 0

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from harness.bench.arguments import UsageError
 from harness.catalogue import entries
 from harness.plugins import build
 from methods.base import Method
@@ -21,7 +20,7 @@ def load(name: str, **changes: Any) -> Method:
     """`changes`: parameters in place of the yaml's."""
     file = next((entry.file for entry in entries("method") if entry.name == name), None)
     if file is None:
-        raise UsageError(f"method={name} is unknown: choose from {', '.join(names())}.")
+        raise ValueError(f"method={name} is unknown: choose from {', '.join(names())}.")
     method: Method = build(yaml.safe_load(file.read_text(encoding="utf-8")) | changes, "method")
     return method
 

@@ -20,6 +20,14 @@ PLACES = ("out", "python", "data_root")  # options that say where things lie on 
 Row = Mapping[str, Any]
 
 
+def measured(rows: Sequence[Row]) -> list[Row]:
+    """Those without an error; it is raised where there are no others."""
+    good = [row for row in rows if "error" not in row]
+    if not good:
+        raise ValueError(f"Nothing could be measured: {rows[0]['error']}")
+    return good
+
+
 def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any], left: bool = False) -> Column:
     """Numbers with three digits, an estimate as "median low-high"; None is empty."""
     return Column(head, unit, [_text(cell(row)) for row in rows], left)
