@@ -6,12 +6,12 @@ from __future__ import annotations
 PHASES = {
     "select": (
         "row_scores", "channel_scores", "channel_sums", "pq_scores", "pq_weights", "group_weights",
-        "group_margins", "log_sum_exp", "top_k", "column_sums", "kmeans",
+        "group_margins", "log_sum_exp", "top_k", "column_sums", "kmeans", "windowed_sums",
     ),
     "fetch": ("gather_rows", "put_rows", "rebuild_keys"),
     "attend": (
         "segment_attention", "segment_attention_with_lse", "merge_attention",
-        "prefill_attention", "prefill_attention_with_column_sums",
+        "prefill_attention", "prefill_attention_with_column_sums", "windowed_attention",
     ),
 }
 # fmt: on

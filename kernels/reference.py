@@ -76,8 +76,11 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """One softmax over parts that were attended to one by one, as with different queries. [B H 1 D], [B H] each"""
-    shares = torch.stack(tuple(lses)).softmax(0)[..., None, None]
+    """One softmax over parts that were attended to one by one, as with different queries.
+
+    outs [B H T D], lses [B H T], or [B H] of one token; of some part every query must have seen a key
+    """
+    shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
 

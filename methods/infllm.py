@@ -14,10 +14,10 @@ block that is read is moved and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -111,14 +111,6 @@ class InfLLM(Method):
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request)
         return [InfLLMLayer(spec, request, self, angles) for spec in specs]
-
-
-class _Part(NamedTuple):
-    """Stored tokens before the joint softmax."""
-
-    logits: Tensor  # [B G g T S]
-    v: Tensor  # [B G S D]
-    local_from: int | None = None  # position of the first token, where these are local ones
 
 
 class InfLLMLayer(SelectLayer):
@@ -270,40 +262,32 @@ class InfLLMLayer(SelectLayer):
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
         """One softmax over blocks read, first tokens and window. q, far_q [B H T D] at positions from `first`."""
-        batch, heads, new, dim = q.shape
-        q, far_q = (x.view(batch, self.spec.num_kv_heads, -1, new, dim) for x in (q, far_q))
-        parts = [*self._read_blocks(far_q), *self._read_rest(q, far_q, first)]
-        logits = torch.cat([part.logits for part in parts], -1).float() * self.spec.scale
-        weights = logits.softmax(-1).split([part.v.shape[2] for part in parts], -1)
-        for weight, part in zip(weights, parts, strict=True):
-            if part.local_from is not None:
-                drawn = self.mass[:, :, part.local_from : part.local_from + part.v.shape[2]]
-                drawn += weight.sum(3).flatten(1, 2)
-        outs = [weight.to(part.v.dtype) @ part.v.unsqueeze(2) for weight, part in zip(weights, parts, strict=True)]
-        return sum(outs[1:], outs[0]).view(batch, heads, new, dim)
+        end, scale = first + q.shape[2], self.spec.scale
+        outside = self._after if self.blocks else 0  # tokens from there on are in no block, nor first ones
+        far_end = end - self.n_local  # tokens before it are far, from the last query at least
+        near = max(outside, first - self.n_local + 1)
+        k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
+        parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
+        if self.blocks:
+            keys, values = self._always(q)
+            parts.append(ops.windowed_attention(far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]))
+        if far_end > outside:
+            keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
+            parts.append(ops.windowed_attention(far_q, keys, values, scale, first - self.n_local - outside, end))
+        outs, lses = zip(*parts, strict=True)
+        drawn = ops.windowed_sums(q, k, torch.stack(lses).logsumexp(0), scale, first - near, self.n_local)
+        self.mass[:, :, near:end] += drawn
+        out: Tensor = ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0]
+        return out
 
-    def _read_blocks(self, far_q: Tensor) -> Iterator[_Part]:
+    def _always(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that all of these queries read as far: the first tokens and the chosen blocks."""
+        n_init, v = self.method.n_init, self.store.v
+        keys, values = self._moved(0, n_init), v[:, :, :n_init]
         if self.rows is None:
-            return
-        k, v = (ops.gather_rows(x[:, :, self.method.n_init :], self.rows) for x in (self.store.k, self.store.v))
-        yield _Part(self._logits(far_q, k), v)
-
-    def _read_rest(self, q: Tensor, far_q: Tensor, first: int) -> Iterator[_Part]:
-        """Tokens outside the blocks: far ones up to the last query's window, local ones from the first query's on."""
-        last = first + q.shape[3] - 1
-        queries = self._positions(first, last + 1).unsqueeze(1)
-        spans = [(0, self.method.n_init), (self._after, last + 1)] if self.blocks else [(0, last + 1)]
-        for start, end in spans:
-            k, v = (x[:, :, start:end] for x in (self.store.k, self.store.v))
-            positions = self._positions(start, end)
-            distance = queries - positions  # [T S]
-            if (far := min(end, last - self.n_local + 1) - start) > 0:
-                logits = self._logits(far_q, self._moved(start, start + far))
-                yield _Part(logits.masked_fill(distance[:, :far] < self.n_local, float("-inf")), v[:, :, :far])
-            if (near := max(start, first - self.n_local + 1) - start) < end - start:
-                beyond = (distance[:, near:] < 0) | (distance[:, near:] >= self.n_local)
-                logits = self._logits(q, k[:, :, near:]).masked_fill(beyond, float("-inf"))
-                yield _Part(logits, v[:, :, near:], start + near)
+            return keys, values
+        blocks = [ops.gather_rows(x[:, :, n_init:], self.rows) for x in (self.store.k, v)]
+        return torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
 
     def _fill_blocks(self, seen: int) -> None:
         """Tokens that have left the window go into blocks as soon as they fill one."""
@@ -317,7 +301,3 @@ class InfLLMLayer(SelectLayer):
         means = per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
         self.representatives = torch.cat([self.representatives, means], 2)
         self.blocks = filled
-
-    @staticmethod
-    def _logits(q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.unsqueeze(2).transpose(-1, -2)

@@ -26,8 +26,6 @@ from methods.base import AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Requ
 from methods.card import Card
 from methods.layers import EvictLayer, sinks_and_recent
 
-_QUERIES_AT_ONCE = 256  # bounds the block of weights
-
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
@@ -93,12 +91,7 @@ class LMInfiniteLayer(EvictLayer):
             out: Tensor = ops.prefill_attention(x.q, self.store.k, self.store.v, self.spec.scale)
             return out
         self._note_first()
-        at = self._stored_positions()[0, 0]  # all heads keep the same
-        blocks, start, outs = x.q.split(_QUERIES_AT_ONCE, dim=2), x.start, []
-        for q in blocks:
-            outs.append(self._windowed(q, start, self.n_local, at))
-            start += q.shape[2]
-        return torch.cat(outs, 2)
+        return self._windowed(x.q, x.start, self.n_local)
 
     def keep(self, budget: int) -> Tensor:
         groups, device = self.spec.num_kv_heads, self.request.device
@@ -128,24 +121,29 @@ class LMInfiniteLayer(EvictLayer):
         count = min(self.method.n_init, self.store.length)
         self.first_keys = self.angles.undo(self.store.k[:, :, :count], torch.arange(count, device=self.request.device))
 
-    def _windowed(self, q: Tensor, start: int, n_local: int, at: Tensor) -> Tensor:
-        """Queries from position `start` on, stored tokens at positions `at` [S]. -> [B H t D]"""
-        query_at = torch.arange(start, start + q.shape[2], device=q.device)
-        low, high = (int(torch.searchsorted(at, p)) for p in (query_at[0] - n_local + 1, query_at[-1] + 1))
+    def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
+        """Queries from position `start` on. -> [B H T D]"""
+        count = self.first_keys.shape[2]
         k, v = self.store.k, self.store.v
-        distance = query_at.unsqueeze(1) - at[low:high]
-        near = self._logits(q, k[:, :, low:high], (distance >= 0) & (distance < n_local))
-        far_q = self.angles.move(q, query_at, n_local)
-        place = torch.zeros(1, dtype=torch.long, device=q.device)
-        first = self.angles.turn(self.first_keys, place).to(k.dtype)
-        count = first.shape[2]
-        far = self._logits(far_q, first, query_at.unsqueeze(1) - at[:count] >= n_local)
-        weights = torch.cat([far, near], -1).softmax(-1).to(v.dtype)
-        values = torch.cat([v[:, :, :count], v[:, :, low:high]], 2)
-        return (weights.flatten(2, 3) @ values).view_as(q)
+        first = self._first(q, start, n_local)
+        place = k.shape[2] - count - q.shape[2]  # what follows the first tokens is without a gap, up to the last query
+        later = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
+        out: Tensor = ops.merge_attention(*zip(first, later, strict=True))
+        return out
 
-    def _logits(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """q [B H t D], k [B G S D], seen [t S] -> [B G g t S]"""
+    def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
+        """Attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""
+        count = self.first_keys.shape[2]
+        places = torch.arange(start, start + q.shape[2], device=q.device)
+        distance = places.unsqueeze(1) - torch.arange(count, device=q.device)
+        turned = self.angles.turn(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
+        far = self._logits(self.angles.move(q, places, n_local), turned)
+        logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))
+        logits = logits.masked_fill(distance < 0, float("-inf"))
+        weights = logits.softmax(-1).to(q.dtype).flatten(2, 3)  # [B G g*T n_init]
+        return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """q [B H T D], k [B G S D] -> [B G g T S]"""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
-        logits = folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
-        return logits.masked_fill(~seen, float("-inf"))
+        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale

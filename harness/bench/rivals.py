@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench.measure import Call
 from harness.bench.op_cases import Case
@@ -53,6 +54,13 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Rival:
 
 def _prefill_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Rival:
     return Rival("transformers eager", lambda: eager(q, k, v, scale)[1].sum(2))
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> Rival:
+    places = torch.arange(first, first + q.shape[2], device=q.device).unsqueeze(1)
+    behind = places - torch.arange(k.shape[2], device=k.device)
+    seen = (behind >= 0) & (behind < window)
+    return Rival("sdpa with a mask", lambda: scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True))
 
 
 def _column_sums(q: Tensor, k: Tensor, scale: float) -> Rival:
@@ -159,6 +167,7 @@ _RIVALS: dict[str, Callable[..., Rival]] = {
     "prefill_attention": _prefill,
     "prefill_attention_with_column_sums": _prefill_sums,
     "column_sums": _column_sums,
+    "windowed_attention": _windowed,
     "gather_rows": _gather,
     "put_rows": _put,
     "kmeans": _kmeans,

@@ -49,6 +49,8 @@ _READ: dict[str, Callable[..., int]] = {
     "column_sums": lambda q, k, scale: _whole(k),
     "prefill_attention": lambda q, k, v, scale: _whole(k, v),
     "prefill_attention_with_column_sums": lambda q, k, v, scale: _whole(k, v),
+    "windowed_attention": lambda q, k, v, scale, first, window: _whole(k, v),
+    "windowed_sums": lambda q, k, lse, scale, first, window: _whole(k),
     "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
     "block_output": lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
     "token_logits": lambda x, head: _weights(head.linear),

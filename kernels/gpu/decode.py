@@ -48,7 +48,8 @@ def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], s
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    return _merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), torch.empty_like(outs[0]), 1, lses[0].numel())[0]
+    merged = outs[0].new_empty(outs[0].shape)
+    return _merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), merged, 1, lses[0].numel())[0]
 
 
 def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
@@ -78,10 +79,10 @@ def _read(
 
 def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
     """outs [... D] and lses [...] hold part p of head h at h * head_step + p * part_step."""
-    batch, heads, _, dim = out.shape
-    lse = out.new_empty((batch, heads), dtype=torch.float32)
+    batch, heads, tokens, dim = out.shape
+    lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
     parts = lses.numel() // lse.numel()
-    _merge[(batch * heads,)](outs, lses, out, lse, head_step, part_step, parts, dim, padded(dim), _PARTS)
+    _merge[(lse.numel(),)](outs, lses, out, lse, head_step, part_step, parts, dim, padded(dim), _PARTS)
     return out, lse
 
 

@@ -18,6 +18,7 @@ from kernels.gpu.common import padded, product, split, stages, unfit_heads
 from kernels.gpu.scores import row_scores
 from kernels.reference import Segment
 
+EVERY = 1 << 30  # a window that holds every key
 _FEW = 256  # queries that do not fill a device by themselves: the keys are cut as well
 
 
@@ -41,8 +42,8 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
     pieces, length = split(stored, programs, rows) if new <= _FEW else (1, stored)
     lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
-    _run_rows(q, k, None, None, lse, scale, length)
-    return _sums(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
+    run_rows(q, k, None, None, lse, scale, stored - new, length=length)
+    return run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
@@ -54,7 +55,7 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out, lse = _attention(q, k, v, scale)
-    return out, _sums(q, k, lse, scale)
+    return out, run_columns(q, k, lse, scale)
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -64,7 +65,7 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    _run_rows(q, k, v, out, lse, scale, k.shape[2])
+    run_rows(q, k, v, out, lse, scale, k.shape[2] - q.shape[2])
     return out, lse
 
 
@@ -79,36 +80,51 @@ def _rows_at_once(q: Tensor) -> int:
     return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
 
 
-def _run_rows(
-    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, lse: Tensor, scale: float, length: int
+def run_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    first: int,
+    window: int = EVERY,
+    length: int | None = None,
 ) -> None:
+    """Each query's log-sum-exp into lse [B H T pieces], of pieces of `length` keys, and with v its attention into out.
+    Query t sees the last `window` keys up to place `first` + t."""
     batch, heads, new, dim = q.shape
     rows, narrow = _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
     _rows[(triton.cdiv(new, rows), batch * heads, lse.shape[3])](
         q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
-        new, k.shape[2], length, lse.shape[3], heads, heads // k.shape[1], dim, padded(dim), rows, 64 if narrow else 32,
+        new, k.shape[2], first, window, length or k.shape[2], lse.shape[3], heads, heads // k.shape[1], dim,
+        padded(dim), rows, 64 if narrow else 32,
         num_warps=rows // 16, num_stages=stages(q),
     )  # fmt: skip
 
 
-def _sums(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+def run_columns(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
+) -> Tensor:
+    """What each key receives of softmaxes that divide by exp(lse). [B H S]"""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64
     sums = q.new_empty((batch, heads, stored), dtype=torch.float32)
     _columns[(triton.cdiv(stored, keys), batch * heads)](
-        q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored, heads, heads // k.shape[1],
-        dim, padded(dim), 64 if narrow else 32, keys, num_warps=keys // 16, num_stages=stages(q),
+        q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored,
+        stored - new if first is None else first, window, heads, heads // k.shape[1], dim, padded(dim),
+        64 if narrow else 32, keys, num_warps=keys // 16, num_stages=stages(q),
     )  # fmt: skip
     return sums
 
 
-@triton.jit(do_not_specialize=["new", "stored", "length", "pieces"])
+@triton.jit(do_not_specialize=["new", "stored", "first", "window", "length", "pieces"])
 def _rows(
     q, k, v, out, lse, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
-    vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, length, pieces,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, first, window,
+    length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of queries over one piece of the keys before them: their log-sum-exp, and with v their attention."""
@@ -118,16 +134,17 @@ def _rows(
     keys = k + batch * kb + head // SHARE * kg
     there = (row < new)[:, None] & (dim < DIM)
     query = tl.load(q + batch * qb + head * qh + row[:, None] * qt + dim, mask=there, other=0.0)
-    position = stored - new + row
+    position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
-    end = tl.minimum((piece + 1) * length, stored - new + tl.minimum((block + 1) * ROWS, new))
-    for start in range(piece * length, end, KEYS):
+    begin = tl.maximum(piece * length, first + block * ROWS - window + 1)
+    end = tl.minimum(tl.minimum((piece + 1) * length, stored), first + tl.minimum((block + 1) * ROWS, new))
+    for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
         real = (token < end)[:, None] & (dim < DIM)
         key = tl.load(keys + token[:, None] * kt + dim, mask=real, other=0.0)
-        seen = (token <= position[:, None]) & (token < end)
+        seen = (token <= position[:, None]) & (token > position[:, None] - window) & (token < end)
         logits = tl.where(seen, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen in this piece so far
@@ -141,29 +158,34 @@ def _rows(
     to = (this.to(tl.int64) * new + row) * pieces + piece
     tl.store(lse + to, top + tl.log(total), mask=row < new)
     if v is not None:
-        tl.store(out + batch * ob + head * oh + row[:, None] * ot + dim, mixed / total[:, None], mask=there)
+        tl.store(
+            out + batch * ob + head * oh + row[:, None] * ot + dim,
+            mixed / tl.where(total > 0, total, 1.0)[:, None],
+            mask=there,
+        )
 
 
-@triton.jit(do_not_specialize=["new", "stored"])
+@triton.jit(do_not_specialize=["new", "stored", "first", "window"])
 def _columns(
     q, k, lse, sums, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
-    new, stored, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of keys over all queries that see one of them."""
-    this, first = tl.program_id(1), stored - new
+    this = tl.program_id(1)
     batch, head = this // HEADS, this % HEADS
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)
     there = (token < stored)[:, None] & (dim < DIM)
     key = tl.load(k + batch * kb + head // SHARE * kg + token[:, None] * kt + dim, mask=there, other=0.0)
     queries = q + batch * qb + head * qh
     received = tl.zeros([KEYS], tl.float32)
-    for start in range(tl.maximum(tl.program_id(0) * KEYS - first, 0), new, ROWS):
+    end = tl.minimum(new, (tl.program_id(0) + 1) * KEYS - 1 - first + window)
+    for start in range(tl.maximum(tl.program_id(0) * KEYS - first, 0), end, ROWS):
         row = start + tl.arange(0, ROWS)
         real = (row < new)[:, None] & (dim < DIM)
         query = tl.load(queries + row[:, None] * qt + dim, mask=real, other=0.0)
         whole = tl.load(lse + this.to(tl.int64) * new + row, mask=row < new, other=0.0)
         logits = product(key, tl.trans(query)) * scale - whole
-        seen = (token[:, None] <= first + row) & (row < new)
+        seen = (token[:, None] <= first + row) & (token[:, None] > first + row - window) & (row < new)
         received += tl.sum(tl.where(seen, tl.exp(logits), 0.0), 1)
     tl.store(sums + this.to(tl.int64) * stored + token, received, mask=token < stored)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import Segment
+from kernels.windowed import windowed_attention
 
 FRESH = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))  # other inputs of the same shapes
 
@@ -118,6 +119,32 @@ def segment_attention_with_lse() -> Iterator[Case]:
 def merge_attention() -> Iterator[Case]:
     outs, lses = [random(i, 2, 6, 1, 16) for i in range(3)], [5 * random(i, 2, 6) for i in range(3, 6)]
     yield Case("merge_attention", "three", (outs, lses))
+    outs, lses = [random(i, 2, 3, 9, 16) for i in range(2)], [5 * random(i, 2, 3, 9) for i in range(3, 5)]
+    lses[1][:, :, :4] = float("-inf")  # queries that saw no key of this part
+    yield Case("merge_attention", "many-tokens", (outs, lses))
+
+
+# queries, keys, place of the first query, window
+WINDOWS = {
+    "causal": (70, 133, 63, 1000),
+    "near": (133, 133, 0, 20),
+    "before-all": (75, 40, -35, 1000),
+    "beyond-all": (20, 70, 70, 1000),
+    "far-behind": (30, 97, 40, 5),
+    "some-see-none": (90, 33, -20, 16),
+    "one": (1, 9, 8, 3),
+}
+
+
+def windowed() -> Iterator[Case]:
+    for name, (new, count, first, window) in WINDOWS.items():
+        for batch, heads, groups, dim in ((1, 2, 2, 64), (2, 6, 2, 96), (1, 5, 1, 128)):
+            q = random(1, batch, new, heads, dim).transpose(1, 2)
+            k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
+            label = f"{name}-dim{dim}"
+            yield Case("windowed_attention", label, (q, k, v, 0.2, first, window))
+            lse = windowed_attention(q, k, v, 0.2, first, window)[1].clamp(min=0).ceil()  # the same in every dtype
+            yield Case("windowed_sums", label, (q, k, lse, 0.2, first, window))
 
 
 def prefill_attention() -> Iterator[Case]:
@@ -238,6 +265,7 @@ def cases() -> list[Case]:
         *segment_attention_with_lse(),
         *merge_attention(),
         *prefill_attention(),
+        *windowed(),
         *column_sums(),
         *prefill_attention_with_column_sums(),
         *log_sum_exp(),

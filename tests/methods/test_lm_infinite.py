@@ -32,8 +32,7 @@ def _expected(s: Sequences, position: int, kept: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prompt_and_steps_equal_loops(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("methods.lm_infinite._QUERIES_AT_ONCE", 7)
+def test_prompt_and_steps_equal_loops(shape: Shape) -> None:
     s = Sequences(shape, PROMPT + STEPS)
     layers = s.start(METHOD, BUDGET)
     (out,) = s.prefill(layers, 0, PROMPT)

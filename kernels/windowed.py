@@ -1,0 +1,54 @@
+"""Attention of queries that see some of the keys behind them, for prompts that no token reads whole.
+
+Query t stands at place `first` + t among the keys and sees the last `window` of them up to that place. `first` may be
+negative or beyond the last key: the first queries see none, or the last ones all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_QUERIES_AT_ONCE = 256  # bounds the block of weights
+
+
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+    """0 and minus infinity for a query that sees no key. q [B H T D], k, v [B G S D]
+    -> [B H T D], the log of the sum that each softmax divides by [B H T] (fp32), for `merge_attention`"""
+    outs, lses = [], []
+    for logits, _, keys in _blocks(q, k, scale, first, window):
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp().to(v.dtype)
+        folded = weights.view(q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3])
+        outs.append((folded @ v[:, :, keys]).view(*logits.shape[:3], -1))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
+    """What each key receives of softmaxes that divide by exp(lse), over these keys and any others.
+
+    q [B H T D], k [B G S D], lse [B H T] -> [B H S] (fp32)
+    """
+    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    for logits, queries, keys in _blocks(q, k, scale, first, window):
+        sums[:, :, keys] += (logits - lse[:, :, queries].unsqueeze(-1)).exp().sum(2)
+    return sums
+
+
+def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus infinity for one that
+    a query does not see. The query heads of a group are folded into the token axis, so no key is repeated."""
+    (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
+    for start in range(0, new, _QUERIES_AT_ONCE):
+        queries = slice(start, min(start + _QUERIES_AT_ONCE, new))
+        places = first + torch.arange(new, device=q.device)[queries]
+        begin = min(max(0, first + queries.start - window + 1), stored)
+        keys = slice(begin, max(begin, min(first + queries.stop, stored)))
+        folded = q[:, :, queries].reshape(batch, groups, -1, dim)
+        logits = (folded @ k[:, :, keys].transpose(-1, -2)).float() * scale
+        logits = logits.view(batch, heads, len(places), keys.stop - keys.start)
+        behind = places.unsqueeze(1) - torch.arange(stored, device=q.device)[keys]
+        yield logits.masked_fill((behind < 0) | (behind >= window), float("-inf")), queries, keys
