@@ -91,3 +91,5 @@ inline void multiply_tiles(const uint32_t*, int64_t, const uint32_t*, int64_t, f
 inline void multiply_narrow(const void*, int64_t, const uint32_t*, float*, int, int) {}
 
 #endif
+
+template <class T> bool uses_tiles() { return AMX_BUILT && std::is_same_v<T, BF16Words> && amx_allowed(); }

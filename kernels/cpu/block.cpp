@@ -1,51 +1,9 @@
-// A decoder block around its attention. For one new token: products of a vector with matrices that are read once. For
-// a prompt: what stands between torch's matrix products, each in one pass.
-#include <array>
-
-#include "rows.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
+// A decoder block around its attention, for one new token: products of a vector with matrices that are read once.
+#include "block.hpp"
 
 namespace {
 
 constexpr int ROWS = 8;  // weight rows at a time
-
-struct Weights {
-    const void *weight, *bias;  // [out in], [out] or null
-};
-
-// Numbers and addresses of kernels/block.py, all of eight bytes.
-struct Block {
-    int64_t is_bf16, channels, heads, kv_heads, head_dim, inner;
-    double eps;
-    const void *norm, *q_norm, *k_norm, *mlp_norm;
-    Weights q, k, v, o, gate, up, down;
-};
-
-int64_t whole_lines(int64_t count, int64_t width) { return (count + width - 1) / width * width; }
-
-// Room that lives from call to call.
-template <class E> E* room(Buffer<E>& buffer, size_t count) {
-    if (buffer.size() < count) buffer.resize(count);
-    return buffer.data();
-}
-
-template <class E> inline float round_to(float x) {
-    E y;
-    put(&y, x);
-    return to_float(y);
-}
-
-// y = weight * (x / root mean square), rounded in between as the model's own norm is; zeros up to `padded`.
-template <class E> void rms_norm(const E* x, const E* weight, int64_t count, double eps, E* y, int64_t padded) {
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < count; i++) total += to_float(x[i]) * to_float(x[i]);
-    float share = 1 / std::sqrt(total / count + (float)eps);
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++) put(y + i, to_float(weight[i]) * round_to<E>(to_float(x[i]) * share));
-    for (int64_t i = count; i < padded; i++) y[i] = 0;
-}
 
 // Products of `n` <= ROWS rows from `w` on with x, which is zero behind `count`.
 template <class T, bool PART>
@@ -94,18 +52,6 @@ void products(const Weights& by, int64_t all, int64_t count, const typename T::E
     }
 }
 
-// Norm of one head, then its first `turned` channels turn; in place.
-template <class E>
-void finish_head(E* x, int64_t dim, const E* norm, double eps, const E* cos, const E* sin, int64_t turned) {
-    if (norm) rms_norm(x, norm, dim, eps, x, dim);
-    int64_t half = turned / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float a = to_float(x[i]), b = to_float(x[i + half]);
-        put(x + i, a * to_float(cos[i]) - b * to_float(sin[i]));
-        put(x + i + half, b * to_float(cos[i + half]) + a * to_float(sin[i + half]));
-    }
-}
-
 struct Inputs {
     const void *x, *cos, *sin;
     void *normed, *q, *k, *v;
@@ -140,37 +86,6 @@ template <class T> void attention_inputs(const Block& block, const Inputs& in) {
                         block.eps, (const E*)in.cos + b * in.per_sequence, (const E*)in.sin + b * in.per_sequence,
                         in.turned);
         }
-    }
-}
-
-// Sixteen floats from either type, and back.
-inline f32 widen(const float* from) { return load<f32>(from); }
-inline f32 widen(const bf16* from) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    return (f32)(__builtin_convertvector(load<Half>(from), u32) << 16);
-}
-inline void narrow(float* to, f32 x) { store(to, x); }
-inline void narrow(bf16* to, f32 x) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    store(to, __builtin_convertvector(rounded(x) >> 16, Half));
-}
-
-// silu(gate) * up, with what is rounded in between; `out` may be `gate`.
-template <class E> void gated(const E* gate, const E* up, int64_t count, E* out) {
-    for (int64_t at = 0; at < count; at += LANES) {
-        int64_t n = std::min<int64_t>(LANES, count - at);
-        E part[2][LANES] = {};
-        const E *g = gate + at, *u = up + at;
-        if (n < LANES) {
-            std::memcpy(part[0], g, n * sizeof(E));
-            std::memcpy(part[1], u, n * sizeof(E));
-            g = part[0], u = part[1];
-        }
-        f32 x = widen(g);
-        E active[LANES], y[LANES];
-        narrow(active, x / (exp2(x * -(float)M_LOG2E) + 1.0f));
-        narrow(y, widen(active) * widen(u));
-        std::memcpy(out + at, y, n * sizeof(E));
     }
 }
 
@@ -239,54 +154,7 @@ template <class T> void token_logits(const Head& head, const void* x, void* out,
     }
 }
 
-// Of a prompt: rows [rows][width].
-template <class E>
-void norm_rows(const void* x, const void* weight, void* out, int64_t rows, int64_t width, double eps) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        rms_norm((const E*)x + row * width, (const E*)weight, width, eps, (E*)out + row * width, width);
-}
-
-// x [B T n D] -> out [B n T D], normed and turned on the way.
-template <class E>
-void turn_rows(const void* x, const void* norm, const void* cos, const void* sin, void* out, const int64_t* shape,
-               double eps) {
-    auto [batch, tokens, heads, dim, turned, per_sequence] = *(const std::array<int64_t, 6>*)shape;
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t t = 0; t < tokens; t++)
-            for (int64_t h = 0; h < heads; h++) {
-                E* to = (E*)out + ((b * heads + h) * tokens + t) * dim;
-                std::memcpy(to, (const E*)x + ((b * tokens + t) * heads + h) * dim, dim * sizeof(E));
-                int64_t at = b * per_sequence + t * turned;
-                finish_head(to, dim, (const E*)norm, eps, (const E*)cos + at, (const E*)sin + at, turned);
-            }
-}
-
-// gate = silu(gate) * up
-template <class E> void gate_rows(void* gate, const void* up, int64_t count) {
-    constexpr int64_t CHUNK = 4096;
-#pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < count; at += CHUNK)
-        gated((const E*)gate + at, (const E*)up + at, std::min(CHUNK, count - at), (E*)gate + at);
-}
-
 }  // namespace
-
-EXPORT void norm_rows(int is_bf16, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
-                      double eps) {
-    is_bf16 ? norm_rows<bf16>(x, weight, out, rows, width, eps) : norm_rows<float>(x, weight, out, rows, width, eps);
-}
-
-// shape: sequences, tokens, heads, channels, those that turn, cos and sin from one sequence to the next (or 0)
-EXPORT void turn_rows(int is_bf16, const void* x, const void* norm, const void* cos, const void* sin, void* out,
-                      const int64_t* shape, double eps) {
-    is_bf16 ? turn_rows<bf16>(x, norm, cos, sin, out, shape, eps) : turn_rows<float>(x, norm, cos, sin, out, shape, eps);
-}
-
-EXPORT void gate_rows(int is_bf16, void* gate, const void* up, int64_t count) {
-    is_bf16 ? gate_rows<bf16>(gate, up, count) : gate_rows<float>(gate, up, count);
-}
 
 EXPORT void attention_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
                              void* k, void* v, int64_t batch, int64_t turned, int64_t per_sequence) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from struct import pack
 from weakref import WeakKeyDictionary
 
@@ -10,25 +10,26 @@ import torch
 from torch import Tensor
 
 from kernels.block import Block, Head
+from kernels.cpu import prompt
 from kernels.cpu.library import load
 
 _library = load("block")
 _library.attention_inputs.argtypes = [c_char_p, *[c_void_p] * 7, *[c_int64] * 3]
 _library.block_output.argtypes = [c_char_p, *[c_void_p] * 3, c_int64]
-_library.norm_rows.argtypes = [c_int, *[c_void_p] * 3, c_int64, c_int64, c_double]
-_library.turn_rows.argtypes = [c_int, *[c_void_p] * 5, c_char_p, c_double]
-_library.gate_rows.argtypes = [c_int, *[c_void_p] * 2, c_int64]
 _library.token_logits.argtypes = [c_char_p, *[c_void_p] * 2, c_int64]
 
 MOST_SEQUENCES = 8  # of one token each; beyond, torch's matrix product is faster
-TOKENS_AT_ONCE = 4096  # of a prompt: bounds the memory between the products
 _packed: WeakKeyDictionary[Block | Head, bytes] = WeakKeyDictionary()
 
 
 def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in kernels/block.py."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-    return (_token_inputs if _is_step(x) else _prompt_inputs)(x, block, cos, sin)
+    if _is_step(x):
+        return _token_inputs(x, block, cos, sin)
+    if prompt.multiplies(x, block):
+        return prompt.inputs(x, block, _packed.get(block) or _pack(block), cos, sin)
+    return prompt.inputs_by_torch(x, block, cos, sin)
 
 
 def _is_step(x: Tensor) -> bool:
@@ -49,33 +50,6 @@ def _token_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Te
     return normed, q, k, v
 
 
-def _prompt_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normed = _normed(x, block.norm, block.eps)
-    q = _turned(block.q(normed), block.q_norm, block, cos, sin)
-    k = _turned(block.k(normed), block.k_norm, block, cos, sin)
-    return normed, q, k, block.v(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out, width = torch.empty_like(x), x.shape[-1]
-    rows = x.numel() // width
-    _library.norm_rows(x.element_size() == 2, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
-    return out
-
-
-def _turned(x: Tensor, norm: Tensor | None, block: Block, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads of x [B T n*D], normed where the model does that, and rotated -> [B n T D]"""
-    (batch, tokens, channels), turned = x.shape, cos.shape[-1]
-    heads = channels // block.head_dim
-    out = x.new_empty((batch, heads, tokens, block.head_dim))
-    shape = pack("6q", *out.shape[:1], tokens, heads, block.head_dim, turned, tokens * turned * (cos.shape[0] > 1))
-    _library.turn_rows(
-        x.element_size() == 2, x.data_ptr(), _address(norm), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), shape,
-        block.eps,
-    )  # fmt: skip
-    return out
-
-
 def attention_inputs_refuses(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> str | None:
     if cos.dtype != x.dtype:
         return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
@@ -83,28 +57,17 @@ def attention_inputs_refuses(x: Tensor, block: Block, cos: Tensor, sin: Tensor) 
 
 
 def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+    x = x.contiguous()
     if not _is_step(x):
-        return _prompt_output(x.contiguous(), attended, block)
-    x, attended = x.contiguous(), attended.contiguous()
+        if prompt.multiplies(x, block):
+            return prompt.output(x, attended, _packed.get(block) or _pack(block))
+        return prompt.output_by_torch(x, attended, block)
+    attended = attended.contiguous()
     out = torch.empty_like(x)
     _library.block_output(
         _packed.get(block) or _pack(block), x.data_ptr(), attended.data_ptr(), out.data_ptr(), x.shape[0]
     )
     return out
-
-
-def _prompt_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
-    """Some tokens at a time, so that what is between the products takes bounded memory."""
-    rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
-    out = torch.empty_like(rows)
-    for begin in range(0, len(rows), TOKENS_AT_ONCE):
-        part = slice(begin, begin + TOKENS_AT_ONCE)
-        middle = block.o(heads[part]).add_(rows[part])
-        normed = _normed(middle, block.mlp_norm, block.eps)
-        gate, up = block.gate(normed), block.up(normed)
-        _library.gate_rows(gate.element_size() == 2, gate.data_ptr(), up.data_ptr(), gate.numel())
-        torch.add(middle, block.down(gate), out=out[part])
-    return out.view_as(x)
 
 
 def block_output_refuses(x: Tensor, attended: Tensor, block: Block) -> str | None:
@@ -114,7 +77,7 @@ def block_output_refuses(x: Tensor, attended: Tensor, block: Block) -> str | Non
 def token_logits(x: Tensor, head: Head) -> Tensor:
     x = x.contiguous()
     if not _is_step(x):
-        return head.linear(_normed(x, head.norm, head.eps))
+        return head.linear(prompt.normed_rows(x, head.norm, head.eps))
     out = x.new_empty((*x.shape[:2], head.linear.weight.shape[0]))
     _library.token_logits(_packed.get(head) or _pack_head(head), x.data_ptr(), out.data_ptr(), x.shape[0])
     return out

@@ -1,6 +1,6 @@
 // Causal attention of a prompt, and how much attention each key receives (H2O's column sums).
 //
-// Per KV head, keys and values are packed once into blocks of 64; tasks of 64 queries then go over the blocks up to
+// Per KV head, keys and values are packed once into blocks of 64; tasks of 32 queries then go over the blocks up to
 // their diagonal with a running softmax, bf16 by AMX tiles where there are any. For the column sums the weights of a
 // task are kept until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored
 // tokens.
@@ -8,9 +8,11 @@
 
 namespace {
 
-constexpr int QUERIES = 64;  // of a task
+constexpr int QUERIES = 32;  // of a task: with a block of keys and values all it needs lies in the first cache
 constexpr int KEYS = 64;     // of a block
 constexpr int VECTORS = KEYS / LANES;
+constexpr float SLACK = 8;   // weights grow to 2^8 before all that was summed is scaled down
+constexpr i32 NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct Call {  // strides in bytes
     const char *q, *k, *v;  // v and out are null where only the sums are wanted
@@ -59,10 +61,6 @@ template <class T> struct Packed {
     }
 };
 
-template <class T> bool uses_tiles(int64_t dim) {
-    return AMX_BUILT && std::is_same_v<T, BF16Words> && dim % 32 == 0 && amx_allowed();
-}
-
 // What one thread needs for a task.
 template <class T> struct Task {
     const Call& call;
@@ -81,7 +79,7 @@ template <class T> struct Task {
 
     Task(const Call& call, const Packed<T>& packed)
         : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim),
-          by_tiles(uses_tiles<T>(dim)) {
+          by_tiles(dim % 32 == 0 && uses_tiles<T>()) {
         int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 1;
         kept.resize(blocks * BLOCK_WORDS);
         tops.resize(blocks * QUERIES);
@@ -99,7 +97,10 @@ template <class T> struct Task {
             multiply_keys(&packed.k[block * packed.block_words]);
             int64_t open = position - block * KEYS;  // keys of this block that the first query sees, less one
             weights = &kept[call.sums ? block * BLOCK_WORDS : 0];
-            for (int m = 0; m < QUERIES; m++) weigh(m, open + m);
+            if (open < KEYS - 1)
+                for (int m = 0; m < QUERIES; m++) weigh<true>(m, open + m);
+            else
+                for (int m = 0; m < QUERIES; m++) weigh<false>(m, 0);
             if (call.sums) std::copy_n(top, QUERIES, &tops[block * QUERIES]);
             if (call.v) add_values(&packed.v[block * packed.block_words]);
         }
@@ -113,9 +114,8 @@ template <class T> struct Task {
 
     void multiply_keys(const uint32_t* keys) {
         if (by_tiles) {
-            for (int m = 0; m < QUERIES; m += 32)
-                for (int n = 0; n < KEYS; n += 32)
-                    multiply_tiles<false>(&q[m * words], words, keys + n, KEYS, logits[m] + n, KEYS, words / 16);
+            for (int n = 0; n < KEYS; n += 32)
+                multiply_tiles<false>(q.data(), words, keys + n, KEYS, logits[0] + n, KEYS, words / 16);
             return;
         }
         for (int m = 0; m < QUERIES; m += TILE_ROWS) {
@@ -128,20 +128,18 @@ template <class T> struct Task {
         }
     }
 
-    // Logits of query m to weights; it sees the keys up to `open`.
-    void weigh(int m, int64_t open) {
+    // Logits of query m to weights; where MASKED it sees the keys up to `open`.
+    template <bool MASKED> void weigh(int m, int64_t open) {
         f32 x[VECTORS], best = splat(-INFINITY);
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = load<f32>(logits[m] + i * LANES) * call.scale;
-            if (open < KEYS - 1)
-                for (int lane = 0; lane < LANES; lane++)
-                    if (i * LANES + lane > open) x[i][lane] = -INFINITY;
+            x[i] = load<f32>(logits[m] + i * LANES);
+            if (MASKED) x[i] = NUMBERS + i * LANES > (int32_t)open ? splat(-INFINITY) : x[i];
             best = maximum(best, x[i]);
         }
-        if (any(best > top[m])) raise(m, largest(best));
+        if (any(best * call.scale > top[m] + SLACK)) raise(m, largest(best) * call.scale);
         f32 sum_of = {};
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = exp2(x[i] - top[m]);
+            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.scale - top[m]);
             sum_of += x[i];
         }
         totals[m] += sum_of;
@@ -163,10 +161,8 @@ template <class T> struct Task {
 
     void add_values(const uint32_t* values) {
         if (by_tiles) {
-            for (int m = 0; m < QUERIES; m += 32)
-                for (int64_t n = 0; n < dim; n += 32)
-                    multiply_tiles<true>(weights + m * WEIGHT_WORDS, WEIGHT_WORDS, values + n, dim, &acc[m * dim + n],
-                                         dim, WEIGHT_WORDS / 16);
+            for (int64_t n = 0; n < dim; n += 32)
+                multiply_tiles<true>(weights, WEIGHT_WORDS, values + n, dim, &acc[n], dim, WEIGHT_WORDS / 16);
             return;
         }
         int64_t c = 0;

@@ -46,14 +46,15 @@ template <class V> inline V load(const void* from) {
 template <class V> inline void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
 inline f32 splat(float x) { return f32{} + x; }
 inline u32 splat(uint32_t x) { return u32{} + x; }
-inline f32 maximum(f32 a, f32 b) { return a > b ? a : b; }
 
 #if defined(__AVX512F__)
+inline f32 maximum(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
 inline float sum(f32 v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float largest(f32 v) { return _mm512_reduce_max_ps((__m512)v); }
 inline int32_t smallest(i32 v) { return _mm512_reduce_min_epi32((__m512i)v); }
 inline bool any(i32 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 #else
+inline f32 maximum(f32 a, f32 b) { return a > b ? a : b; }
 template <class V, class F> inline auto fold(V v, F f) {
     auto all = v[0];
     for (int i = 1; i < LANES; i++) all = f(all, v[i]);
@@ -99,24 +100,28 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #endif
 }
 
-// 2^x with a relative error of 2e-7; 0 where a float has none, or below -126
-inline f32 exp2(f32 x) {
-#if defined(__AVX512F__)
-    x = (f32)_mm512_max_ps((__m512)splat(-1000.0f), (__m512)x);  // lets NaN through
+// 2^x: with DEGREE 5 the relative error is 2e-7, with 3 it is 1e-4, which is enough for what is then rounded to bf16.
+// 0 where a float has none, or below -126.
+template <int DEGREE = 5> inline f32 exp2(f32 x) {
+#if defined(__AVX512DQ__)
+    // x - floor(x), and 0 for infinity
+    f32 f = (f32)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
     f32 below = x;
     x = x < -127.0f ? splat(-127.0f) : x;
-#endif
-    f32 shifted = x + 12582912.0f;  // the integer part lands in the lowest bits
+    f32 shifted = x - 0.5f + 12582912.0f;  // the integer part lands in the lowest bits
     f32 f = x - (shifted - 12582912.0f);
-    f32 y = splat(1.327647129e-3f);
-    y = y * f + 9.675540961e-3f;
-    y = y * f + 5.550713092e-2f;
-    y = y * f + 2.402212024e-1f;
-    y = y * f + 6.931469440e-1f;
-    y = y * f + 1.0f;
-#if defined(__AVX512F__)
-    return (f32)_mm512_scalef_ps((__m512)y, (__m512)(shifted - 12582912.0f));
+#endif
+    f32 y = splat(DEGREE == 5 ? 1.877576671e-3f : 7.802410985e-2f);
+    if (DEGREE == 5) {
+        y = y * f + 8.989348573e-3f;
+        y = y * f + 5.582630180e-2f;
+    }
+    y = y * f + (DEGREE == 5 ? 2.401536272e-1f : 2.260679008e-1f);
+    y = y * f + (DEGREE == 5 ? 6.931530709e-1f : 6.958331686e-1f);
+    y = y * f + (DEGREE == 5 ? 9.999999252e-1f : 9.999252641e-1f);
+#if defined(__AVX512DQ__)
+    return (f32)_mm512_scalef_ps((__m512)y, (__m512)x);
 #else
     i32 scaled = (i32)y + ((i32)shifted << 23);
     return below < -126.0f ? f32{} : (f32)scaled;

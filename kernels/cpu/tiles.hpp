@@ -48,12 +48,39 @@ inline u32 pack_neighbours(f32 a, f32 b) {
 #endif
 }
 
+// Sixteen rows of sixteen words become columns.
+inline void transpose(u32* x) {
+    u32 y[LANES];
+    UNROLL for (int i = 0; i < LANES; i += 2) {
+        y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        y[i + 1] =
+            __builtin_shufflevector(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) {  // four rows of columns 4 j + i % 4 for the quarters j
+        u32 a = y[i / 4 * 4 + i % 4 / 2], b = y[i / 4 * 4 + i % 4 / 2 + 2];
+        x[i] = i % 2 ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                     : __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) {  // eight rows, quarters 0 and 2 or 1 and 3
+        u32 a = x[i / 8 * 8 + i % 4], b = x[i / 8 * 8 + i % 4 + 4];
+        y[i] = i % 8 / 4 ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+                         : __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) {
+        u32 a = y[i % 8], b = y[i % 8 + 8];
+        x[i] = i / 8 ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+                     : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    }
+}
+
 // Words of `count` rows as they come -> word w of row r at out[w * stride + r]; rows past `count` are zero.
 inline void transpose(const char* const* rows, int count, int words, uint32_t* out, int64_t stride) {
-    for (int w = 0; w < words; w++)
-        for (int r = 0; r < stride; r++) {
-            uint32_t word = 0;
-            if (r < count) std::memcpy(&word, rows[r] + 4 * w, 4);
-            out[w * stride + r] = word;
+    for (int r = 0; r < stride; r += LANES)
+        for (int w = 0; w < words; w += LANES) {
+            u32 x[LANES] = {};
+            int n = std::min(LANES, words - w);
+            for (int i = 0; i < std::min(LANES, count - r); i++) std::memcpy(&x[i], rows[r + i] + 4 * w, 4 * n);
+            transpose(x);
+            for (int i = 0; i < n; i++) store(out + (w + i) * stride + r, x[i]);
         }
 }

@@ -25,6 +25,8 @@ SHAPES = {
     "dim96-prompt": (70, 4, 4, 96, 130, True, True, 72, 1, 17),
     "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
     "qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 5),
+    "long-qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 155),
+    "long-wide-prompt": (64, 2, 1, 32, 2080, True, True, 20, 2, 301),
     "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 2200),
 }
 

@@ -1,0 +1,132 @@
+// Products of many rows with matrices. The matrices are packed into panels of 32 outputs once per call; each thread
+// then takes some rows through all products at a time, so that what stands between them stays in its cache.
+#pragma once
+#include <array>
+
+#include "amx.hpp"
+#include "block.hpp"
+
+constexpr int TALL = 32, WIDE = 32;  // rows and columns of a product's block
+constexpr int64_t MOST_WORDS = 512;  // that are summed over at once: the rows then stay in the first cache
+constexpr int64_t SLAB_BYTES = 512;  // rows that a thread takes at a time, times bytes of an element
+
+// Sixteen outputs of a matrix.
+struct Outputs {
+    const char* weight;  // [16 in]
+    const void* bias;    // [16] or null
+};
+
+// Matrices [outs in] that are multiplied with the same rows, side by side in panels [words of in][32].
+template <class T> struct Panels {
+    using E = typename T::Element;
+    int64_t in, words;
+    std::vector<Outputs> outputs;  // two of a panel
+    uint32_t* packed = nullptr;
+
+    explicit Panels(int64_t in) : in(in), words(in / T::PER_WORD) {}
+    int64_t count() const { return outputs.size() / 2; }
+    int64_t size() const { return count() * words * WIDE; }
+    void add(const Weights& by, int64_t row) {
+        outputs.push_back({(const char*)((const E*)by.weight + row * in), by.bias ? (const E*)by.bias + row : nullptr});
+    }
+    void add_all(const Weights& by, int64_t outs) {
+        for (int64_t row = 0; row < outs; row += LANES) add(by, row);
+    }
+    void pack(int64_t panel) {
+        for (int half = 0; half < 2; half++) {
+            const char* from = outputs[2 * panel + half].weight;
+            for (int64_t w = 0; w < words; w += LANES) {
+                u32 x[LANES];
+                UNROLL for (int i = 0; i < LANES; i++) x[i] = load<u32>(from + (i * words + w) * 4);
+                transpose(x);
+                uint32_t* to = packed + (panel * words + w) * WIDE + half * LANES;
+                UNROLL for (int i = 0; i < LANES; i++) store(to + i * WIDE, x[i]);
+            }
+        }
+    }
+};
+
+// c[32][32] = or += a[32][words] times b[words][32]; strides in words
+template <class T, bool ADD>
+void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c, bool by_tiles) {
+    constexpr int ROWS = 8;
+    if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
+    for (int m = 0; m < TALL; m += ROWS, c += ROWS * WIDE) {
+        f32 sum[ROWS][2] = {};
+        if (ADD)
+            UNROLL for (int i = 0; i < 2 * ROWS; i++) sum[i / 2][i % 2] = load<f32>(c + i * LANES);
+        const uint32_t* rows = a + m * stride;
+        for (int64_t s = 0; s < words; s++) {
+            u32 one = load<u32>(b + s * WIDE), two = load<u32>(b + s * WIDE + LANES);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                u32 x = splat(rows[r * stride + s]);
+                sum[r][0] = T::dot(sum[r][0], x, one), sum[r][1] = T::dot(sum[r][1], x, two);
+            }
+        }
+        UNROLL for (int i = 0; i < 2 * ROWS; i++) store(c + i * LANES, sum[i / 2][i % 2]);
+    }
+}
+
+template <class E> void add_bias(float* c, const Outputs* outputs) {
+    for (int half = 0; half < 2; half++)
+        if (outputs[half].bias)
+            for (float* at = c + half * LANES; at < c + TALL * WIDE; at += WIDE)
+                store(at, load<f32>(at) + widen((const E*)outputs[half].bias));
+}
+
+// Room for `rows` rows of `width`, in whole blocks, and an odd number of cache lines apart: their columns would
+// otherwise compete for one place in the cache.
+template <class E> struct Rows {
+    int64_t stride;
+    E* at;
+    Rows(Buffer<E>& buffer, int64_t rows, int64_t width)
+        : stride((whole_lines(width, LINE / sizeof(E)) * sizeof(E) / LINE | 1) * LINE / sizeof(E)),
+          at(room(buffer, whole_lines(rows, TALL) * stride)) {}
+    E* operator[](int64_t row) const { return at + row * stride; }
+};
+
+// Calls emit(row, panel, sums [2][32] of this row and the next) for `rows` rows of a [in].
+template <class T, class F>
+void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>& by, bool by_tiles, F emit) {
+    static thread_local Buffer<float> sums_room;
+    float* sums = room(sums_room, whole_lines(rows, TALL) * WIDE);
+    int64_t stride = a.stride / T::PER_WORD, parts = (by.words + MOST_WORDS - 1) / MOST_WORDS;
+    int64_t part = whole_lines(by.words / parts, LANES);
+    for (int64_t panel = 0; panel < by.count(); panel++)
+        for (int64_t k = 0; k < by.words; k += part) {
+            const uint32_t* b = by.packed + (panel * by.words + k) * WIDE;
+            int64_t words = std::min(part, by.words - k);
+            for (int64_t m = 0; m < rows; m += TALL) {
+                float* c = sums + m * WIDE;
+                const uint32_t* from = (const uint32_t*)a[m] + k;
+                k ? multiply_block<T, true>(from, stride, b, words, c, by_tiles)
+                  : multiply_block<T, false>(from, stride, b, words, c, by_tiles);
+                if (k + words < by.words) continue;
+                add_bias<typename T::Element>(c, &by.outputs[2 * panel]);
+                for (int r = 0; r < TALL; r += 2) emit(m + r, panel, c + r * WIDE);
+            }
+        }
+}
+
+// Packs all panels, then calls run(first row, rows, whether by tiles) for all rows, in parallel.
+template <class T, size_t N, class F> void in_slabs(std::array<Panels<T>*, N> panels, int64_t rows, F run) {
+    static thread_local Buffer<uint32_t> packed;
+    int64_t size = 0, threads = omp_get_max_threads(), most = SLAB_BYTES / sizeof(typename T::Element);
+    for (auto p : panels) size += p->size();
+    uint32_t* to = room(packed, size);
+    for (auto p : panels) p->packed = to, to += p->size();
+    int64_t slabs = whole_lines((rows + most - 1) / most, threads);
+    int64_t slab = whole_lines((rows + slabs - 1) / slabs, TALL);
+    bool by_tiles = uses_tiles<T>();
+#pragma omp parallel num_threads(threads)
+    {
+        for (auto p : panels) {
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < p->count(); i++) p->pack(i);
+        }
+#pragma omp barrier
+        Tiles tiles(by_tiles);
+#pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < rows; first += slab) run(first, std::min(slab, rows - first), by_tiles);
+    }
+}

@@ -1,0 +1,172 @@
+// A decoder block of a prompt around its attention. Where shapes or processor do not fit, torch multiplies, and the
+// passes between its products are here.
+#include "products.hpp"
+
+namespace {
+
+inline void narrow(float* to, f32 one, f32 two) { store(to, one), store(to + LANES, two); }
+inline void narrow(bf16* to, f32 one, f32 two) { store(to, pack_neighbours(one, two)); }
+
+inline void narrow_apart(float* first, float* second, f32 one, f32 two) { store(first, one), store(second, two); }
+inline void narrow_apart(bf16* first, bf16* second, f32 one, f32 two) {
+    u32 both = pack_neighbours(one, two);
+    std::memcpy(first, &both, LINE / 2);
+    std::memcpy(second, (const char*)&both + LINE / 2, LINE / 2);
+}
+
+struct Inputs {
+    const void *x, *cos, *sin;
+    void *normed, *q, *k, *v;
+    int64_t batch, tokens, turned, per_sequence;  // channels that turn; of cos from one sequence to the next, or 0
+};
+
+template <class T> void prompt_inputs(const Block& block, const Inputs& in) {
+    using E = typename T::Element;
+    int64_t width = block.channels, dim = block.head_dim, heads[] = {block.heads, block.kv_heads, block.kv_heads};
+    const void* norms[] = {block.q_norm, block.k_norm, nullptr};
+    void* to[] = {in.q, in.k, in.v};
+    Panels<T> panels(width);
+    for (int part = 0; part < 3; part++) panels.add_all((&block.q)[part], heads[part] * dim);
+    in_slabs<T, 1>({&panels}, in.batch * in.tokens, [&](int64_t first, int64_t rows, bool by_tiles) {
+        static thread_local Buffer<E> normed_room, out_room;
+        Rows<E> normed(normed_room, rows, width), out(out_room, rows, panels.count() * WIDE);
+        for (int64_t r = 0; r < rows; r++) {
+            rms_norm((const E*)in.x + (first + r) * width, (const E*)block.norm, width, block.eps, normed[r], width);
+            std::memcpy((E*)in.normed + (first + r) * width, normed[r], width * sizeof(E));
+        }
+        products<T>(normed, rows, panels, by_tiles, [&](int64_t row, int64_t panel, const float* sums) {
+            for (int r = 0; r < 2; r++)
+                narrow(out[row + r] + panel * WIDE, load<f32>(sums + r * WIDE), load<f32>(sums + r * WIDE + LANES));
+        });
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t b = (first + r) / in.tokens, t = (first + r) % in.tokens;
+            int64_t at = b * in.per_sequence + t * in.turned;
+            const E* x = out[r];
+            for (int part = 0; part < 3; part++)
+                for (int64_t h = 0; h < heads[part]; h++, x += dim) {
+                    E* head = (E*)to[part] + ((b * heads[part] + h) * in.tokens + t) * dim;
+                    std::memcpy(head, x, dim * sizeof(E));
+                    if (part < 2)
+                        finish_head(head, dim, (const E*)norms[part], block.eps, (const E*)in.cos + at,
+                                    (const E*)in.sin + at, in.turned);
+                }
+        }
+    });
+}
+
+// hidden [rows][E], attended [rows][heads D] -> result [rows][E]
+template <class T>
+void prompt_output(const Block& block, const void* hidden, const void* attended, void* result, int64_t rows) {
+    using E = typename T::Element;
+    int64_t width = block.channels, inner = block.inner, from = block.heads * block.head_dim;
+    Panels<T> o(from), gate_up(width), down(inner);
+    o.add_all(block.o, width);
+    down.add_all(block.down, width);
+    for (int64_t row = 0; row < inner; row += LANES) gate_up.add(block.gate, row), gate_up.add(block.up, row);
+    in_slabs<T, 3>({&o, &gate_up, &down}, rows, [&](int64_t first, int64_t count, bool by_tiles) {
+        static thread_local Buffer<E> middle_room, attended_room, normed_room, active_room;
+        Rows<E> middle(middle_room, count, width), normed(normed_room, count, width);
+        Rows<E> heads(attended_room, count, from), active(active_room, count, inner);
+        auto add_to = [&](const E* x, int64_t x_stride, E* y, int64_t y_stride) {
+            return [=](int64_t row, int64_t panel, const float* sums) {
+                for (int64_t r = row; r < row + 2 && r < count; r++, sums += WIDE) {
+                    const E* at = x + r * x_stride + panel * WIDE;
+                    f32 one = load<f32>(sums), two = load<f32>(sums + LANES);
+                    round_both<E>(one, two);
+                    narrow(y + r * y_stride + panel * WIDE, widen(at) + one, widen(at + LANES) + two);
+                }
+            };
+        };
+        for (int64_t r = 0; r < count; r++)
+            std::memcpy(heads[r], (const E*)attended + (first + r) * from, from * sizeof(E));
+        const E* x = (const E*)hidden + first * width;
+        products<T>(heads, count, o, by_tiles, add_to(x, width, middle[0], middle.stride));
+        for (int64_t r = 0; r < count; r++)
+            rms_norm(middle[r], (const E*)block.mlp_norm, width, block.eps, normed[r], width);
+        products<T>(normed, count, gate_up, by_tiles, [&](int64_t row, int64_t panel, const float* sums) {
+            f32 gate[2], up[2];
+            for (int r = 0; r < 2; r++) {
+                gate[r] = load<f32>(sums + r * WIDE), up[r] = load<f32>(sums + r * WIDE + LANES);
+                round_both<E>(gate[r], up[r]);
+                gate[r] = silu<E>(gate[r]);
+            }
+            round_both<E>(gate[0], gate[1]);
+            E *one = active[row] + panel * LANES, *two = one + active.stride;
+            narrow_apart(one, two, gate[0] * up[0], gate[1] * up[1]);
+        });
+        E* y = (E*)result + first * width;
+        products<T>(active, count, down, by_tiles, add_to(middle[0], middle.stride, y, width));
+    });
+}
+
+// Of a prompt: rows [rows][width].
+template <class E>
+void norm_rows(const void* x, const void* weight, void* out, int64_t rows, int64_t width, double eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        rms_norm((const E*)x + row * width, (const E*)weight, width, eps, (E*)out + row * width, width);
+}
+
+// x [B T n D] -> out [B n T D], normed and turned on the way.
+template <class E>
+void turn_rows(const void* x, const void* norm, const void* cos, const void* sin, void* out, const int64_t* shape,
+               double eps) {
+    auto [batch, tokens, heads, dim, turned, per_sequence] = *(const std::array<int64_t, 6>*)shape;
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                E* to = (E*)out + ((b * heads + h) * tokens + t) * dim;
+                std::memcpy(to, (const E*)x + ((b * tokens + t) * heads + h) * dim, dim * sizeof(E));
+                int64_t at = b * per_sequence + t * turned;
+                finish_head(to, dim, (const E*)norm, eps, (const E*)cos + at, (const E*)sin + at, turned);
+            }
+}
+
+// gate = silu(gate) * up
+template <class E> void gate_rows(void* gate, const void* up, int64_t count) {
+    constexpr int64_t CHUNK = 4096;
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < count; at += CHUNK)
+        gated((const E*)gate + at, (const E*)up + at, std::min(CHUNK, count - at), (E*)gate + at);
+}
+
+}  // namespace
+
+EXPORT void norm_rows(int is_bf16, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
+                      double eps) {
+    is_bf16 ? norm_rows<bf16>(x, weight, out, rows, width, eps) : norm_rows<float>(x, weight, out, rows, width, eps);
+}
+
+// shape: sequences, tokens, heads, channels, those that turn, cos and sin from one sequence to the next (or 0)
+EXPORT void turn_rows(int is_bf16, const void* x, const void* norm, const void* cos, const void* sin, void* out,
+                      const int64_t* shape, double eps) {
+    is_bf16 ? turn_rows<bf16>(x, norm, cos, sin, out, shape, eps) : turn_rows<float>(x, norm, cos, sin, out, shape, eps);
+}
+
+EXPORT void gate_rows(int is_bf16, void* gate, const void* up, int64_t count) {
+    is_bf16 ? gate_rows<bf16>(gate, up, count) : gate_rows<float>(gate, up, count);
+}
+
+// shape: sequences, tokens, channels that turn, cos and sin from one sequence to the next (or 0)
+EXPORT void prompt_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
+                          void* k, void* v, const int64_t* shape) {
+    Inputs in{x, cos, sin, normed, q, k, v, shape[0], shape[1], shape[2], shape[3]};
+    block->is_bf16 ? prompt_inputs<BF16Words>(*block, in) : prompt_inputs<F32Words>(*block, in);
+}
+
+EXPORT void prompt_output(const Block* block, const void* x, const void* attended, void* out, int64_t rows) {
+    block->is_bf16 ? prompt_output<BF16Words>(*block, x, attended, out, rows)
+                   : prompt_output<F32Words>(*block, x, attended, out, rows);
+}
+
+// Whether products here are built for this processor; torch's are faster on one without wide vectors, or dpbf16.
+EXPORT int is_fast(int is_bf16) {
+#if defined(__AVX512BF16__)
+    return 1;
+#elif defined(__AVX512F__)
+    return !is_bf16;
+#else
+    return 0;
+#endif
+}
