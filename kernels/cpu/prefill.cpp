@@ -1,4 +1,4 @@
-// Causal attention of a prompt, and how much attention each key receives (H2O's column sums).
+// Causal attention of a prompt, whole or within a window, and how much attention each key receives (H2O's column sums).
 //
 // Per KV head, keys and values are packed once into blocks of 64; tasks of 32 queries then go over the blocks up to
 // their diagonal with a running softmax, bf16 by AMX tiles where there are any. For the column sums the weights of a
@@ -18,7 +18,10 @@ struct Call {  // strides in bytes
     const char *q, *k, *v;  // v and out are null where only the sums are wanted
     char* out;
     float* sums;  // [B H S], or null
-    int64_t batch, groups, heads, fresh, stored, dim;  // heads of a group; fresh: queries, the last of `stored`
+    float* lse;  // [B H T], or null: each query's log of the sum of exponentials
+    const float* given;  // the same, or null: what the weights in `sums` are divided by in place of their own totals
+    int64_t batch, groups, heads, fresh, stored, dim;  // heads of a group; fresh: queries
+    int64_t first, window;  // query t sees the last `window` keys up to place first + t
     int64_t q_batch, q_head, q_token, k_batch, k_group, k_token, v_batch, v_group, v_token;
     int64_t out_batch, out_head, out_token;
     float scale;
@@ -85,31 +88,35 @@ template <class T> struct Task {
         tops.resize(blocks * QUERIES);
     }
 
-    // `count` queries from `first` of one head, at `from`.
-    void run(const char* from, char* to, float* sums, int64_t first, int count) {
+    // `count` queries from `first` of one head, at `from`; `row`: the first one's place in lse and given.
+    void run(const char* from, char* to, float* sums, int64_t row, int64_t first, int count) {
         std::fill(q.begin(), q.end(), 0);
         std::fill(acc.begin(), acc.end(), 0.0f);
         for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, 4 * words);
         std::fill_n(top, QUERIES, -INFINITY);
         std::fill_n(totals, QUERIES, f32{});
-        int64_t position = call.stored - call.fresh + first, blocks = (position + count - 1) / KEYS + 1;
-        for (int64_t block = 0; block < blocks; block++) {
+        int64_t place = call.first + first, end = std::clamp<int64_t>(place + count, 0, call.stored);
+        int64_t begin = std::clamp<int64_t>(place - call.window + 1, 0, end) / KEYS, blocks = (end + KEYS - 1) / KEYS;
+        for (int64_t block = begin; block < blocks; block++) {
             multiply_keys(&packed.k[block * packed.block_words]);
-            int64_t open = position - block * KEYS;  // keys of this block that the first query sees, less one
+            int64_t last = std::min<int64_t>(KEYS, call.stored - block * KEYS) - 1;
+            int64_t open = place - block * KEYS, hidden = open - call.window;  // the first query sees those between
             weights = &kept[call.sums ? block * BLOCK_WORDS : 0];
-            if (open < KEYS - 1)
-                for (int m = 0; m < QUERIES; m++) weigh<true>(m, open + m);
+            if (std::min(open, last) < KEYS - 1 || hidden + QUERIES > 0)
+                for (int m = 0; m < QUERIES; m++) weigh<true>(m, std::min(open + m, last), hidden + m);
             else
-                for (int m = 0; m < QUERIES; m++) weigh<false>(m, 0);
+                for (int m = 0; m < QUERIES; m++) weigh<false>(m, 0, 0);
             if (call.sums) std::copy_n(top, QUERIES, &tops[block * QUERIES]);
             if (call.v) add_values(&packed.v[block * packed.block_words]);
         }
         for (int m = 0; m < count && call.v; m++) {
-            auto row = (typename T::Element*)(to + (first + m) * call.out_token);
-            float share = 1 / sum(totals[m]);
-            for (int64_t c = 0; c < dim; c++) put(row + c, acc[m * dim + c] * share);
+            auto to_row = (typename T::Element*)(to + (first + m) * call.out_token);
+            float total = sum(totals[m]), share = total > 0 ? 1 / total : 0;
+            for (int64_t c = 0; c < dim; c++) put(to_row + c, acc[m * dim + c] * share);
         }
-        if (call.sums) add_sums(sums, blocks, count);
+        for (int m = 0; m < count && call.lse; m++)
+            call.lse[row + m] = (top[m] + std::log2(sum(totals[m]))) * (float)M_LN2;
+        if (call.sums) add_sums(sums, row, begin, blocks, count);
     }
 
     void multiply_keys(const uint32_t* keys) {
@@ -128,18 +135,21 @@ template <class T> struct Task {
         }
     }
 
-    // Logits of query m to weights; where MASKED it sees the keys up to `open`.
-    template <bool MASKED> void weigh(int m, int64_t open) {
+    // Logits of query m to weights; where MASKED it sees the keys behind `hidden` and up to `open`.
+    template <bool MASKED> void weigh(int m, int64_t open, int64_t hidden) {
+        int32_t first = std::clamp<int64_t>(hidden, -1, KEYS) + 1, end = std::clamp<int64_t>(open, -1, KEYS);
         f32 x[VECTORS], best = splat(-INFINITY);
         UNROLL for (int i = 0; i < VECTORS; i++) {
             x[i] = load<f32>(logits[m] + i * LANES);
-            if (MASKED) x[i] = NUMBERS + i * LANES > (int32_t)open ? splat(-INFINITY) : x[i];
+            i32 key = NUMBERS + i * LANES;
+            if (MASKED) x[i] = (key > end) | (key < first) ? splat(-INFINITY) : x[i];
             best = maximum(best, x[i]);
         }
         if (any(best * call.scale > top[m] + SLACK)) raise(m, largest(best) * call.scale);
+        float shift = MASKED && top[m] == -INFINITY ? 0 : top[m];  // it has seen no key so far
         f32 sum_of = {};
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.scale - top[m]);
+            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.scale - shift);
             sum_of += x[i];
         }
         totals[m] += sum_of;
@@ -183,13 +193,15 @@ template <class T> struct Task {
         }
     }
 
-    void add_sums(float* sums, int64_t blocks, int count) {
-        float shares[QUERIES];
-        for (int m = 0; m < count; m++) shares[m] = 1 / sum(totals[m]);
-        for (int64_t block = 0; block < blocks; block++) {
+    void add_sums(float* sums, int64_t row, int64_t begin, int64_t blocks, int count) {
+        float wholes[QUERIES];  // logs of what the weights are divided by
+        for (int m = 0; m < count; m++)
+            wholes[m] = call.given ? call.given[row + m] * (float)M_LOG2E : top[m] + std::log2(sum(totals[m]));
+        for (int64_t block = begin; block < blocks; block++) {
             f32 columns[VECTORS] = {};
             for (int m = 0; m < count; m++) {
-                float share = std::exp2(tops[block * QUERIES + m] - top[m]) * shares[m];
+                if (tops[block * QUERIES + m] == -INFINITY) continue;  // saw no key so far
+                float share = std::exp2(tops[block * QUERIES + m] - wholes[m]);
                 add_weights(&kept[block * BLOCK_WORDS + m * WEIGHT_WORDS], share, columns, T{});
             }
             alignas(LINE) float column[KEYS];
@@ -234,7 +246,8 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
             int64_t h = i % call.heads, first = i / call.heads * QUERIES, head = g * call.heads + h;
             task->run(call.q + b * call.q_batch + head * call.q_head,
-                      call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr, first,
+                      call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr,
+                      (b * call.groups * call.heads + head) * call.fresh + first, first,
                       std::min<int64_t>(QUERIES, call.fresh - first));
         }
     }

@@ -1,4 +1,4 @@
-"""Prefill attention and column sums, compiled: prefill.cpp."""
+"""Prefill attention, whole or within a window, and column sums, compiled: prefill.cpp."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    refusal = _unfit(q, k, v)
+    if refusal is None and q.shape[2] == 1:
+        return decode.segment_attention_refuses(q, [Segment(k, v)], scale)
+    return refusal
+
+
+def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16):
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if not _WIDE:
@@ -37,7 +44,7 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
         return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
     if any(x.stride(3) != 1 for x in (q, k, v)):
         return "needs the channels of a row side by side"
-    return decode.segment_attention_refuses(q, [Segment(k, v)], scale) if q.shape[2] == 1 else None
+    return None
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -72,12 +79,47 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, sums: Tensor | None, scale: float) -> None:
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+    """As in kernels/windowed.py. The result lies in memory as [B T H D]."""
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _run(q, k, v, out, None, scale, lse=lse, seen=(first, window))
+    return out, lse
+
+
+def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
+    return _unfit(q, k, v)
+
+
+def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
+    """As in kernels/windowed.py."""
+    sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+    _run(q, k, None, None, sums, scale, given=lse.float().contiguous(), seen=(first, window))
+    return sums
+
+
+def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
+    return _unfit(q, k, k)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    out: Tensor | None,
+    sums: Tensor | None,
+    scale: float,
+    *,
+    lse: Tensor | None = None,
+    given: Tensor | None = None,
+    seen: tuple[int, int] | None = None,
+) -> None:
+    """What is wanted into out, sums and lse. seen: the first query's place and the window, else the whole past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
     size = q.element_size()
-    numbers = [0 if x is None else x.data_ptr() for x in (q, k, v, out, sums)]
-    numbers += [batch, groups, heads // groups, fresh, stored, dim]
+    numbers = [0 if x is None else x.data_ptr() for x in (q, k, v, out, sums, lse, given)]
+    numbers += [batch, groups, heads // groups, fresh, stored, dim, *(seen or (stored - fresh, stored))]
     for x in (q, k, v, out):
         numbers += (0, 0, 0) if x is None else [size * stride for stride in x.stride()[:3]]
     _library.prefill_attention(size == 2, pack(f"{len(numbers)}q", *numbers), scale)
