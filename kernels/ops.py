@@ -39,9 +39,9 @@ prefill_attention_with_column_sums = Op(
     torch="kernels.column_sums",
 )
 windowed_attention = Op(
-    "windowed_attention", triton="kernels.gpu.windowed", cpu="kernels.cpu.prefill", torch="kernels.windowed"
+    "windowed_attention", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed"
 )
-windowed_sums = Op("windowed_sums", triton="kernels.gpu.windowed", cpu="kernels.cpu.prefill", torch="kernels.windowed")
+windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed")
 pq_scores = Op("pq_scores", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")

@@ -1,7 +1,7 @@
-"""Prefill attention and its column sums: a pass over rows that keeps each query's log-sum-exp, then one over columns.
+"""Prefill attention, whole or within a window, and its column sums: a pass over rows, then one over columns.
 
-No weight is kept, so memory is linear in the tokens; the logits are computed twice, as in FlashAttention's backward
-pass (arXiv 2205.14135).
+The first keeps each query's log-sum-exp. No weight is kept, so memory is linear in the tokens; the logits are computed
+twice, as in FlashAttention's backward pass (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.dispatch import forced_backend
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, split, stages, unfit_heads
+from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_heads
 from kernels.gpu.scores import row_scores
 from kernels.reference import Segment
 
@@ -42,8 +42,8 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
     pieces, length = split(stored, programs, rows) if new <= _FEW else (1, stored)
     lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
-    run_rows(q, k, None, None, lse, scale, stored - new, length=length)
-    return run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
+    _run_rows(q, k, None, None, lse, scale, stored - new, length=length)
+    return _run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
@@ -55,17 +55,37 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out, lse = _attention(q, k, v, scale)
-    return out, run_columns(q, k, lse, scale)
+    return out, _run_columns(q, k, lse, scale)
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     return unfit_heads(q, k, v)
 
 
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+    """As in kernels/windowed.py. The result lies in memory as [B T H D]."""
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+    _run_rows(q, k, v, out, lse, scale, first, window)
+    return out, lse.squeeze(3)
+
+
+def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
+    return unfit_heads(q, k, v)
+
+
+def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
+    return _run_columns(q, k, lse.contiguous(), scale, first, window)
+
+
+def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
+    return unfit_heads(q, k) or unfit_floats(lse)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    run_rows(q, k, v, out, lse, scale, k.shape[2] - q.shape[2])
+    _run_rows(q, k, v, out, lse, scale, k.shape[2] - q.shape[2])
     return out, lse
 
 
@@ -80,7 +100,7 @@ def _rows_at_once(q: Tensor) -> int:
     return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
 
 
-def run_rows(
+def _run_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -104,7 +124,7 @@ def run_rows(
     )  # fmt: skip
 
 
-def run_columns(
+def _run_columns(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
 ) -> Tensor:
     """What each key receives of softmaxes that divide by exp(lse). [B H S]"""
