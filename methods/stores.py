@@ -61,7 +61,8 @@ class KVStore:
     def since(self, start: int) -> Segment:
         """The tokens from the `start`-th on; while the clock runs, in all the room there is for them."""
         if not self.request.clock.running:
-            return Segment(self.k[:, :, start:], self.v[:, :, start:])
+            stored = slice(start, self.length)
+            return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])
         live = self.request.clock.now(self.length - start, self.request.device)
         return Segment(self.k_rows[:, :, start:], self.v_rows[:, :, start:], live=live)
 
