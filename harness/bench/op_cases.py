@@ -169,7 +169,7 @@ def _prefill(x: Inputs) -> Iterator[Case]:
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
     yield Case("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
     yield Case("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)
-    window = min(x.budget, x.prefill)
+    window = max(1, x.prefill // 4)
     near = 2 * flops * (x.prefill * window - window * (window - 1) / 2)
     what = f"LM-Infinite, {window} of {x.prefill}"
     yield Case("windowed_attention", what, (q, k, v, x.scale, 0, window), near)
