@@ -32,13 +32,8 @@ class Angles:
             shape = (self.request.capacity, x.cos.shape[-1])
             self.cos, self.sin = (part.new_empty(shape) for part in (x.cos, x.sin))
         self.length = x.start + x.cos.shape[1]
-        if self.request.clock.running:
-            place = self.request.clock.now(x.start, x.cos.device)
-            self.cos.index_copy_(0, place, x.cos[0])
-            self.sin.index_copy_(0, place, x.sin[0])
-        else:
-            self.cos[x.start : self.length] = x.cos[0]
-            self.sin[x.start : self.length] = x.sin[0]
+        self.request.clock.write(x.cos[0], self.cos, 0, x.start)
+        self.request.clock.write(x.sin[0], self.sin, 0, x.start)
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""

@@ -167,7 +167,7 @@ class KVLayer(ABC):
 
     def count_repeated(self, steps: int) -> None:
         """So many recorded steps ran without `decode`: bring what it counts in Python up to date."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} says that its step can be repeated, and counts no repeats")
 
 
 class Method(ABC):

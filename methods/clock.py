@@ -50,6 +50,14 @@ class Clock:
         first = self.now(start, device)
         return first if count == 1 else first + torch.arange(count, device=device)
 
+    def write(self, values: Tensor, into: Tensor, dim: int, start: int) -> None:
+        """`values` to the places of `into` from `start` on, along `dim`."""
+        count = values.shape[dim]
+        if self.running:
+            into.index_copy_(dim, self.places(start, count, into.device), values)
+        else:
+            into.narrow(dim, start, count).copy_(values)
+
     def tick(self) -> None:
         """At the end of a step; part of what is repeated."""
         torch._foreach_add_(list(self._counts.values()), 1)

@@ -247,12 +247,8 @@ class InfiniGenLayer(SelectLayer):
 
     def _learn(self, keys: Tensor) -> None:
         """Append the partial keys of keys [B G T D]."""
-        clock, end = self.request.clock, self.known + keys.shape[2]
-        if clock.running:
-            self.partial.index_copy_(2, clock.now(self.known, keys.device), keys @ self.basis)
-        else:
-            self.partial[:, :, self.known : end] = keys @ self.basis
-        self.known = end
+        self.request.clock.write(keys @ self.basis, self.partial, 2, self.known)
+        self.known += keys.shape[2]
 
     def _skewed(self, x: Tensor) -> Tensor:
         """x [B G T D] times A; x itself without a skew."""

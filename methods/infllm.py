@@ -157,7 +157,7 @@ class InfLLMLayer(SelectLayer):
         self._fill_blocks(self.sealed)
         size, n_init = self.method.block, self.method.n_init
         local = self.sealed - n_init - self.blocks * size
-        room = n_init + max(0, self.request.capacity - self.n_local - self._after)
+        room = n_init + self.request.capacity - self.n_local - self._after
         self.far_k = self.store.k.new_empty(*self.store.k.shape[:2], room, self.spec.head_dim)
         self.far_k[:, :, :n_init] = self._moved(0, n_init)
         self.far_end = self._after
@@ -206,8 +206,8 @@ class InfLLMLayer(SelectLayer):
     def _leave(self, window: int) -> None:
         """Tokens before position `window` are far from now on."""
         if self.far_end < window:
-            places = self._positions(self.far_end, window) - (self._after - self.method.n_init)
-            self.far_k.index_copy_(2, places, self._moved(self.far_end, window))
+            place = self.far_end - self._after + self.method.n_init
+            self.request.clock.write(self._moved(self.far_end, window), self.far_k, 2, place)
             self.far_end = window
 
     def _far(self) -> list[Segment]:
@@ -229,11 +229,6 @@ class InfLLMLayer(SelectLayer):
             return self.store.since(window - self._away)
         rows = self._positions(window, window + self.n_local)
         return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
-
-    def unrepeatable(self) -> str | None:
-        if self.plan is not None and self.far_end < self.sealed - self.n_local:
-            return "no token leaves its window yet"
-        return super().unrepeatable()
 
     def count_repeated(self, steps: int) -> None:
         super().count_repeated(steps)
@@ -269,7 +264,7 @@ class InfLLMLayer(SelectLayer):
         k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
         parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
         if self.blocks:
-            keys, values = self._always(q)
+            keys, values = self._always()
             parts.append(ops.windowed_attention(far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]))
         if far_end > outside:
             keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
@@ -280,7 +275,7 @@ class InfLLMLayer(SelectLayer):
         out: Tensor = ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0]
         return out
 
-    def _always(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def _always(self) -> tuple[Tensor, Tensor]:
         """Keys and values that all of these queries read as far: the first tokens and the chosen blocks."""
         n_init, v = self.method.n_init, self.store.v
         keys, values = self._moved(0, n_init), v[:, :, :n_init]

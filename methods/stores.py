@@ -49,13 +49,8 @@ class KVStore:
                 f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
                 "the prompt and all new tokens together."
             )
-        if self.request.clock.running:
-            place = self.request.clock.now(self.length, self.request.device)
-            self.k_rows.index_copy_(2, place, k)
-            self.v_rows.index_copy_(2, place, v)
-        else:
-            self.k_rows[:, :, self.length : end] = k
-            self.v_rows[:, :, self.length : end] = v
+        self.request.clock.write(k, self.k_rows, 2, self.length)
+        self.request.clock.write(v, self.v_rows, 2, self.length)
         self.length = end
 
     def since(self, start: int) -> Segment:

@@ -102,11 +102,20 @@ def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     words = [python, "-c", WORKER.read_text(), str(folder), str(torch.get_num_threads())]
     with (
         tempfile.TemporaryDirectory() as empty,
-        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=empty) as process,
+        _started(words, empty) as process,
     ):
         yield process
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _started(words: Sequence[str], folder: str) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+    except OSError as error:
+        raise ValueError(
+            f"--python {words[0]} cannot be started ({error.strerror}): name one beside kvpress."
+        ) from error
 
 
 def ours(job: Job, loaded: LoadedModel) -> Run:

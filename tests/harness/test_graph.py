@@ -19,7 +19,7 @@ from methods.base import AttnInput, Method
 from methods.clock import Clock, RecordingError
 from methods.full import Full
 from methods.layers import DenseLayer
-from tests.methods.test_contract import NAMES, attach, small
+from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small
 from tests.recorder import Tape
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -82,20 +82,13 @@ def test_every_architecture_can_be_recorded(architecture: str) -> None:
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_plain_steps_where_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     """Room for later tokens is read by no step."""
-    empty = torch.empty
-
-    def full_of_nan(*shape: Any, **how: Any) -> Tensor:
-        made = empty(*shape, **how)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
     ids, fed = prompt(70), prompt(6, seed=2).split(1, 1)
     for name in NAMES:
         steps: list[list[Tensor]] = []
         for recorder in (None, Tape()):
-            with attach(repeatable(name), 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
-                patch.setattr(torch, "empty", full_of_nan)
+            with attach(repeatable(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
                 engine = Engine(kv)
                 assert engine.forward is not None
                 cache = engine.cache(ids, 12)

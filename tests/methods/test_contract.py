@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -93,6 +95,17 @@ def turn(kv: Attachment, cache: KVCache, ids: Tensor, steps: int = 5, chunk: int
 def run(method: Method, ids: Tensor, budget: float | None, *, chunk: int | None = None, **how: str) -> list[Step]:
     with attach(method, budget, **how) as kv:
         return turn(kv, kv.cache(capacity=ids.shape[1] + 8, batch=len(ids)), ids, chunk=chunk)
+
+
+@contextmanager
+def fresh_memory_full_of_nan() -> Iterator[None]:
+    """Torch does this for those who want the same results each time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def assert_same(steps: list[Step], wanted: list[Step]) -> None:
@@ -211,12 +224,8 @@ def test_memory_that_was_never_written_is_never_read(name: str, placement: str) 
         pytest.skip("keeps nothing on the host")
     ids = prompt(80, batch=2)
     wanted = run(method, ids, 0.5, placement=placement)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is then full of NaN
-    try:
-        assert bool(torch.empty(3).isnan().all())
+    with fresh_memory_full_of_nan():
         assert_same(run(method, ids, 0.5, placement=placement), wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @methods
