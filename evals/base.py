@@ -76,7 +76,7 @@ class Score:
 
 
 class Task(ABC):
-    """Subclasses are frozen dataclasses without defaults: the yaml lists every field."""
+    """Subclasses are frozen dataclasses; their defaults are the values of their yaml, which lists every field."""
 
     version: ClassVar[str]  # goes up when prompts or scores change; old runs are then not resumed
     metric: ClassVar[str]  # the name of the main number, as the field calls it

@@ -39,12 +39,12 @@ class Gsm8k(Task):
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "accuracy"
 
-    prompt: str
-    extraction: str
-    samples: int | None
-    max_new_tokens: int
-    chat: bool
-    revision: str
+    prompt: str = "pqcache"
+    extraction: str = "pqcache"
+    samples: int | None = None
+    max_new_tokens: int = 256
+    chat: bool = False
+    revision: str = "740312add88f781978c0658806c59bc2815b9866"
     _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

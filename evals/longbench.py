@@ -31,12 +31,12 @@ class LongBench(Task):
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "LongBench score"
 
-    datasets: str | Sequence[str]
-    subset: str
-    samples: int | None
-    max_prompt_tokens: int | None
-    code_sim: str
-    revision: str
+    datasets: str | Sequence[str] = "english"
+    subset: str = "longbench"
+    samples: int | None = None
+    max_prompt_tokens: int | None = None
+    code_sim: str = "levenshtein"
+    revision: str = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
     _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -25,16 +25,19 @@ class Niah(Task):
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
 
-    lengths: list[int]
-    depths: int | list[float]
-    needle: str
-    rounds: int
-    haystack: str
-    system: str
-    template: str
-    prefix: str
-    buffer: int | None
-    max_new_tokens: int
+    lengths: Sequence[int] = (512, 1024, 2048)
+    depths: int | Sequence[float] = 5
+    needle: str = "magic_city"
+    rounds: int = 1
+    haystack: str = "auto"
+    system: str = ""
+    template: str = (
+        "{context}\n\n{question} Don't give information outside the document or repeat your findings. "
+        "Keep your response short and direct."
+    )
+    prefix: str = ""
+    buffer: int | None = None
+    max_new_tokens: int = 24
 
     def __post_init__(self) -> None:
         if self.needle not in NEEDLES:

@@ -30,10 +30,10 @@ class WikiText2(Task):
     metric: ClassVar[str] = "1/perplexity"
     chance: ClassVar[float | None] = None
 
-    window: int
-    stride: int
-    samples: int | None
-    revision: str
+    window: int = 2048
+    stride: int = 512
+    samples: int | None = None
+    revision: str = "b08601e04326c79dfdd32d625aee71d232d685c3"
     _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,12 @@
 """Methods, tasks and models are frozen dataclasses named by a yaml's `_target_`: building one, describing one.
 
-The dataclass is the schema: every field is in the yaml, nothing else is, and types are checked here, before any work.
+The dataclass is the schema: what the yaml leaves out has the class's default, and types are checked here, before any
+work.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Mapping, Sequence
@@ -31,14 +33,19 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
     known = {field.name: hints[field.name] for field in fields(cls) if field.init}
     for name in values.keys() - known.keys():
         raise PluginError(f"{kind}.{name} is no parameter of {cls.__name__}{suggestion(name, known)}")
-    for name in known.keys() - values.keys():
-        raise PluginError(f"{kind}.{name} is missing: {cls.__name__} has no defaults, its yaml lists every parameter.")
+    for name in required(cls):
+        if values.get(name, MISSING) == MISSING:
+            raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
     for name, value in values.items():
-        if value == MISSING:
-            raise PluginError(f"{kind}.{name} must be given: it has no default.")
         if not fits(value, known[name]):
             raise PluginError(f"{kind}.{name}={value} should be {spell(known[name])}.")
     return cls(**values)
+
+
+def required(cls: Any) -> list[str]:
+    """Fields without a default."""
+    bare = dataclasses.MISSING
+    return [f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare]
 
 
 def describe(plugin: Any) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class KVLayer(ABC):
 
 
 class Method(ABC):
-    """A method's hyper-parameters: a frozen dataclass without defaults; its yaml lists every field.
+    """A method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
 
     The budget is not among them: the request brings it, so that one number means the same for every method.
     """

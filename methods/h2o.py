@@ -48,9 +48,9 @@ class H2O(Method):
         deviations="nothing is evicted while generating: generated tokens come on top of the budget",
     )
 
-    sinks: int
-    recent_ratio: float
-    compensation: Literal["none", "literal", "bytes"]
+    sinks: int = 0
+    recent_ratio: float = 0.5
+    compensation: Literal["none", "literal", "bytes"] = "none"
 
     def __post_init__(self) -> None:
         self.windows.check()

@@ -59,13 +59,13 @@ class InfiniGen(Method):
         ),
     )
 
-    alpha: float
-    partial_ratio: float
-    dense_layers: tuple[int, ...]
-    skew: bool
-    calibration_tokens: int
-    column_rule: Literal["query", "union"]
-    group_rank: Literal["margin_max", "prob_sum"]
+    alpha: float = 5.0
+    partial_ratio: float = 0.2
+    dense_layers: tuple[int, ...] = (0, 1)
+    skew: bool = True
+    calibration_tokens: int = 2048
+    column_rule: Literal["query", "union"] = "query"
+    group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash

@@ -57,11 +57,11 @@ class InfLLM(Method):
         ),
     )
 
-    n_init: int
-    block: int
-    local_ratio: float
-    repr_topk: int
-    exc_block: int
+    n_init: int = 32
+    block: int = 16
+    local_ratio: float = 0.5
+    repr_topk: int = 4
+    exc_block: int = 512
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

@@ -48,7 +48,7 @@ class LMInfinite(Method):
         deviations="the budget sets the window, the paper's is the training length; generated tokens come on top",
     )
 
-    n_init: int
+    n_init: int = 10
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

@@ -39,8 +39,8 @@ class Oracle(Method):
         deviations="the window is the prompt's end and does not move on with generation",
     )
 
-    sinks: int
-    recent_ratio: float
+    sinks: int = 32
+    recent_ratio: float = 0.5
 
     def __post_init__(self) -> None:
         self.windows.check()

@@ -57,16 +57,16 @@ class PQCache(Method):
         ),
     )
 
-    m: int
-    b: int
-    iterations: int | Literal["auto"] | tuple[float, ...]
-    tolerance: float
-    seed: int
-    sinks: int
-    recent_ratio: float
-    cache_tokens: int
-    cache_block: int
-    cache_offered: int
+    m: int = 2
+    b: int = 6
+    iterations: int | Literal["auto"] | tuple[float, ...] = 10
+    tolerance: float = 0.0001
+    seed: int = 4321
+    sinks: int = 32
+    recent_ratio: float = 0.5
+    cache_tokens: int = 0
+    cache_block: int = 128
+    cache_offered: int = 4
 
     def __post_init__(self) -> None:
         self.windows.check()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from methods.base import Case, KVLayer, LayerSpec, Request
 from methods.card import Card
@@ -37,7 +37,10 @@ class PyramidKV(SnapKV):
         deviations="amounts as in kvpress; the layers' budgets add up to the last token",
     )
 
-    beta: float
+    beta: float = 20
+    window: int = 64
+    kernel: int = 5
+    pooling: Literal["max", "avg"] = "avg"
 
     def __post_init__(self) -> None:
         super().__post_init__()

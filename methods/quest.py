@@ -50,11 +50,11 @@ class Quest(Method):
         deviations="generated tokens are not paged, they are always read; too small a budget is an error",
     )
 
-    page_size: int
-    min_pages: int
-    dense_layers: tuple[int, ...]
-    select_per: Literal["query_head", "kv_head"]
-    last_page: bool
+    page_size: int = 16
+    min_pages: int = 3
+    dense_layers: tuple[int, ...] = (0, 1)
+    select_per: Literal["query_head", "kv_head"] = "query_head"
+    last_page: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash

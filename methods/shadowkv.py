@@ -63,12 +63,12 @@ class ShadowKV(Method):
         deviations="generated tokens are never dropped; a further turn reads rebuilt keys",
     )
 
-    chunk: int
-    rank: int | float
-    local_chunks: int
-    outlier_share: float
-    solver: Literal["gram_fp64", "gram_fp32", "thin_svd"]
-    hit_cache: bool
+    chunk: int = 8
+    rank: int | float = 0.15625
+    local_chunks: int = 4
+    outlier_share: float = 0.158
+    solver: Literal["gram_fp64", "gram_fp32", "thin_svd"] = "gram_fp64"
+    hit_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

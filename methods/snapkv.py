@@ -48,10 +48,10 @@ class SnapKV(Method):
         ),
     )
 
-    window: int
-    kernel: int
-    pooling: Literal["max", "avg"]
-    select_per: Literal["kv_head", "query_head"]
+    window: int = 32
+    kernel: int = 7
+    pooling: Literal["max", "avg"] = "max"
+    select_per: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         if self.window < 1:

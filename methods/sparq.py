@@ -54,11 +54,11 @@ class SparQ(Method):
         ),
     )
 
-    r: int
-    sinks: int
-    recent_ratio: float
-    mean_value: bool
-    channel_copy: bool
+    r: int = 16
+    sinks: int = 0
+    recent_ratio: float = 0.25
+    mean_value: bool = True
+    channel_copy: bool = True
 
     def __post_init__(self) -> None:
         self.windows.check()

@@ -40,8 +40,8 @@ class Streaming(Method):
         deviations="the window is the prompt's end: generated tokens push none out; the prompt itself is read densely",
     )
 
-    sinks: int
-    positions: str
+    sinks: int = 4
+    positions: str = "cache"
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +18,8 @@ import yaml
 from harness.catalogue import GROUPS, entries
 from harness.clashes import clashes
 from harness.config import Data, Generation, Results, Settings
+from harness.files import canonical
+from harness.plugins import describe, required
 
 ROOT = Path(__file__).parents[1]
 # package -> first parts of what it may import beside the standard library's modules
@@ -84,13 +88,29 @@ def test_every_yaml_lists_every_field_with_a_comment(group: str) -> None:
         module, _, name = config.pop("_target_").rpartition(".")
         known = [field for field in fields(getattr(import_module(module), name)) if field.init]
         assert set(config) == {field.name for field in known}, entry.file.name
-        assert all(field.default is MISSING for field in known), f"{name} has defaults beside its yaml"
         assert entry.headline, entry.file.name
         assert entry.card(), f"{module} has no docstring"
         for key, _, comment in entry.parameters():
             explained.setdefault((name, key), []).append(comment)
     bare = [key for key, comments in explained.items() if not any(comments)]
     assert not bare, f"no yaml says what these are: {bare}"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_defaults_in_python_are_the_yamls(group: str) -> None:
+    """A class may have several yaml files (presets, a paper's variant): one of them holds its defaults."""
+    differences: dict[str, list[dict[str, tuple[Any, Any]]]] = {}
+    for entry in entries(group):
+        from_yaml = yaml.safe_load(entry.file.read_text())
+        target = from_yaml.pop("_target_")
+        module, _, name = target.rpartition(".")
+        cls = getattr(import_module(module), name)
+        given = {key: from_yaml[key] for key in required(cls)}
+        from_python = json.loads(canonical(describe(cls(**given))))
+        found = {key: (from_python[key], value) for key, value in from_yaml.items() if from_python[key] != value}
+        differences.setdefault(target, []).append(found)
+    for target, found in differences.items():
+        assert {} in found, f"{target}: (Python, yaml) differ: {min(found, key=len)}"
 
 
 def test_config_yaml_lists_every_setting() -> None:

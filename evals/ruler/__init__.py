@@ -34,11 +34,11 @@ class Ruler(Task):
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "string_match"
 
-    tasks: Sequence[str]
-    lengths: Sequence[int]
-    samples: int
-    haystack: str
-    source: str | None
+    tasks: Sequence[str] = tuple(FAMILIES)
+    lengths: Sequence[int] = (4096,)
+    samples: int = 10
+    haystack: str = "auto"
+    source: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tasks", "lengths"):

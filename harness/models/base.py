@@ -71,7 +71,7 @@ class LoadedModel:
 
 
 class ModelSource(ABC):
-    """Subclasses are frozen dataclasses without defaults: the yaml lists every field."""
+    """Subclasses are frozen dataclasses; their defaults are the values of their yaml, which lists every field."""
 
     @abstractmethod
     def identity(self) -> Identity:

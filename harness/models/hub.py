@@ -25,9 +25,9 @@ class HuggingFace(ModelSource):
     """`name`: hub id or folder. `revision`: branch, tag or commit. `window`: None for the config's own."""
 
     name: str
-    revision: str | None
-    window: int | None
-    trust_remote_code: bool
+    revision: str | None = None
+    window: int | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:

@@ -32,10 +32,10 @@ CHAT_TEMPLATE = (
 class Random(ModelSource):
     """`shape`: a name in SHAPES. `layers`: None for all. `tokenizer_name`: one of TOKENIZERS."""
 
-    shape: str
-    layers: int | None
-    seed: int
-    tokenizer_name: str
+    shape: str = "smollm2"
+    layers: int | None = None
+    seed: int = 0
+    tokenizer_name: str = "auto"
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
