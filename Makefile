@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-gpu demo bench-generate bench-gpu clean
+.PHONY: help setup check test test-all test-gpu demo bench-generate bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -27,8 +27,14 @@ check: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup  ## the whole test suite, on the CPU
-	$(BIN)/python -m pytest
+# In random order, one worker per core; -p no:randomly and -n 0 turn either off.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+test: setup  ## the test suite, on the CPU: at most 5 minutes on 2 cores
+	$(PYTEST)
+
+test-all: setup  ## the test suite with what is slow by nature
+	$(PYTEST) -m ''
 
 # The GPU targets take the environment they find: torch, triton and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))

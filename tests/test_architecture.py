@@ -121,3 +121,9 @@ def test_config_yaml_lists_every_setting() -> None:
         assert config[name] == vars(kind()), f"{name}: yaml and schema differ in a default"
     plain = {name: value for name, value in vars(Settings()).items() if name not in ("generation", "data", "results")}
     assert {name: config[name] for name in plain} == plain
+
+
+def test_no_property_has_a_deadline() -> None:
+    """On a busy machine a first import alone takes a second."""
+    hypothesis = pytest.importorskip("hypothesis")
+    assert hypothesis.settings().deadline is None

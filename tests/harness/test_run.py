@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -145,22 +143,37 @@ def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path)
     assert [record.tokens for record in repeated.records] == [record.tokens for record in again.records]
 
 
+STALLING = """
+import sys, time
+from harness.__main__ import main
+from harness.store import Run
+append = Run.append
+def stall_after_three(run, record):
+    append(run, record)
+    if (run.folder / "examples.jsonl").read_bytes().count(b"\\n") == 3:
+        print("three", flush=True)
+        time.sleep(600)
+Run.append = stall_after_three
+sys.exit(main())
+"""
+
+
 def test_kill_9_then_the_same_command(tmp_path: Path) -> None:
     """The real thing: a killed process, and its command typed again."""
     arguments = [*MODEL_ARGS, *TASK_ARGS, "task.depths=12", "baseline=off", f"results.root={tmp_path}"]
-    command = [sys.executable, "-m", "harness", *arguments, "task.max_new_tokens=60"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and sum(f.read_bytes().count(b"\n") for f in tmp_path.glob("*/*.jsonl")) < 2:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    stalled = [sys.executable, "-c", STALLING, *arguments]
+    process = subprocess.Popen(stalled, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert b"three\n" in iter(process.stdout.readline, b"")  # reads up to that line
+    process.kill()
+    process.communicate()
     (lines,) = tmp_path.glob("*/examples.jsonl")
     before = lines.read_bytes()
     kept = before[: before.rfind(b"\n") + 1]
-    assert 2 <= kept.count(b"\n") < 12
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    assert kept.count(b"\n") == 3
+    command = [sys.executable, "-m", "harness", *arguments]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     after = lines.read_bytes()
     assert after.startswith(kept)
     ids = [line.split(b'"', 4)[3] for line in after.splitlines()]

@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 def python(*arguments: str, **environment: str) -> str:
     """Output of a process that does not interpret."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
