@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness.catalogue import CONF, names
 from harness.config import RunConfig, Settings
 from harness.errors import check_overrides, default_keys, explain, is_known, sentence
+from harness.notices import say_once
 
 INTERRUPTED = 130
 SWEEP = ("-m", "--multirun")
@@ -90,6 +91,7 @@ def _fail(message: str) -> None:
 def main() -> int:
     arguments = sorted(sys.argv[1:], key=lambda argument: argument not in SWEEP)  # -m may stand anywhere
     sys.argv[1:] = arguments
+    say_once.cache_clear()
     _finished.clear()
     _failed.clear()
     _on_device.clear()

@@ -5,6 +5,7 @@ One key, one meaning, whatever the method. Imports neither torch nor hydra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ CHOICES = {
     "protocol": ("prompt", "context"),
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),
-    "dtype": ("fp32", "bf16", "fp16"),
+    "dtype": ("auto", "fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
     "graphs": ("off", "on"),
 }
@@ -70,8 +71,8 @@ class Settings:
     placement: str = "device"
     protocol: str = "prompt"
     chat: str = "template"
-    dtype: str = "fp32"
-    device: str = "cpu"
+    dtype: str = "auto"
+    device: str = "auto"
     batch: int = 1
     prefill_chunk: int | None = None
     seed: int = 42
@@ -98,8 +99,10 @@ class Settings:
             raise SettingsError(
                 f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
             )
-        if self.graphs == "on" and not self.device.startswith("cuda"):
-            raise SettingsError(f"graphs=on needs device=cuda, and device is {self.device}: CUDA alone has them.")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
+        if self.graphs == "on" and self.device == "cpu":
+            raise SettingsError(f"graphs=on needs a CUDA device, and device is {self.device}: use graphs=off here.")
         if self.align != "tokens" and self.layer_budgets:
             raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
         self._check_generation(self.generation)

@@ -16,9 +16,10 @@ SHOWN = 2  # prompts printed
 HEAD, TAIL = 300, 300  # characters of each
 
 
-def show(method: Method, task: Task, model: ModelSource, settings: Settings) -> None:
+def show(method: Method, task: Task, model: ModelSource, wanted: Settings) -> None:
     """Print the plan; raises the same errors as the run itself would before its weights."""
-    job = Job.plan(method, task, model, settings)
+    job = Job.plan(method, task, model, wanted)
+    settings = job.settings
     for item in job.items[:SHOWN]:
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"

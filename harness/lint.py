@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> int:
     method, task, model, wanted = built(composed(overrides, config_dirs))
     task.require(wanted.data.folder())
-    settings, info = effective(wanted, method), model.describe()
+    info = model.describe()
+    settings = effective(wanted, method, info)
     items = prepare(task, model, settings, strict=False)
     for item in items[:shown]:
         print(f"--- {item.example.id}\n{_marked(item)}\n")

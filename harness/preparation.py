@@ -11,7 +11,7 @@ from typing import Any
 from evals.base import Example, Task, TaskEnv
 from harness.alignment import AlignedBudget, aligned
 from harness.config import Settings, SettingsError
-from harness.models.base import ModelInfo, ModelSource
+from harness.models.base import ModelInfo, ModelSource, choose_device
 from harness.models.embedded import cache_root
 from harness.prompt import Prompt, Tokenizer, Tools, render
 from harness.prompt_lint import Finding, lint
@@ -51,9 +51,13 @@ def at_communication(settings: Settings, method: Method, info: ModelInfo) -> Met
     return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
 
 
-def effective(settings: Settings, method: Method) -> Settings:
-    """The settings with what does not apply to `method` at its neutral value, so that equal runs have one identity."""
-    changes: dict[str, Any] = {"comm": None}  # the method's parameters say it
+def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
+    """The settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that equal
+    runs have one identity."""
+    device = choose_device(settings.device)
+    own = "fp32" if device == "cpu" else info.dtype
+    changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
+    changes["comm"] = None  # the method's parameters say it
     if not method.uses_budget:
         changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "stale_by": 0}
     if not method.offloads:

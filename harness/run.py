@@ -18,7 +18,8 @@ from harness.attach import Attachment
 from harness.config import WITHOUT_EFFECT, Settings
 from harness.files import write_json
 from harness.hf import routed
-from harness.models.base import LoadedModel, ModelSource
+from harness.models.base import LoadedModel, ModelSource, check_device
+from harness.notices import SLOW_FP16, say_once
 from harness.preparation import (
     Item,
     at_communication,
@@ -83,7 +84,10 @@ class Job:
         task.require(wanted.data.folder())
         info = model.describe()
         method = at_communication(wanted, method, info)
-        settings = effective(wanted, method)
+        settings = effective(wanted, method, info)
+        check_device(settings.device)
+        if (settings.device, settings.dtype) == ("cpu", "fp16"):
+            say_once(SLOW_FP16)
         budget = budget_of(settings, method, info)
         items = items or prepare(task, model, settings)
         check_budget(items, method, budget, settings, info.num_layers)

@@ -12,6 +12,7 @@ from typing import Any
 from evals import stats
 from harness import timing
 from harness.averages import averages
+from harness.notices import SLOW_FP16
 from harness.phases import PARTS
 from harness.records import Record
 
@@ -58,6 +59,7 @@ def summarise(
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
         "warnings": [
             *_warnings(records, full, chance, info.get("method") == "full"),
+            *([SLOW_FP16] if (config.get("device"), config.get("dtype")) == ("cpu", "fp16") else []),
             *_beside_full(records, full, beside),
         ],
     }

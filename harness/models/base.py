@@ -46,6 +46,7 @@ class ModelInfo:
     hidden_size: int
     vocab_size: int
     num_parameters: int
+    dtype: str  # the checkpoint's own, one of DTYPES
 
     @property
     def limit(self) -> int:
@@ -105,6 +106,7 @@ class ModelSource(ABC):
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_parameters=count_parameters(config),
+            dtype=own_dtype(config),
         )
 
     def load(self, dtype: str, device: str) -> LoadedModel:
@@ -151,6 +153,21 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, DTYPES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def own_dtype(config: PreTrainedConfig) -> str:
+    """What the checkpoint was saved in; fp32, transformers' own default, where its config names nothing we know."""
+    saved = str(config.dtype).removeprefix("torch.")
+    return next((name for name, full in DTYPES.items() if full == saved), "fp32")
+
+
+def choose_device(asked: str) -> str:
+    """`asked`, with auto resolved: the GPU where torch sees one."""
+    import torch
+
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(name: str) -> str:

@@ -65,7 +65,9 @@ class Random(ModelSource):
 
         tokenizer = self.tokenizer()
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        return AutoConfig.for_model(SHAPES[self.shape].model_type, **self._arguments(), **ends)
+        return AutoConfig.for_model(
+            SHAPES[self.shape].model_type, dtype=SHAPES[self.shape].dtype, **self._arguments(), **ends
+        )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     rope_theta: float
     rope: Mapping[str, Any] = MappingProxyType({})  # scaling, where there is one
     more: Mapping[str, Any] = MappingProxyType({})
+    dtype: str = "bfloat16"  # what the model was published in
 
     def config(self, layers: int | None) -> dict[str, Any]:
         """Keyword arguments of transformers' config; `layers`: None for all."""
@@ -56,12 +57,12 @@ LLAMA_31_ROPE = {
 # fmt: off
 SHAPES = {
     # name                   type     layers hidden inner heads KV   vocab     window         theta
-    "tiny":            Shape("llama",     3,   128,   256,  8,  2,     512,   131_072,       10_000.0),
+    "tiny":            Shape("llama",     3,   128,   256,  8,  2,     512,   131_072,       10_000.0, dtype="float32"),
     "smollm2":         Shape("llama",    30,   576,  1536,  9,  3,  49_152,     8_192,      100_000.0,
                              more={"tie_word_embeddings": True}),
     "llama-3.1-8b":    Shape("llama",    32,  4096, 14336, 32,  8, 128_256,   131_072,      500_000.0, LLAMA_31_ROPE),
     "llama-3-8b-1m":   Shape("llama",    32,  4096, 14336, 32,  8, 128_256, 1_048_576, 3_580_165_449.0),
-    "llama-2-7b-chat": Shape("llama",    32,  4096, 11008, 32, 32,  32_000,     4_096,       10_000.0),
+    "llama-2-7b-chat": Shape("llama",    32,  4096, 11008, 32, 32,  32_000,     4_096,       10_000.0, dtype="float16"),
     "mistral-7b-v0.2": Shape("mistral",  32,  4096, 14336, 32,  8,  32_000,    32_768,    1_000_000.0,
                              more={"sliding_window": None}),
     "qwen2-7b":        Shape("qwen2",    28,  3584, 18944, 28,  4, 152_064,    32_768,    1_000_000.0,

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from harness import run as run_module
-from harness.config import Results, Settings
+from harness.config import Results, Settings, SettingsError
 from harness.files import read_json, write_json
-from harness.run import Evaluation, evaluate
+from harness.models.base import ModelError
+from harness.notices import say_once
+from harness.run import Evaluation, Job, evaluate
 from methods.full import Full
 from methods.pqcache import PQCache
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
@@ -226,3 +228,37 @@ def test_a_method_object_is_a_value() -> None:
         == PQ
     )
     assert hash(PQ) == hash(replace(PQ))
+
+
+@pytest.mark.parametrize(("gpus", "device", "dtype"), [(0, "cpu", "fp32"), (1, "cuda", "bf16")])
+def test_a_run_is_known_by_the_device_and_dtype_that_auto_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, dtype: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    model = replace(MODEL, shape="llama-3.1-8b")  # published in bf16
+    results = Results(root=str(tmp_path))
+    chosen = Job.plan(PQ, niah(), model, Settings(results=results))
+    named = Job.plan(PQ, niah(), model, Settings(results=results, device=device, dtype=dtype))
+    assert (chosen.config["device"], chosen.config["dtype"]) == (device, dtype)
+    assert chosen.identity == named.identity
+    assert Job.plan(PQ, niah(), model, Settings(results=results, dtype="fp16")).config["dtype"] == "fp16"
+
+
+@pytest.mark.parametrize("wrong", [{"device": "cuda"}, {"device": "cuda:7"}])
+def test_a_device_that_is_not_here_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ModelError, match="is not here: torch sees 0 CUDA devices"):
+        run(tmp_path, **wrong)
+    with pytest.raises(SettingsError, match="device=cdua is unknown: choose auto, cpu, cuda or cuda:N"):
+        run(tmp_path, device="cdua")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fp16_on_a_cpu_is_called_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    made = run(tmp_path, dtype="fp16", device="cpu", task=niah(depths=1))
+    assert capsys.readouterr().err.count("ten times slower") == 1  # not once more for Full
+    assert any("ten times slower" in warning for warning in made.summary["warnings"])
