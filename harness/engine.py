@@ -25,10 +25,19 @@ from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
 from harness.trace import Tracer
+from methods.base import KVLayer
 from methods.layers import DenseLayer
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 LENGTH, FORCED = "length", "forced"
+
+
+def union(layers: Sequence[KVLayer]) -> float:
+    """Distinct prompt tokens that one KV head read in the last step, over all its query heads: mean over layers, heads
+    and sequences. Counted from the positions themselves; waits for the device."""
+    reads = [(layer.read_positions(), layer.attended.prompt) for layer in layers]
+    counts = [whole if read is None else (read >= 0).sum(-1).double().mean().item() for read, whole in reads]
+    return sum(counts) / len(counts)
 
 
 def never(tokens: list[int]) -> str | None:
@@ -54,6 +63,7 @@ class Generation:
     fallback: str | None = None
     attended_prompt: float | None = None  # mean over layers and steps
     attended_total: float | None = None
+    union_prompt: float | None = None  # of the last step, mean over layers, see `union`
     moved_bytes_per_step: float | None = None
     hit_rate: float | None = None  # of a method's cache on the device; null where it has none
     kv: Footprint = field(default_factory=Footprint)
@@ -228,7 +238,10 @@ class _Run:
         self.other_reads.append(sum(r.generated for r in reads) / len(reads))
 
     def finish(self) -> Generation:
+        """The last token has its time: what is measured here is in no clock."""
         out, steps = self.out, len(self.prompt_reads)
+        if steps:
+            out.union_prompt = union(self.cache.layers)
         if self.step is not None:
             out.graph_s = self.step.recorded_s
             self.step.close()

@@ -37,6 +37,7 @@ class Record:
     question_s: float | None
     attended_prompt: float | None  # sealed prompt tokens attended per KV head, mean over steps; null without a step
     attended_total: float | None  # the same with the current and the generated tokens on top
+    union_prompt: float | None = None  # distinct prompt tokens a KV head read over its query heads, in the last step
     kv_device_bytes: int  # of the whole batch, as are all bytes here
     kv_host_bytes: int
     device_peak_bytes: int | None
@@ -95,9 +96,14 @@ class Record:
 
     @property
     def attended_share(self) -> float | None:
-        if self.attended_prompt is None or not self.sealed_tokens:
-            return None
-        return self.attended_prompt / self.sealed_tokens
+        return self._share(self.attended_prompt)
+
+    @property
+    def union_share(self) -> float | None:
+        return self._share(self.union_prompt)
+
+    def _share(self, tokens: float | None) -> float | None:
+        return None if tokens is None or not self.sealed_tokens else tokens / self.sealed_tokens
 
     def to_json(self) -> str:
         """One line without its newline."""
@@ -127,4 +133,4 @@ class Record:
 
 
 FIELDS = tuple(field.name for field in fields(Record))
-REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}  # lines of before hit_rate lack it
+REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}  # older lines lack the others

@@ -39,7 +39,8 @@ def score_table(comparison: Comparison) -> list[Column]:
     return [
         Column("method", "", [entry.label for entry in entries], left=True),
         Column("budget", "", [budget(row) for row in rows]),
-        Column("read", "%", [percent(row["budget"]["attended"]["share"]) for row in rows]),
+        Column("attended", "%", [percent(row["budget"]["attended"]["share"]) for row in rows]),
+        Column("read per\nKV head\n(union)", "%", [percent(row["budget"]["union"]["share"]) for row in rows]),
         Column("score", "95% CI", [_with_ci(row["score"]["mean"], row["score"]["ci95"]) for row in rows]),
         Column("vs full", "95% CI", [_with_ci(one["diff"], one["ci95"], sign=True) for one in beside]),
         Column("p", "", [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]),
@@ -122,6 +123,11 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if found := comparison.detectable:
         span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
         yield f"a difference to Full must be about {span} points to be found with 80 % power"
+    if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
+        yield (
+            "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
+            "that one KV head reads for all its query heads, counted at the last step of each example"
+        )
     used = {stamp for entry in comparison.entries for stamp in _stamps(entry)}
     yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
     for entry in comparison.entries:

@@ -131,6 +131,7 @@ class Runner:
             question_s=made.question_s,
             attended_prompt=made.attended_prompt,
             attended_total=made.attended_total,
+            union_prompt=made.union_prompt,
             kv_device_bytes=made.kv.device_bytes,
             kv_host_bytes=made.kv.host_bytes,
             device_peak_bytes=self.peaks.device_bytes,

@@ -16,7 +16,7 @@ from harness.notices import SLOW_FP16
 from harness.phases import PARTS
 from harness.records import Record
 
-SCHEMA = 4
+SCHEMA = 5
 ALPHA = 0.05
 TELLING = 100  # tokens of answers that are not fully right
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
@@ -31,7 +31,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
-    Means: score over groups, `attended` over examples (tokens, and share of what was sealed), traffic over examples;
+    Means: score over groups, `attended` and `union` over examples (tokens, and share of what was sealed), traffic too;
     other bytes are the largest of any example. Times as in `harness.timing`; null where the run is `simulated` or
     `traced`.
     """
@@ -45,7 +45,7 @@ def summarise(
         "method": info.get("method"),
         "task": info.get("task"),
         "model": model_name(config),
-        "budget": {"asked": config.get("budget"), "attended": _attended(records)},
+        "budget": {"asked": config.get("budget")} | {what: _read(records, what) for what in ("attended", "union")},
         **{key: config.get(key) for key in ("protocol", "placement", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "score": _score(records, config.get("task")),
@@ -118,8 +118,8 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
     }
 
 
-def _attended(records: Sequence[Record]) -> dict[str, float | None]:
-    tokens, share = ([getattr(r, name) for r in records] for name in ("attended_prompt", "attended_share"))
+def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
+    tokens, share = ([getattr(r, f"{what}_{name}") for r in records] for name in ("prompt", "share"))
     return {"tokens": _known(fmean, tokens), "share": _known(fmean, share)}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
@@ -11,7 +14,7 @@ BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"),
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`head` and `unit` stand above each other in a terminal."""
+    """`head`, which may have several lines, and `unit` stand above each other in a terminal."""
 
     head: str
     unit: str
@@ -24,27 +27,37 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(text) for text in (self.head, self.unit, *self.cells))
+        return max(len(line) for text in (self.head, self.unit, *self.cells) for line in text.split("\n"))
 
     def aligned(self, text: str) -> str:
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
 def text_table(columns: Sequence[Column], width: int = 160) -> str:
-    """Columns without any value are left out; where the line is too long the first column gives way."""
+    """Columns without any value are left out; where the line is too long the first column wraps. Nothing is cut."""
     kept = [column for column in columns if not column.empty]
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
-        kept[0] = _shortened(kept[0], max(8, kept[0].width - excess))
-    rows = list(zip(*([column.head, column.unit, "", *column.cells] for column in kept), strict=True))
-    lines = ["  ".join(column.aligned(cell) for column, cell in zip(kept, row, strict=True)).rstrip() for row in rows]
-    lines[2:3] = ["  ".join("-" * column.width for column in kept)]
+        kept[0] = _wrapped(kept[0], max(8, kept[0].width - excess))
+    tall = max((column.head.count("\n") for column in kept), default=0)
+    heads = ["\n" * (tall - column.head.count("\n")) + column.head for column in kept]
+    lines = [*_lines(kept, heads), *_lines(kept, [column.unit for column in kept])]
+    lines.append("  ".join("-" * column.width for column in kept))
+    for row in zip(*(column.cells for column in kept), strict=True):
+        lines += _lines(kept, row)
     return "\n".join(line for line in lines if line)
+
+
+def _lines(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
+    """One row, as many lines as its tallest cell."""
+    parts = zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
+    return ["  ".join(map(Column.aligned, columns, part)).rstrip() for part in parts]
 
 
 def markdown_table(columns: Sequence[Column]) -> str:
     kept = [column for column in columns if not column.empty]
     heads = [f"{column.head} ({column.unit})" if column.unit else column.head for column in kept]
+    heads = [head.replace("\n", " ") for head in heads]
     rows = [heads, [":--" if column.left else "--:" for column in kept]]
     rows += [list(row) for row in zip(*(column.cells for column in kept), strict=True)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
@@ -77,6 +90,7 @@ def probability(p: float | None) -> str:
     return "" if p is None else "<.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _shortened(column: Column, width: int) -> Column:
-    cells = [cell if len(cell) <= width else cell[: width - 1] + "…" for cell in column.cells]
-    return Column(column.head, column.unit, cells, column.left)
+def _wrapped(column: Column, width: int) -> Column:
+    """At spaces alone: a name in two pieces is none."""
+    fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return Column(column.head, column.unit, [fill(cell) for cell in column.cells], column.left)

@@ -88,7 +88,7 @@ class Case:
 
     spec: LayerSpec
     sealed: int  # prompt tokens
-    budget: int  # prompt tokens a KV head of this layer may read
+    budget: int  # prompt tokens a selecting head of this layer may read
     placement: Placement
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
@@ -119,7 +119,8 @@ class CostError(ValueError):
 
 
 class Attended(NamedTuple):
-    """Tokens one KV head read in the last decode step (the mean over KV heads where they differ)."""
+    """Tokens one selecting head read in the last decode step (the mean where heads differ). That is a KV head, or a
+    query head where a method lets each choose; what a KV head then reads is in `read_positions`."""
 
     prompt: float  # of the sealed prompt: what the budget limits
     generated: float  # since the seal, the current token included
@@ -173,7 +174,8 @@ class KVLayer(ABC):
 class Method(ABC):
     """A method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
 
-    The budget is not among them: the request brings it, so that one number means the same for every method.
+    The budget is not among them: the request brings it, and it limits the same thing for every method: what one head
+    that selects may read. Where that is a query head, a KV head reads the union of its group, which is counted as well.
     """
 
     uses_budget: ClassVar[bool] = True

@@ -1,6 +1,8 @@
-"""The budget: how many sealed prompt tokens one KV head may read in a decode step. One meaning for every method.
+"""The budget: how many sealed prompt tokens one selecting head may read in a decode step.
 
-Sinks and prompt-local windows are inside it; the current token and the generated ones come on top and are reported.
+That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`): a KV head
+then reads the union of its group. Sinks and prompt-local windows are inside the budget; the current token and the
+generated ones come on top and are reported.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "question_s": None,
         "attended_prompt": 100.0,
         "attended_total": 102.0,
+        "union_prompt": None,
         "kv_device_bytes": 1000,
         "kv_host_bytes": 0,
         "device_peak_bytes": None,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+from typing import Any
+
 import pytest
 import torch
 
+from harness import engine as engine_module
 from harness.attach import attached
 from harness.engine import Engine
 from harness.footprint import footprint
+from harness.hf import KVCache
 from harness.sampling import Sampled
 from methods.base import KVLayer
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.pqcache import PQCache
+from methods.quest import Quest
 from methods.streaming import Streaming
 from tests.tiny import prompt, tiny
 
@@ -46,6 +52,43 @@ def test_a_single_token_needs_no_seal() -> None:
         made = Engine(kv).generate(prompt(50), max_new_tokens=1)
     assert not made.sealed
     assert (made.stops, made.attended_prompt, len(made.token_s)) == (["length"], None, 1)
+    assert made.union_prompt is None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
+def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(batch: int, select_per: Any) -> None:
+    method = Quest(page_size=4, min_pages=1, dense_layers=(0,), select_per=select_per, last_page=True)
+    with attached(tiny("llama"), method, budget=20) as kv:
+        engine = Engine(kv)
+        caches: list[KVCache] = []
+        make = engine.cache
+        engine.cache = lambda *given: caches.append(make(*given)) or caches[-1]  # type: ignore[method-assign, func-returns-value]
+        made = engine.generate(prompt(100, batch=batch), max_new_tokens=6)
+    counts = []
+    for layer in caches[0].layers[1:]:
+        rows = layer.rows.unflatten(1, (2, -1)).flatten(2).tolist()  # type: ignore[union-attr]
+        counts.append(fmean(len(set(head)) for sequence in rows for head in sequence))
+    assert made.attended_prompt == pytest.approx((100 + 20 + 20) / 3)
+    assert made.union_prompt == pytest.approx((100 + sum(counts)) / 3)
+    assert (made.union_prompt > made.attended_prompt) == (select_per == "query_head")
+
+
+@pytest.mark.parametrize("method", [Full(), Streaming(sinks=4, positions="cache"), PQ])
+def test_the_union_of_heads_that_read_alike_is_what_was_attended(method: Any) -> None:
+    with attached(tiny("llama"), method, budget=0.3) as kv:
+        made = Engine(kv).generate(prompt(100), max_new_tokens=4)
+    assert made.union_prompt == made.attended_prompt
+
+
+def test_the_union_is_counted_outside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    take, count = engine_module._Run.take, engine_module.union
+    monkeypatch.setattr(engine_module._Run, "take", lambda *given: steps.append("take") or take(*given))
+    monkeypatch.setattr(engine_module, "union", lambda layers: steps.append("union") or count(layers))
+    with attached(tiny("llama"), PQ, budget=0.3) as kv:
+        Engine(kv).generate(prompt(60), max_new_tokens=3)
+    assert steps == ["take", "take", "take", "union"]
 
 
 def test_each_sequence_of_a_batch_stops_for_itself() -> None:

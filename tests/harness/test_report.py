@@ -58,6 +58,15 @@ def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, text.splitlines())) <= 160
 
 
+def test_a_table_says_what_a_kv_head_reads(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "union" not in printed(capsys, results)  # older records: nothing was counted
+    write_run(results, records(RIGHT, union_prompt=28.0, **SPARSE), "quest", budget=0.3)
+    text = printed(capsys, results, "--md", results / "all.md")
+    assert row(text, "quest", "30%").split()[2:4] == ["10.0", "28.0"]
+    assert "read per KV head (union): the distinct prompt tokens" in " ".join(text.split())
+    assert "| read per KV head (union) (%) |" in (results / "all.md").read_text()
+
+
 def test_a_folder_of_one_run_still_knows_its_full(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [folder] = [path for path in results.glob("niah-quest-*") if load(path).config["budget"] == 0.1]
     assert "-10.0 [" in row(printed(capsys, folder), "quest", "10%")
@@ -213,7 +222,10 @@ def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
         write_run(tmp_path, lines, "pqcache", "interrupted", method=method, facts=facts, budget=0.125)
     write_run(tmp_path, [record(f"e{i}", score=1 - score) for i, score in enumerate(scores)])
     text = printed(capsys, tmp_path)
-    assert "…" in text
+    assert "…" not in text
+    for number in range(9):
+        assert f"m={number}" in text
+        assert f"recent_ratio={0.123456789 + number}" in text
     assert max(map(len, text.splitlines())) <= 160
 
 

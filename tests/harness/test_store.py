@@ -51,6 +51,13 @@ def test_a_record_survives_its_file() -> None:
     assert "\n" not in original.to_json()
 
 
+def test_a_record_of_before_the_union_still_loads() -> None:
+    line = json.loads(record(union_prompt=7.0).to_json())
+    assert Record.from_json(json.dumps(line), "here").union_share == 0.07
+    del line["union_prompt"]
+    assert Record.from_json(json.dumps(line), "here").union_share is None
+
+
 def test_times_of_a_record() -> None:
     r = record(token_s=[1.0, 3.0, 3.5, 4.5])
     assert (r.ttft_s, r.tt2t_s, r.tpot_s, r.intervals_s) == (1.0, 3.0, 0.75, [0.5, 1.0])

@@ -36,7 +36,7 @@ def good() -> list[Record]:
 def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     row = summary(records([1.0, 0.0], **SPARSE), good)
     assert " ".join(row) == KEYS
-    assert list(row["budget"]) == ["asked", "attended"]
+    assert list(row["budget"]) == ["asked", "attended", "union"]
     assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
     assert list(row["ttft_s"]) == list(row["tpot_s"]) == ["mean", "p50", "p90"]
@@ -109,7 +109,13 @@ def test_attended_is_told_in_tokens_and_as_a_share_of_what_was_sealed() -> None:
         record("b", attended_prompt=10.0, attended_total=12.0, context_tokens=50),
         record("c", attended_prompt=None, attended_total=None),
     ]
-    assert summary(lines)["budget"] == {"asked": 0.1, "attended": {"tokens": 10.0, "share": pytest.approx(0.15)}}
+    assert summary(lines)["budget"] == {
+        "asked": 0.1,
+        "attended": {"tokens": 10.0, "share": pytest.approx(0.15)},
+        "union": {"tokens": None, "share": None},
+    }
+    read = [record("a", union_prompt=20.0), record("b", union_prompt=30.0, context_tokens=50), record("old")]
+    assert summary(read)["budget"]["union"] == {"tokens": 25.0, "share": pytest.approx(0.4)}
 
 
 def test_a_plain_good_run_warns_of_nothing(good: list[Record]) -> None:
