@@ -57,7 +57,7 @@ def _channels(
     HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scores of a block of tokens, or their sum over the heads and each head's log-sum-exp in this block."""
-    block, this = tl.program_id(0), tl.program_id(1)
+    block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys = x + this // GROUPS * xb + this % GROUPS * xg
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
@@ -75,9 +75,9 @@ def _channels(
         found += product(query.to(tile.dtype), tile)
     of_head = this * HEADS + head
     if scores is not None:
-        tl.store(scores + of_head.to(tl.int64)[:, None] * count + token, found, mask=mine[:, None] & live)
+        tl.store(scores + of_head[:, None] * count + token, found, mask=mine[:, None] & live)
     else:  # rows beyond HEADS are zero
-        tl.store(sums + this.to(tl.int64) * count + token, tl.sum(found, 0), mask=live)
+        tl.store(sums + this * count + token, tl.sum(found, 0), mask=live)
         found = tl.where(live, found, float("-inf"))
         top = tl.max(found, 1)
         lse = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))

@@ -74,13 +74,13 @@ def _unfit(logits: Tensor) -> str | None:
 @triton.jit(do_not_specialize=["count"])
 def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
     """A piece of a row."""
-    row, piece = tl.program_id(0), tl.program_id(1)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     end = tl.minimum((piece + 1) * PIECE, count)
     for start in range(piece * PIECE, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row.to(tl.int64) * count + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
+        value = tl.load(x + row * count + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
         highest = tl.maximum(top, value)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - shift) + tl.exp(value - shift)
@@ -93,23 +93,23 @@ def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["count"])
 def _weights(x, lse, out, scale, count, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    this = tl.program_id(1)
+    this = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
     for head in range(HEADS):
         row = this * HEADS + head
-        value = tl.load(x + row.to(tl.int64) * count + at, mask=at < count, other=0.0).to(tl.float32)
+        value = tl.load(x + row * count + at, mask=at < count, other=0.0).to(tl.float32)
         weight = tl.exp(value * scale - tl.load(lse + row))
         found = found + weight if SUM else tl.maximum(found, weight)
-    tl.store(out + this.to(tl.int64) * count + at, found, mask=at < count)
+    tl.store(out + this * count + at, found, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of a piece of a row; and no candidate of the group is counted yet."""
-    this, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    this, piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(1), tl.num_programs(2)
-    row = (this * heads + head).to(tl.int64)
+    row = this * heads + head
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     end = tl.minimum((piece + 1) * PIECE, count)
     for start in range(piece * PIECE, end, BLOCK):
@@ -126,14 +126,14 @@ def _margins(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a block of candidates, and how many of them are within reach: whole numbers, so their order is no matter."""
-    this, piece = tl.program_id(1), tl.arange(0, PIECES)
+    this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates
     margin = tl.full([BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
         of_head = tops + (this * pieces + piece) * HEADS + head
         top = tl.max(tl.load(of_head, mask=piece < pieces, other=float("-inf")), 0)
-        row = (this * HEADS + head).to(tl.int64)
+        row = this * HEADS + head
         margin = tl.maximum(margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top)
-    tl.store(out + this.to(tl.int64) * candidates + at, margin, mask=live)
+    tl.store(out + this * candidates + at, margin, mask=live)
     tl.atomic_add(near + this, tl.sum((live & (margin >= -reach)).to(tl.int64), 0))

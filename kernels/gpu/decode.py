@@ -97,7 +97,7 @@ def _attend(
     live: how many of the list are there, of EACH sequence or of all. A piece with none of them has an lse of minus
     infinity.
     """
-    this, piece = tl.program_id(0), tl.program_id(1)
+    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query = this * GROUP + head
     query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
@@ -131,10 +131,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["head_step", "part_step", "parts"])
 def _merge(
-    outs, lses, out, lse, head_step, part_step, parts, DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
-):
+    outs, lses, out, lse, head_step: tl.int64, part_step: tl.int64, parts, DIM: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
     """The parts of one head; a part of no tokens has an lse of minus infinity."""
-    head, dim = tl.program_id(0), tl.arange(0, WIDE)
+    head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([WIDE], tl.float32)

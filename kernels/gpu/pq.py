@@ -78,7 +78,7 @@ def _table(
     HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one sub-vector's centroids with all query heads of the group; KEPT columns are stored."""
-    this = tl.program_id(0)
+    this = tl.program_id(0).to(tl.int64)
     cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     channel = tl.arange(0, WIDE)
     there = (cluster < CLUSTERS)[:, None] & (channel < WIDTH)
@@ -98,7 +98,7 @@ def _look_up(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scores of a block of tokens; or each head's log-sum-exp in it; or, with the whole rows' lse, the weights."""
-    block, this = tl.program_id(0), tl.program_id(1)
+    block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
     at = codes + this // GROUPS * cb + this % GROUPS * cg + token * ct
@@ -110,7 +110,7 @@ def _look_up(
     found = tl.where(live, found * scale, float("-inf"))
     of_head = this * HEADS + head
     if scores is not None:
-        to = scores + of_head.to(tl.int64)[:, None] * count + token
+        to = scores + of_head[:, None] * count + token
         tl.store(to, found, mask=mine[:, None] & live)
     elif lses is not None:
         top = tl.max(found, 1)
@@ -119,4 +119,4 @@ def _look_up(
     else:
         whole = tl.load(lse + of_head, mask=mine, other=float("inf"))  # no weight for the heads that pad
         found = tl.exp(found - whole[:, None])
-        tl.store(weights + this.to(tl.int64) * count + token, tl.sum(found, 0), mask=live)
+        tl.store(weights + this * count + token, tl.sum(found, 0), mask=live)

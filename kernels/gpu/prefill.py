@@ -148,7 +148,7 @@ def _rows(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of queries over one piece of the keys before them: their log-sum-exp, and with v their attention."""
-    block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = this // HEADS, this % HEADS
     row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     keys = k + batch * kb + head // SHARE * kg
@@ -175,7 +175,7 @@ def _rows(
             value = tl.load(values + token[:, None] * vt + dim, mask=real, other=0.0)
             mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         top = highest
-    to = (this.to(tl.int64) * new + row) * pieces + piece
+    to = (this * new + row) * pieces + piece
     tl.store(lse + to, top + tl.log(total), mask=row < new)
     if v is not None:
         tl.store(
@@ -192,7 +192,7 @@ def _columns(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of keys over all queries that see one of them."""
-    this = tl.program_id(1)
+    this = tl.program_id(1).to(tl.int64)
     batch, head = this // HEADS, this % HEADS
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)
     there = (token < stored)[:, None] & (dim < DIM)
@@ -204,8 +204,8 @@ def _columns(
         row = start + tl.arange(0, ROWS)
         real = (row < new)[:, None] & (dim < DIM)
         query = tl.load(queries + row[:, None] * qt + dim, mask=real, other=0.0)
-        whole = tl.load(lse + this.to(tl.int64) * new + row, mask=row < new, other=0.0)
+        whole = tl.load(lse + this * new + row, mask=row < new, other=0.0)
         logits = product(key, tl.trans(query)) * scale - whole
         seen = (token[:, None] <= first + row) & (token[:, None] > first + row - window) & (row < new)
         received += tl.sum(tl.where(seen, tl.exp(logits), 0.0), 1)
-    tl.store(sums + this.to(tl.int64) * stored + token, received, mask=token < stored)
+    tl.store(sums + this * stored + token, received, mask=token < stored)

@@ -53,7 +53,7 @@ def _rebuild(
     REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Channel i turns with channel i + HALF; those from 2 * HALF on stay as they are."""
-    this = tl.program_id(1)
+    this = tl.program_id(1).to(tl.int64)
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     live = place < count
     position = tl.load(positions + this * count + place, mask=live, other=0).to(tl.int64)
@@ -63,7 +63,7 @@ def _rebuild(
     there = live[:, None] & (channel < HALF)
     c = tl.load(cos + position[:, None] * cs + channel, mask=there, other=0.0).to(tl.float32)
     s = tl.load(sin + position[:, None] * ss + channel, mask=there, other=0.0).to(tl.float32)
-    to = out + (this.to(tl.int64) * count + place)[:, None] * DIM
+    to = out + (this * count + place)[:, None] * DIM
     tl.store(to + channel, one * c - two * s, mask=there)
     tl.store(to + HALF + channel, two * c + one * s, mask=there)
     if DIM > 2 * HALF:

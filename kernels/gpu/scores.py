@@ -35,7 +35,7 @@ def _scores(
     q, x, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    this = tl.program_id(1)
+    this = tl.program_id(1).to(tl.int64)
     rows = x + this // GROUPS * xb + this % GROUPS * xg
     row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
@@ -46,5 +46,5 @@ def _scores(
         there = (row < count)[:, None] & (channel < WIDTH)
         tile = tl.load(rows + row[:, None] * xt + channel, mask=there, other=0.0)
         scores += product(query, tl.trans(tile))
-    to = out + (this * HEADS + head).to(tl.int64)[:, None] * count + row
+    to = out + (this * HEADS + head)[:, None] * count + row
     tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < count))

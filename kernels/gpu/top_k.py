@@ -69,7 +69,8 @@ def _keys(x, at, live):
 def _best(x, names, out, keys, xt: tl.int64, size, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """The `count` best of a piece of a row."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    first, end = piece * size // pieces, (piece + 1) * size // pieces
+    first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # a product beyond 2^31 of a place below
+    end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
     x += row * xt
     whole = first + tl.arange(0, BLOCK)
     held = _keys(x, whole, whole < end)
