@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import DTYPES, padded, product, unfit
+from kernels.gpu.common import DTYPES, padded, product, unfit, unfit_group
 
 _BLOCK = 128  # tokens
 _MOST_CHANNELS = 64  # at once
@@ -24,7 +24,9 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 def channel_scores_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
-    return unfit(q, x, channels) or ("needs the tokens of a channel side by side" if x.stride(3) != 1 else None)
+    if x.stride(3) != 1:
+        return "needs the tokens of a channel side by side"
+    return unfit(q, x, channels) or unfit_group(q.shape[2])
 
 
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:

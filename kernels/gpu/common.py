@@ -15,6 +15,7 @@ from kernels.dispatch import forced_backend
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 512  # bytes of a head
+_MOST_SHARING = 64  # query heads of one KV head
 _SHARED = 160 << 10  # bytes that the tiles of such heads take: an A100 has that much, and an H100 more
 
 _interpreted = tl.constexpr(INTERPRETED)
@@ -45,6 +46,11 @@ def unfit_heads(*tensors: Tensor) -> str | None:
     if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
         return f"takes heads of up to {_WIDEST} bytes, got {tensors[0].shape[-1]} x {tensors[0].dtype}"
     return unfit_floats(*tensors)
+
+
+def unfit_group(heads: int) -> str | None:
+    """Why no kernel takes so many query heads of one KV head together, or None."""
+    return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 
 def padded(size: int, least: int = 16) -> int:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_heads
+from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
@@ -40,7 +40,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
-    return unfit_heads(*(x for s in segments for x in s[:2])) or unfit_floats(q, segments[0].k)
+    sharing = max(q.shape[1] // (k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
+    return unfit_heads(*(x for s in segments for x in s[:2])) or unfit_floats(q, segments[0].k) or unfit_group(sharing)
 
 
 def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -70,10 +71,11 @@ def _read(
     rows = None if rows is None else rows.contiguous()
     batch, heads, _, dim = q.shape
     lists, count = (k if rows is None else rows).shape[1:3]
+    fold = padded(heads // lists)
     _attend[(batch * lists, pieces)](
         q, k, v, rows, live, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length, first,
         outs.shape[1], int(live is not None and len(live) > 1), lists, lists // k.shape[1], heads // lists,
-        padded(heads // lists), dim, padded(dim), _BLOCK, num_warps=4, num_stages=stages(q),
+        fold, dim, padded(dim), _BLOCK if fold <= 32 else _BLOCK // 2, num_warps=4, num_stages=stages(q),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from kernels.gpu.common import padded, product, split, unfit
 _POINTS = 128  # at once
 _SUMMED = 64  # points at once
 _CLUSTERS = 64  # at once
+MOST_CHANNELS = 128
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
@@ -29,17 +30,19 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
 
 
 def kmeans_refuses(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> str | None:
-    if x.dtype != torch.float32 or x.shape[2] > 128:
-        return f"takes float32 of up to 128 channels, got {x.dtype} of {x.shape[2]}"
+    if x.dtype != torch.float32 or x.shape[2] > MOST_CHANNELS:
+        return f"takes float32 of up to {MOST_CHANNELS} channels, got {x.dtype} of {x.shape[2]}"
     return unfit(x, initial)
 
 
 def _assign(x: Tensor, centroids: Tensor) -> Tensor:
     (problems, points, dim), clusters = x.shape, centroids.shape[1]
     codes = torch.empty((problems, points), dtype=torch.int32, device=x.device)
-    _nearest[(triton.cdiv(points, _POINTS), problems)](
-        x, centroids, codes, points, clusters, dim, padded(dim), _POINTS, _CLUSTERS, num_warps=8, num_stages=2
-    )
+    share = 1 if dim <= 64 else 2  # of wide points and centroids half as many fit beside each other
+    _nearest[(triton.cdiv(points, _POINTS // share), problems)](
+        x, centroids, codes, points, clusters, dim, padded(dim), _POINTS // share, _CLUSTERS // share, num_warps=8,
+        num_stages=2,
+    )  # fmt: skip
     return codes
 
 

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, unfit, unfit_floats
+from kernels.gpu.common import padded, product, unfit, unfit_floats, unfit_group
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
 _CLUSTERS = 128  # at once, at most
+_MOST_CHANNELS = 128  # of a sub-vector, at once
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
 def pq_scores_refuses(q: Tensor, centroids: Tensor, codes: Tensor) -> str | None:
     if codes.dtype not in _CODES:
         return f"takes codes of whole numbers, got {codes.dtype}"
-    return unfit_floats(q, centroids) or unfit(codes)
+    return unfit_floats(q, centroids) or unfit(codes) or unfit_group(q.shape[1] // centroids.shape[1])
 
 
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
@@ -53,8 +54,8 @@ def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
     block = min(_CLUSTERS, padded(clusters))
     table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
     _table[(batch * groups * parts, triton.cdiv(clusters, block))](
-        q.contiguous(), centroids.contiguous(), table, parts, clusters, width, padded(width), heads, padded(heads),
-        table.shape[4], block, num_warps=4,
+        q.contiguous(), centroids.contiguous(), table, parts, clusters, width, min(_MOST_CHANNELS, padded(width)),
+        heads, padded(heads), table.shape[4], block, num_warps=4,
     )  # fmt: skip
     return table
 
@@ -74,21 +75,22 @@ def _run(
 
 @triton.jit
 def _table(
-    q, centroids, table, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    q, centroids, table, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one sub-vector's centroids with all query heads of the group; KEPT columns are stored."""
     this = tl.program_id(0).to(tl.int64)
     cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
-    channel = tl.arange(0, WIDE)
-    there = (cluster < CLUSTERS)[:, None] & (channel < WIDTH)
     at = (this * CLUSTERS + cluster)[:, None]
-    centroid = tl.load(centroids + at * WIDTH + channel, mask=there, other=0.0)
     of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
-    mine = (head < HEADS)[:, None] & (channel < WIDTH)
-    query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
-    to = table + at * KEPT + head
-    tl.store(to, product(centroid, tl.trans(query)), mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
+    found = tl.zeros([BLOCK, FOLD], tl.float32)
+    for start in range(0, WIDTH, STEP):
+        channel = start + tl.arange(0, STEP)
+        there, mine = (cluster < CLUSTERS)[:, None] & (channel < WIDTH), (head < HEADS)[:, None] & (channel < WIDTH)
+        centroid = tl.load(centroids + at * WIDTH + channel, mask=there, other=0.0)
+        query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
+        found += product(centroid, tl.trans(query))
+    tl.store(table + at * KEPT + head, found, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.dispatch import forced_backend
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_heads
+from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
 from kernels.gpu.scores import row_scores
 from kernels.reference import Segment
 
@@ -32,7 +32,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     if q.shape[2] == k.shape[2] and q.element_size() == 2 and forced_backend() is None:
         return "leaves whole prompts to torch's fused attention; later chunks and float32 would make it write weights"
-    return unfit_heads(q, k, v)
+    return unfit_heads(q, k, v) or _unfit_query(q, k)
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -59,7 +59,7 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    return unfit_heads(q, k, v)
+    return unfit_heads(q, k, v) or _unfit_query(q, k)
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,11 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _unfit_query(q: Tensor, k: Tensor) -> str | None:
+    """One query goes the way of a decode step."""
+    return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 
 def _rows_at_once(q: Tensor) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, unfit_floats
+from kernels.gpu.common import padded, product, unfit_floats, unfit_group
 
 _BLOCK = 64  # rows
 _MOST_CHANNELS = 128  # of a row, at once
@@ -27,7 +27,9 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
 
 
 def row_scores_refuses(q: Tensor, x: Tensor) -> str | None:
-    return unfit_floats(q, x) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
+    if x.stride(3) != 1:
+        return "needs the channels of a row side by side"
+    return unfit_floats(q, x) or unfit_group(q.shape[2])
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,7 +1,8 @@
 """Compiles every Triton kernel for an H100 without one: `python -m tests.kernels.compile_for_hopper bfloat16 float32`.
 
 Launches are turned into compilations, down to machine code, for a driver that only names its target. The interpreter
-takes what the compiler refuses, so both are needed.
+takes what the compiler refuses, so both are needed. With `extremes` before the dtypes it compiles the largest arguments
+that no kernel refuses, which take the most shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels import ops  # noqa: E402
 from kernels.block import Block, Head  # noqa: E402
-from kernels.gpu import block, common, copy, kmeans, prefill  # noqa: E402
+from kernels.dispatch import use_backend  # noqa: E402
+from kernels.gpu import block, common, kmeans  # noqa: E402
+from kernels.reference import Segment  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
 
@@ -58,12 +61,58 @@ def compile_block(layer: Block, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))
 
 
-def main(dtypes: list[str]) -> None:
+def compile_cases(dtypes: list[torch.dtype]) -> None:
+    found = {str(case): case for case in cases()}
+    for dtype in dtypes:
+        for name in CASES:
+            launch(found[name].op, *converted(found[name].args, dtype))
+        for shape in BLOCKS:
+            compile_block(*drawn(shape, dtype))
+        x = torch.zeros(1, 2, 50, 128, dtype=dtype)
+        launch("put_rows", x, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
+    x = torch.zeros(3, 500, 32)
+    launch("kmeans", x, torch.arange(70), 1, 0.0)
+
+
+def compile_extremes(dtypes: list[torch.dtype]) -> None:
+    """The widest heads, as many query heads of one KV head as kernels take, one sub-vector for a whole head."""
+    group = common._MOST_SHARING
+    for dtype in dtypes:
+        dim = common._WIDEST // dtype.itemsize
+        k, q = (torch.zeros(1, 1, count, dim, dtype=dtype) for count in (200, group))
+        places = torch.zeros(1, 1, 64, dtype=torch.int64)
+        launch("segment_attention", q.transpose(1, 2), [Segment(k, k), Segment(k, k, places)], 1.0)
+        launch("prefill_attention_with_column_sums", k, k, k, 1.0)
+        launch("column_sums", k[:, :, :9], k, 1.0)
+        launch("row_scores", q, k)
+        for name in ("channel_scores", "channel_sums"):
+            launch(name, q[..., :64], k.transpose(2, 3).contiguous(), places)
+        centroids, codes = torch.zeros(1, 1, 1, 256, dim, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=torch.uint8)
+        launch("pq_weights", q.transpose(1, 2), centroids, codes, 1.0)
+        for turning in (dim, dim // 4):
+            angles = torch.zeros(200, turning)
+            launch("rebuild_keys", k[:, 0], torch.zeros(1, 1, dim, dim, dtype=dtype), places, angles, angles)
+        x = torch.zeros(1, 2, block._MOST_CHANNELS, dtype=dtype)
+        block._normed(x[0], x[0, 0], 1e-5)
+    launch("kmeans", torch.zeros(3, 5000, kmeans.MOST_CHANNELS), torch.arange(256), 1, 0.0)
+
+
+def launch(name: str, *args: Any) -> None:
+    op = next(op for op in ops.ALL if op.name == name)
+    common.INTERPRETED = True  # for this question only: nothing lies on a device here
+    with use_backend("triton"):
+        reason = op.refusal("triton", *args)
+    common.INTERPRETED = False
+    assert reason is None, f"{name}: {reason}"
+    op._load("triton")[0](*args)
+
+
+def main(words: list[str]) -> None:
     compiled: dict[str, set[int]] = {}
-    launch = JITFunction.run
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], self
         assert kernel.metadata.shared <= common._SHARED, f"{self.__name__} asks for {kernel.metadata.shared} bytes"
         if self is block._turn:
@@ -74,21 +123,8 @@ def main(dtypes: list[str]) -> None:
     driver.set_active(Hopper())
     JITFunction.run = compile_only
     common._programs_wanted = lambda: 528
-    found = {str(case): case for case in cases()}
-    for name in CASES:
-        op = next(op for op in ops.ALL if op.name == found[name].op)
-        assert not isinstance(op._import("triton"), str), op._import("triton")
-        for dtype in dtypes:
-            op._load("triton")[0](*converted(found[name].args, getattr(torch, dtype)))
-    for dtype in dtypes:
-        for shape in BLOCKS:
-            compile_block(*drawn(shape, getattr(torch, dtype)))
-        x = torch.zeros(1, 2, 50, 128, dtype=getattr(torch, dtype))
-        copy.put_rows(x, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
-    widest = torch.zeros(1, 1, 200, 256, dtype=torch.bfloat16)
-    prefill.prefill_attention_with_column_sums(widest, widest, widest, 1.0)
-    x = torch.zeros(3, 500, 32)
-    kmeans._means(x, kmeans._assign(x, x[:, :70].contiguous()), x[:, :70])
+    extremes = words[0] == "extremes"
+    (compile_extremes if extremes else compile_cases)([getattr(torch, name) for name in words[extremes:]])
     print(
         f"triton {triton.__version__}:", ", ".join(f"{name} x{len(kinds)}" for name, kinds in sorted(compiled.items()))
     )

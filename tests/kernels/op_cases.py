@@ -224,6 +224,8 @@ def pq_scores() -> Iterator[Case]:
         for group in (1, 3, 4, 8):
             args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
             yield Case("pq_scores", f"{name}-g{group}", args)
+    codes = torch.randint(16, (1, 2, 50, 1), generator=draw(7)).to(torch.uint8)
+    yield Case("pq_scores", "dim160", (random(1, 1, 4, 1, 160), random(8, 1, 2, 1, 16, 160), codes))
 
 
 def pq_weights() -> Iterator[Case]:

@@ -12,6 +12,7 @@ import torch
 
 from kernels import ops
 from kernels.dispatch import use_backend
+from kernels.reference import Segment
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,29 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     printed = python("-m", "tests.kernels.compile_for_hopper", "bfloat16", TRITON_CACHE_DIR=str(tmp_path))
     for module in {op.targets["triton"] for op in WITH_TRITON}:
         assert f"{module}._" in printed
+
+
+def test_no_kernel_asks_for_more_shared_memory_than_there_is(tmp_path: Path) -> None:
+    """At the largest arguments that are not refused; the limit is an A100's."""
+    pytest.importorskip("triton")
+    python("-m", "tests.kernels.compile_for_hopper", "extremes", "bfloat16", "float32", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
+    pytest.importorskip("triton")
+    q, k = torch.zeros(1, 65, 1, 16), torch.zeros(1, 1, 9, 16)
+    with use_backend("triton"):
+        for op, args in (
+            (ops.segment_attention, (q, [Segment(k, k)], 1.0)),
+            (ops.prefill_attention, (q, k, k, 1.0)),
+            (ops.row_scores, (q.transpose(1, 2), k)),
+            (ops.channel_scores, (q.transpose(1, 2), k, torch.zeros(1, 1, 16, dtype=torch.int64))),
+            (ops.pq_scores, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8))),
+        ):
+            assert "takes up to 64 query heads of a KV head, got 65" in str(op.refusal("triton", *args)), op.name
+    per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
+    with use_backend("triton"):
+        assert ops.segment_attention.refusal("triton", q, [per_head], 1.0) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")

@@ -50,7 +50,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("count", "dim", "clusters"), [(301, 8, 16), (1000, 32, 64), (70, 64, 64), (517, 6, 5)])
+@pytest.mark.parametrize(
+    ("count", "dim", "clusters"), [(301, 8, 16), (1000, 32, 64), (70, 64, 64), (517, 6, 5), (300, 128, 40)]
+)
 def test_equals_plain_lloyd(backend: str, count: int, dim: int, clusters: int) -> None:
     x = points(3, count, dim)
     initial = torch.randperm(count, generator=torch.Generator().manual_seed(5))[:clusters]
