@@ -1,22 +1,26 @@
 """`with attached(model, method, budget=0.2) as kv:` a model whose attention runs through a KV method.
 
 with attached(model, PQCache(...), budget=0.2) as kv:
-    cache = kv.cache(capacity=prompt.shape[1] + 64, auto_seal=True)
+    cache = kv.cache(capacity=prompt.shape[1] + 64)
     model.generate(prompt, past_key_values=cache, max_new_tokens=64)
+
+For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from harness.cache import LoopCache
 from harness.calibration import observer
-from harness.hf import KVCache, layer_specs, routed
-from methods.base import Method, Placement, Request
+from harness.hf import layer_specs, routed
+from methods.base import KVLayer, Method, Placement, Request
 from methods.budget import Budget
 
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, object]] = WeakKeyDictionary()
@@ -43,6 +47,7 @@ class Attachment:
         self.placement: Placement = placement
         self.specs = layer_specs(model)
         self.prepared = self._prepare(calibration)
+        self._handed_out: list[ref[LoopCache]] = []
 
     def request(self, *, capacity: int, batch: int = 1) -> Request:
         return Request(
@@ -56,10 +61,26 @@ class Attachment:
             prepared=self.prepared,
         )
 
-    def cache(self, *, capacity: int, batch: int = 1, auto_seal: bool = False) -> KVCache:
-        """A fresh cache for `batch` sequences of `capacity` tokens (prompt and new ones together) at most."""
-        layers = self.method.start(self.specs, self.request(capacity=capacity, batch=batch))
-        return KVCache(layers, capacity, auto_seal=auto_seal)
+    def start(self, *, capacity: int, batch: int = 1) -> list[KVLayer]:
+        """Fresh layers for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
+        return self.method.start(self.specs, self.request(capacity=capacity, batch=batch))
+
+    def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
+        """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
+        cache = LoopCache(self.start(capacity=capacity, batch=batch), capacity)
+        self._handed_out.append(ref(cache))
+        return cache
+
+    def warn_of_unsealed(self) -> None:
+        """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
+        for cache in filter(None, (known() for known in self._handed_out)):
+            if self.budget is not None and cache.num_tokens and not cache.was_sealed:
+                warnings.warn(
+                    f"A cache of {type(self.method).__name__} took in {cache.num_tokens} tokens and was never sealed, "
+                    "so nothing was read under its budget: feed the answer one token at a time, or call cache.seal() "
+                    "after the prompt.",
+                    stacklevel=4,
+                )
 
     def _prepare(self, calibration: Tensor | None) -> object:
         known = _prepared.setdefault(self.model, {})
@@ -89,3 +110,4 @@ def attached(
     attachment = Attachment(model, method, budget, placement, calibration, stale_by)
     with routed(model):
         yield attachment
+    attachment.warn_of_unsealed()

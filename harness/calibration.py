@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.hf import KVCache, routed
+from harness.cache import KVCache
+from harness.hf import routed
 from methods.base import AttnInput, LayerSpec, Request
 from methods.full import Full
 from methods.layers import DenseLayer

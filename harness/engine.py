@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from harness.attach import Attachment
+from harness.cache import KVCache
 from harness.fidelity import Fidelity
 from harness.footprint import Footprint, footprint
 from harness.forward import BlockForward, by_blocks
 from harness.graph import Recorder, RepeatedStep, unrepeatable
-from harness.hf import KVCache
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
 from harness.trace import Tracer
@@ -120,7 +120,7 @@ class Engine:
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: list[DenseLayer] | None = None) -> KVCache:
         """A fresh cache for `prompt` [B S] and what follows; `shared`: layers that hold the prompt for fidelity."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
-        cache = self.attachment.cache(capacity=capacity, batch=batch)
+        cache = KVCache(self.attachment.start(capacity=capacity, batch=batch), capacity)
         if self.fidelity:
             request = self.attachment.request(capacity=capacity, batch=batch)
             cache.watch = Fidelity(self.attachment.specs, request, self.fidelity, shared)

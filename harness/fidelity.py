@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.hf import KVCache
+from harness.cache import KVCache
 from methods.base import AttnInput, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import DenseLayer

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from harness.hf import KVCache, UnsupportedError, attention_modules, check_window
+from harness.cache import KVCache, UnsupportedError
+from harness.hf import attention_modules, check_window
 from harness.models.base import sliding_window
 from kernels import ops
 from kernels.block import Block, Head, Linear

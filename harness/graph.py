@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from harness.cache import KVCache
 from harness.forward import BlockForward
-from harness.hf import KVCache
 
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
 

@@ -1,139 +1,24 @@
-"""All that is known of transformers' attention, masks and caches: one cache object and one context manager.
+"""All that is known of transformers' attention and masks: one context manager (the cache is harness/cache.py).
 
-`attached(model)` routes every layer's attention to the KV layers of the cache that a call brings, and leaves the
+`routed(model)` sends every layer's attention to the KV layers of the cache that a call brings, and leaves the
 model as it was, also after an exception. What we would get wrong is refused by name: padding, a sliding window
 smaller than the sequence, soft caps, keywords nobody knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from methods.base import AttnInput, KVLayer, LayerSpec
-from methods.clock import Clock
-
-if TYPE_CHECKING:
-    from harness.fidelity import Fidelity
+from harness.cache import KVCache, UnsupportedError
+from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
-
-
-class UnsupportedError(NotImplementedError):
-    """A model or call that this engine would compute wrongly; the message names what and why."""
-
-
-class KVCache(Cache):
-    """What the model takes as `past_key_values`. It counts tokens and knows the phase; the layers own the storage.
-
-    `auto_seal`: the first forward is the whole prompt and the second seals it, for a loop that does not know of
-    phases (`model.generate`). Otherwise call `seal` after the prompt, and `open_turn` before a further one.
-    """
-
-    layers: list[KVLayer]  # type: ignore[assignment]
-
-    def __init__(self, layers: Sequence[KVLayer], capacity: int, *, auto_seal: bool = False) -> None:
-        self.layers = list(layers)
-        self.capacity = capacity
-        self.auto_seal = auto_seal
-        self.sealed = False
-        self.num_tokens = 0
-        self.watch: Fidelity | None = None  # sees every attention call once the layer has answered it
-        self._arriving = 0  # tokens of the forward that is under way
-        self._hooked: int | None = None  # the layer whose attention call is being prepared
-
-    def seal(self) -> None:
-        """The prompt is complete."""
-        for layer in self.layers:
-            layer.seal()
-        self.sealed = True
-
-    def open_turn(self) -> None:
-        """A further turn begins: the next forwards are prompt again, until `seal`."""
-        self.sealed = False
-
-    def begin(self) -> None:
-        """Before each forward of the model."""
-        self._arriving = 0
-        if self.auto_seal and not self.sealed and self.num_tokens:
-            self.seal()
-
-    def end(self) -> None:
-        """After each forward of the model."""
-        self.num_tokens += self._arriving
-
-    @property
-    def clock(self) -> Clock:
-        return self.layers[0].request.clock
-
-    def count_repeated(self, steps: int) -> None:
-        """So many recorded steps ran without the model's forward; -1: one was counted that did not run."""
-        self.num_tokens += steps
-        self.clock.steps += steps
-        for layer in self.layers:
-            layer.count_repeated(steps)
-
-    def attend(self, layer: int, x: AttnInput) -> Tensor:
-        """Attention of one layer. -> [B H T D]"""
-        self._arriving = x.k.shape[2]
-        if not self.sealed:
-            out = self.layers[layer].prefill(x)
-            if self.watch is not None:
-                self.watch.prefill(layer, x)
-            return out
-        if self._arriving != 1:
-            raise UnsupportedError(
-                f"{self._arriving} tokens at once after the prompt was sealed: feed one at a time, or call "
-                "cache.open_turn() if they begin a further turn."
-            )
-        out = self.layers[layer].decode(x)
-        if self.watch is not None:
-            self.watch.decode(self.layers[layer], x, out)
-        return out
-
-    # What transformers asks of a cache:
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self._hooked != layer_idx:
-            raise UnsupportedError(
-                "This KVCache was given to a model that is not attached: wrap the call in `with attached(model, ...)`."
-            )
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.num_tokens
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.num_tokens + query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.num_tokens
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.capacity
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.layers)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise UnsupportedError(
-            "Assisted generation crops the cache, which KV methods cannot follow: decode without it."
-        )
 
 
 class _Call(NamedTuple):

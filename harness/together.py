@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from evals.base import Task
+from harness.cache import KVCache
 from harness.config import Settings, SettingsError
-from harness.hf import KVCache, routed
+from harness.hf import routed
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import Item, limit_threads
 from harness.records import Record

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness.hf import KVCache
+from harness.cache import KVCache
 from harness.phases import PHASES, phase_of
 from kernels.dispatch import watched
 from methods.base import AttnInput

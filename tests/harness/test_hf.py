@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from harness.attach import attached
+from harness.cache import UnsupportedError
 from harness.engine import Engine
-from harness.hf import NAME, UnsupportedError, layer_specs, routed
+from harness.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
@@ -37,7 +38,7 @@ def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> No
 def test_the_users_own_generate_runs_through_the_method(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(40)
     with attached(model, Full()) as kv:
-        cache = kv.cache(capacity=40 + NEW, auto_seal=True)
+        cache = kv.cache(capacity=40 + NEW)
         through = generated(model, ids, past_key_values=cache)
     assert cache.sealed
     assert cache.layers[0].attended == (40, NEW - 1)
@@ -88,14 +89,9 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="holds 20 tokens and was given 24"):
             model(ids, past_key_values=filled)
         with pytest.raises(UnsupportedError, match="Beam search"):
-            generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2, auto_seal=True), num_beams=2)
+            generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2), num_beams=2)
         with pytest.raises(ValueError, match="1 sequences and was given 2"):
             model(prompt(8, batch=2), past_key_values=kv.cache(capacity=20))
-        sealed = kv.cache(capacity=30)
-        model(ids, past_key_values=sealed)
-        sealed.seal()
-        with pytest.raises(UnsupportedError, match="open_turn"):
-            model(ids[:, :2], past_key_values=sealed)
         cache = kv.cache(capacity=30)
     with pytest.raises(UnsupportedError, match="not attached"):
         model(ids, past_key_values=cache)

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
 from harness.attach import Attachment, attached
+from harness.cache import KVCache
 from harness.catalogue import CONF
-from harness.hf import KVCache
 from harness.plugins import build
 from methods.base import AttnInput, Method
 from methods.budget import Budget

@@ -1,0 +1,175 @@
+"""`model.generate` with our cache: its phases are told from the number of tokens in a forward, with no flag."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from harness.attach import Attachment, attached
+from harness.cache import KVCache, UnsupportedError
+from harness.engine import Engine
+from methods.full import Full
+from tests.methods.test_contract import NAMES, attach, small
+from tests.tiny import prompt, tiny
+
+methods = pytest.mark.parametrize("name", NAMES)
+NEW, CAPACITY = 6, 140
+TURNS = (71, 23, 12)
+
+
+def generate(model: PreTrainedModel, ids: Tensor, cache: Any, new: int = NEW, **more: Any) -> Tensor:
+    """The whole text with `new` tokens more, by transformers' own loop. ids [B S] -> [B S+new]"""
+    out: Tensor = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        **more,
+    )
+    return out
+
+
+def conversation(
+    model: PreTrainedModel, cache: Any, turns: Sequence[int] = TURNS, batch: int = 1, **more: Any
+) -> list[list[list[int]]]:
+    """Answers to several turns, each `generate` given all that was said before."""
+    said, answers = torch.empty(batch, 0, dtype=torch.long), []
+    for seed, length in enumerate(turns):
+        said = generate(model, torch.cat([said, prompt(length, batch=batch, seed=seed)], 1), cache, **more)
+        answers.append(said[:, -NEW:].tolist())
+    return answers
+
+
+def by_engine(kv: Attachment, turns: Sequence[int] = TURNS, batch: int = 1) -> list[list[list[int]]]:
+    """The same from our engine, which says its phases. The last token of an answer has not been fed: it comes first."""
+    engine, answers = Engine(kv), []
+    cache = engine.cache(prompt(CAPACITY, batch=batch), 0)
+    pending = torch.empty(batch, 0, dtype=torch.long)
+    for seed, length in enumerate(turns):
+        cache.open_turn()
+        ids = torch.cat([pending, prompt(length, batch=batch, seed=seed)], 1)
+        made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=NEW)
+        pending = torch.tensor(made.tokens)[:, -1:]
+        answers.append(made.tokens)
+    return answers
+
+
+@methods
+def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
+    with attach(small(name), 0.4) as kv:
+        cache = kv.cache(capacity=CAPACITY)
+        assert conversation(kv.model, cache) == by_engine(kv)
+    assert cache.sealed
+    whole = sum(TURNS) + 2 * NEW
+    assert [layer.attended.generated for layer in cache.layers] == [NEW - 1] * 3
+    read = sum(layer.attended.prompt for layer in cache.layers)
+    budgets = [layer.request.budget for layer in cache.layers]  # InfiniGen's is none in its first layer
+    assert read <= sum(whole if budget is None else budget.tokens(whole, i) for i, budget in enumerate(budgets))
+    assert name == "full" or read < 0.65 * 3 * whole
+
+
+@methods
+def test_a_full_budget_gives_the_turns_of_plain_generate(name: str) -> None:
+    model = tiny("llama")
+    plain = conversation(model, DynamicCache(config=model.config))
+    with attach(small(name), 1.0) as kv:
+        assert conversation(model, kv.cache(capacity=CAPACITY)) == plain
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pqcache"])
+def test_turns_of_a_batch(name: str) -> None:
+    with attach(small(name), 0.4) as kv:
+        cache = kv.cache(capacity=CAPACITY, batch=3)
+        assert conversation(kv.model, cache, batch=3) == by_engine(kv, batch=3)
+
+
+@pytest.mark.parametrize("chunk", [9, 24])
+def test_a_prefill_in_chunks_is_one_turn(chunk: int) -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        caches = [kv.cache(capacity=CAPACITY) for _ in range(2)]
+        wanted = conversation(kv.model, caches[0])
+        assert conversation(kv.model, caches[1], prefill_chunk_size=chunk) == wanted
+
+
+def forwards(kv: Attachment, cache: KVCache, *lengths: int) -> list[bool]:
+    """Whether the cache is sealed behind each forward of so many tokens."""
+    states = []
+    for length in lengths:
+        with torch.inference_mode():
+            kv.model(prompt(length), past_key_values=cache, use_cache=True)
+        states.append(cache.sealed)
+    return states
+
+
+def test_what_a_forward_is() -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        cache = kv.cache(capacity=100)
+        assert forwards(kv, cache, 30, 9, 1, 1, 2, 3, 1) == [False, False, True, True, False, False, True]
+        assert forwards(kv, kv.cache(capacity=9), 1, 1) == [False, True]  # a prompt of one token
+
+
+def test_one_token_is_prompt_where_open_turn_says_so() -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        cache = kv.cache(capacity=100)
+        forwards(kv, cache, 30)
+        cache.open_turn()  # a last chunk of one token
+        assert forwards(kv, cache, 1, 1) == [False, True]
+        cache.open_turn()  # a turn of one token
+        assert forwards(kv, cache, 1, 1, 1) == [False, True, True]
+
+
+def test_a_seal_of_ones_own_stands_until_several_tokens_come() -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        cache = kv.cache(capacity=100)
+        forwards(kv, cache, 60)
+        cache.seal()
+        assert cache.layers[0].attended.prompt == 24
+        assert forwards(kv, cache, 1, 5, 1) == [True, False, True]
+
+
+def test_our_own_engine_says_its_phases() -> None:
+    """Chunks of one token are prompt there, and several tokens behind a seal a mistake."""
+    with attach(small("snapkv"), 0.4) as kv:
+        engine = Engine(kv, prefill_chunk=1)
+        cache = engine.cache(prompt(60), 9)
+        engine.prefill(cache, prompt(60))
+        assert not cache.sealed
+        cache.seal()
+        with pytest.raises(UnsupportedError, match="2 tokens at once after the prompt was sealed"):
+            forwards(kv, cache, 2)
+
+
+def test_a_cache_that_was_never_sealed_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="SnapKV took in 60 tokens and was never sealed"):  # noqa: PT031
+        with attach(small("snapkv"), 0.4) as kv:
+            cache = kv.cache(capacity=80)
+            forwards(kv, cache, 40, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with attach(small("snapkv"), 0.4) as kv:
+            unused, cache = kv.cache(capacity=80), kv.cache(capacity=80)
+            forwards(kv, cache, 40, 1, 20)
+            by_engine(kv)
+        with attach(Full(), None) as kv:
+            cache = kv.cache(capacity=80)
+            forwards(kv, cache, 40)
+    assert unused.num_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["assistant", "lookup", "crop"])
+def test_assisted_generation_is_refused_by_name(how: str) -> None:
+    model, ids = tiny("llama"), prompt(20)
+    with attached(model, Full()) as kv, pytest.raises(UnsupportedError, match="without an assistant"):
+        cache = kv.cache(capacity=60)
+        if how == "crop":  # what transformers before 5.2x calls first
+            cache.crop(1)
+        more = {"assistant_model": tiny("mistral")} if how == "assistant" else {"prompt_lookup_num_tokens": 2}
+        generate(model, ids, cache, **more)
