@@ -74,13 +74,18 @@ class Attachment:
     def warn_of_unsealed(self) -> None:
         """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
         for cache in filter(None, (known() for known in self._handed_out)):
-            if self.budget is not None and cache.num_tokens and not cache.was_sealed:
+            if not cache.was_sealed and self._limits(cache.num_tokens):
                 warnings.warn(
                     f"A cache of {type(self.method).__name__} took in {cache.num_tokens} tokens and was never sealed, "
                     "so nothing was read under its budget: feed the answer one token at a time, or call cache.seal() "
                     "after the prompt.",
                     stacklevel=4,
                 )
+
+    def _limits(self, tokens: int) -> bool:
+        """Whether the budget leaves out any of so many tokens."""
+        budget = self.budget
+        return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
 
     def _prepare(self, calibration: Tensor | None) -> object:
         known = _prepared.setdefault(self.model, {})

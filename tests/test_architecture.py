@@ -31,7 +31,7 @@ ALLOWED = {
         "wonderwords", "tokenizers",
     },
 }  # fmt: skip
-TRANSFORMERS = {f"harness/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}  # and harness/models/
+TRANSFORMERS = {f"harness/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}  # and its models/
 HYDRA = {"harness/__main__.py", "harness/compose.py", "harness/errors.py"}  # engine and benchmarks do without
 METHODS_KNOWN_TO_THE_HARNESS = {f"methods.{name}" for name in ("base", "budget", "clock", "full", "layers", "stores")}
 

@@ -148,19 +148,20 @@ def test_our_own_engine_says_its_phases() -> None:
 
 
 def test_a_cache_that_was_never_sealed_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="SnapKV took in 60 tokens and was never sealed"):  # noqa: PT031
-        with attach(small("snapkv"), 0.4) as kv:
-            cache = kv.cache(capacity=80)
-            forwards(kv, cache, 40, 20)
+    told = pytest.warns(UserWarning, match="SnapKV took in 60 tokens and was never sealed")
+    with told, attach(small("snapkv"), 0.4) as kv:
+        cache = kv.cache(capacity=80)
+        forwards(kv, cache, 40, 20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with attach(small("snapkv"), 0.4) as kv:
             unused, cache = kv.cache(capacity=80), kv.cache(capacity=80)
             forwards(kv, cache, 40, 1, 20)
             by_engine(kv)
-        with attach(Full(), None) as kv:
-            cache = kv.cache(capacity=80)
-            forwards(kv, cache, 40)
+        for method, budget in ((Full(), None), (small("snapkv"), 1.0)):  # nothing to leave out
+            with attach(method, budget) as kv:
+                cache = kv.cache(capacity=80)
+                forwards(kv, cache, 40)
     assert unused.num_tokens == 0
 
 
