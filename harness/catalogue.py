@@ -28,16 +28,29 @@ class Entry:
         first = self.file.read_text(encoding="utf-8").partition("\n")[0]
         return first.removeprefix("#").strip()
 
+    @property
+    def base(self) -> Entry | None:
+        """What a preset changes: the yaml its `defaults` name, beside it or in conf/. None for all other files."""
+        named = [name for name in self._own().get("defaults", []) if isinstance(name, str) and name != "_self_"]
+        places = [folder / f"{name}.yaml" for name in named for folder in (self.file.parent, CONF / self._group)]
+        return next((Entry(place.stem, place) for place in places if place.is_file()), None)
+
+    def values(self) -> dict[str, Any]:
+        """`_target_` and every parameter, a preset's over those of its base."""
+        own = {key: value for key, value in self._own().items() if key != "defaults"}
+        return own if self.base is None else self.base.values() | own
+
     def parameters(self) -> list[tuple[str, Any, str]]:
-        """Name, default, and the comment behind it, in the file's order."""
+        """Name, default, and the comment behind it, in the file's order; a preset says its base's where it has none."""
         text = self.file.read_text(encoding="utf-8")
-        values = {key: value for key, value in yaml.safe_load(text).items() if key not in ("_target_", "defaults")}
         lines = {line.partition(":")[0]: line for line in text.splitlines() if line[:1].isidentifier()}
-        return [(key, value, _comment(lines.get(key, ""))) for key, value in values.items()]
+        comments = {name: comment for name, _, comment in self.base.parameters()} if self.base else {}
+        comments |= {key: found for key, line in lines.items() if (found := _comment(line))}
+        return [(key, value, comments.get(key, "")) for key, value in self.values().items() if key != "_target_"]
 
     @property
     def target(self) -> str | None:
-        target: str | None = yaml.safe_load(self.file.read_text(encoding="utf-8")).get("_target_")
+        target: str | None = self.values().get("_target_")
         return target
 
     def card(self) -> str:
@@ -53,6 +66,14 @@ class Entry:
         written = cards[0].keywords if cards and isinstance(cards[0], ast.Call) else []
         values = {key: plain(value) for key, value, _ in self.parameters()}
         return {str(line.arg): str(ast.literal_eval(line.value)).format_map(values) for line in written}
+
+    @property
+    def _group(self) -> str:
+        return self.file.parent.name
+
+    def _own(self) -> dict[str, Any]:
+        own: dict[str, Any] = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+        return own
 
     def _module(self) -> ast.Module:
         spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 
+from harness.catalogue import Entry
 from harness.config import Data, Generation, Results, Settings, SettingsError
 from harness.plugins import spell, suggestion
 
@@ -106,7 +107,7 @@ def default_keys(conf: Path, overrides: list[str]) -> list[str]:
     for group, name in chosen.items():
         file = conf / group / f"{name}.yaml"
         if file.is_file():
-            keys += [f"{group}.{key}" for key in yaml.safe_load(file.read_text())]
+            keys += [f"{group}.{key}" for key in Entry(name, file).values()]
     return [key for key in keys if not key.startswith(("defaults", "hydra")) and "_target_" not in key]
 
 

@@ -59,14 +59,16 @@ def _overview(group: str, found: Sequence[Entry]) -> str:
 def _card(group: str, entry: Entry) -> str:
     facts = _aligned([(_words(name), text) for name, text in entry.facts().items()])
     table = _aligned([(f"{group}.{name}={value}", comment) for name, value, comment in _parameters(entry)])
-    parts = [f"{group}={entry.name}", "", entry.card(), ""]
+    parts = [f"{group}={entry.name}", *([entry.headline] if entry.base else []), "", entry.card(), ""]
     parts += ["Card", *facts, ""] if facts else []
     return "\n".join([*parts, "Parameters", *(table or ["  (no parameters)"]), ""])
 
 
 def markdown(methods: Sequence[Entry]) -> str:
-    """One table over all methods, then a section for each."""
-    return "\n\n".join([_TITLE, _table(methods), *map(_section, methods)]) + "\n"
+    """One table over all methods, then a section for each, with its presets."""
+    presets = {m.name: [one for one in methods if one.base == m] for m in methods}
+    full = [m for m in methods if m.base is None]
+    return "\n\n".join([_TITLE, _table(full), *(_section(m, presets[m.name]) for m in full)]) + "\n"
 
 
 def _table(methods: Sequence[Entry]) -> str:
@@ -75,12 +77,15 @@ def _table(methods: Sequence[Entry]) -> str:
     return "\n".join(map(_row, [[_words(line) for line in lines], ["---"] * len(lines), *rows]))
 
 
-def _section(entry: Entry) -> str:
+def _section(entry: Entry, presets: Sequence[Entry]) -> str:
     facts = [_row([_words(name), text]) for name, text in entry.facts().items()]
     parameters = [_row([f"`{name}={value}`", comment]) for name, value, comment in _parameters(entry)]
     parts = [f"## {entry.name}", entry.card(), "\n".join([_row(["card", ""]), _row(["---"] * 2), *facts])]
     if parameters:
         parts.append("\n".join([_row(["parameter", ""]), _row(["---"] * 2), *parameters]))
+    if presets:
+        rows = [_row([f"`method={one.name}`", one.headline]) for one in presets]
+        parts.append("\n".join([_row(["preset", ""]), _row(["---"] * 2), *rows]))
     return "\n\n".join(parts)
 
 

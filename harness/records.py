@@ -45,7 +45,7 @@ class Record:
     moved_bytes_per_step: float | None
     hit_rate: float | None = None  # of rows asked of the method's cache on the device, those that it had
     sealed: bool
-    fallback: str | None  # why the method ran dense
+    fallback: str | None  # what the method did in place of its rule, and why
     warnings: list[str]
     fidelity: dict[str, Any] | None
     trace: dict[str, Any] | None

@@ -169,7 +169,7 @@ def _warnings(
         yield from _floor(records if is_full else full or [], chance)
     n = len(records)
     for reason, count in Counter(r.fallback for r in records if r.fallback).items():
-        yield f"the method ran dense on {count} of {n} examples: {reason}"
+        yield f"the method fell back on {count} of {n} examples: {reason}"
     counts = {
         "ended before the cache was sealed: the method did nothing there": sum(not r.sealed for r in records),
         "have no TPOT: fewer than 3 tokens": sum(r.tpot_s is None for r in records),

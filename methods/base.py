@@ -136,7 +136,7 @@ class KVLayer(ABC):
     def __init__(self, spec: LayerSpec, request: Request) -> None:
         self.spec = spec
         self.request = request
-        self.fallback: str | None = None  # why this layer reads everything although a budget was given
+        self.fallback: str | None = None  # what this layer does in place of its method, and why
 
     @abstractmethod
     def absorb(self, x: AttnInput) -> None:

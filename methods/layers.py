@@ -35,7 +35,7 @@ class DenseLayer(KVLayer):
         if budget is None or budget.covers(seen, layer):
             return None
         if seen <= self.method.smallest_budget:
-            self.fallback = f"the prompt of {seen} tokens is no longer than the method's sinks and windows"
+            self.fallback = f"all is read: the prompt of {seen} tokens is no longer than the method's sinks and windows"
             return None
         self.method.check(budget, seen, layer)
         return budget.tokens(seen, layer)

@@ -1,7 +1,8 @@
 """Oracle: the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv 2407.12820).
 
-The upper bound for methods that select per KV head: nothing is approximated but the number of tokens. It reads every
-key to choose, so it is real but never fast.
+Exact top-k, per KV head: nothing is approximated but the number of tokens. It reads every key to choose, so it is real
+but never fast. It is no upper bound: the largest weights of one step are not the best tokens for the answer, and other
+rules, or other sinks and windows, score above it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Oracle(Method):
         window="{recent_ratio} of the budget behind the sinks",
         on_device="all K and V",
         on_host="nothing",
-        index_cost="every key is read to choose: an upper bound, not a method",
+        index_cost="every key is read to choose: a reference, not a way to save reads",
         budget="sinks, window and selected tokens",
         deviations="the window is the prompt's end and does not move on with generation",
     )

@@ -1,7 +1,9 @@
-"""PyramidKV: SnapKV with more of the budget in the lower layers (arXiv 2406.02069; amounts as in NVIDIA's kvpress).
+"""PyramidKV: SnapKV with more of the budget in the lower layers (arXiv 2406.02069).
 
-The budgets fall in a straight line from the first layer to the last, which gets 1/beta of the mean; together they are
-exactly num_layers times the budget. Where no such line fits between the window and the prompt, all get the same.
+As in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms the pyramid:
+these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their mean. Together the
+layers keep exactly num_layers times the budget; the released code rounds the steps of the line down and keeps a little
+more. Where more than half of the prompt would be voted for, it gives all layers the same, and so does this.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from methods.snapkv import SnapKV, SnapLayer
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """SnapKV's parameters and beta: how many times smaller than the mean the last layer's budget is."""
+    """SnapKV's parameters and beta: how many times smaller than the mean the last layer's voted share is."""
 
     card: ClassVar[Card | None] = Card(
         prefill="dense",
@@ -33,8 +35,11 @@ class PyramidKV(SnapKV):
         on_device="kept K and V, generated tokens",
         on_host="nothing",
         index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
-        budget="window and voted tokens, the mean over the layers; the last layer gets 1/{beta} of it",
-        deviations="amounts as in kvpress; the layers' budgets add up to the last token",
+        budget="window and voted tokens, the mean over the layers; the last layer votes for 1/{beta} of their mean",
+        deviations=(
+            "one choice per KV head, the released code's is per query head (an option); the layers' budgets add up to "
+            "the last token"
+        ),
     )
 
     beta: float = 20
@@ -48,8 +53,22 @@ class PyramidKV(SnapKV):
             raise ValueError(f"beta={self.beta} would turn the pyramid over: give at least 1, 20 in the paper.")
 
     def kept(self, case: Case) -> int:
-        layers, index = case.spec.num_layers, case.spec.index
-        return pyramid(case.budget, case.sealed, layers, self.window, self.beta)[index]
+        return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
+
+    def uniform(self, tokens: int, sealed: int, layers: int) -> str | None:
+        """Why there is no pyramid for a budget of `tokens`, or None."""
+        if layers == 1:
+            return "a single layer leaves nothing to distribute"
+        if 2 * (tokens - self.window) > sealed:
+            return "more than half of the prompt is kept, so every layer keeps as much, as SnapKV does"
+        return None
+
+    def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
+        """What each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens."""
+        if self.uniform(tokens, sealed, layers):
+            return [tokens] * layers
+        voted = pyramid(tokens - self.window, sealed - self.window, layers, self.beta)
+        return [self.window + share for share in voted]
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         return [PyramidLayer(spec, request, self) for spec in specs]
@@ -64,18 +83,16 @@ class PyramidLayer(SnapLayer):
         tokens = super().limit()
         if tokens is None:
             return None
-        layers = self.spec.num_layers
-        return pyramid(tokens, self.seen, layers, self.method.window, self.method.beta)[self.spec.index]
+        asked = tokens, self.seen, self.spec.num_layers
+        self.fallback = self.method.uniform(*asked)
+        return self.method.layer_budgets(*asked)[self.spec.index]
 
 
-def pyramid(tokens: int, sealed: int, layers: int, window: int, beta: float) -> list[int]:
-    """Budgets of all layers, first to last, that add up to layers * tokens."""
-    least = tokens / Fraction(beta)
-    most = min(2 * tokens - least, Fraction(sealed - window))
-    least = 2 * tokens - most
-    if layers == 1 or not most >= least >= window:
-        return [tokens] * layers
-    step = (most - least) / (layers - 1)
+def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
+    """Amounts on a falling line that add up to layers * mean; the first is at most `most`, which is at least mean."""
+    last = mean / Fraction(beta)
+    first = min(2 * mean - last, Fraction(most))
+    step = 2 * (first - mean) / (layers - 1)
     # exact sums of the first layers, rounded: so no layer is off by more than one, and the total by nothing
-    sums = [floor(layer * most - step * (layer * (layer - 1) // 2) + Fraction(1, 2)) for layer in range(layers + 1)]
+    sums = [floor(layer * first - step * (layer * (layer - 1) // 2) + Fraction(1, 2)) for layer in range(layers + 1)]
     return [upto - before for before, upto in pairwise(sums)]

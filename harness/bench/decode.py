@@ -173,7 +173,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
         output.column("moved", "MiB/step", shown, mib("moved_bytes_per_step")),
         output.column("graph", "s", shown, lambda row: row["graph_s"]),
         output.column("no graph because", "", shown, lambda row: row["plain_steps"], left=True),
-        output.column("ran dense", "", shown, lambda row: row["fallback"], left=True),
+        output.column("fell back", "", shown, lambda row: row["fallback"], left=True),
     ]
 
 

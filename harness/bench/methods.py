@@ -13,15 +13,16 @@ from methods.base import Method
 
 
 def names() -> list[str]:
-    return [entry.name for entry in entries("method")]
+    """Every method; its presets are left to those who name them."""
+    return [entry.name for entry in entries("method") if entry.base is None]
 
 
 def load(name: str, **changes: Any) -> Method:
     """`changes`: parameters in place of the yaml's."""
-    file = next((entry.file for entry in entries("method") if entry.name == name), None)
-    if file is None:
-        raise ValueError(f"method={name} is unknown: choose from {', '.join(names())}.")
-    method: Method = build(yaml.safe_load(file.read_text(encoding="utf-8")) | changes, "method")
+    known = {entry.name: entry for entry in entries("method")}
+    if name not in known:
+        raise ValueError(f"method={name} is unknown: choose from {', '.join(known)}.")
+    method: Method = build(known[name].values() | changes, "method")
     return method
 
 

@@ -153,12 +153,12 @@ def test_the_same_outputs_as_full_at_a_partial_budget(good: list[Record]) -> Non
 
 def test_what_went_otherwise_than_asked_is_counted() -> None:
     lines = [
-        record("a", fallback="prompt shorter than the window", warnings=["two BOS tokens"]),
+        record("a", fallback="all is read: prompt shorter than the window", warnings=["two BOS tokens"]),
         record("b", sealed=False, attended_prompt=None, attended_total=None),
         record("c", stop="length", warnings=["two BOS tokens"]),
     ]
     told = warnings(lines)
-    assert "ran dense on 1 of 3 examples: prompt shorter than the window" in told
+    assert "fell back on 1 of 3 examples: all is read: prompt shorter than the window" in told
     assert "1 of 3 examples ended before the cache was sealed" in told
     assert "1 of 3 examples ran into the token limit" in told
     assert "2 of 3 examples: two BOS tokens" in told

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
 from harness.attach import Attachment, attached
 from harness.cache import KVCache
-from harness.catalogue import CONF
+from harness.catalogue import CONF, Entry
 from harness.plugins import build
 from methods.base import AttnInput, Method
 from methods.budget import Budget
@@ -50,8 +49,7 @@ methods = pytest.mark.parametrize("name", NAMES)
 
 
 def _yaml(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
-    return values
+    return Entry(name, CONF / "method" / f"{name}.yaml").values()
 
 
 def small(name: str) -> Method:

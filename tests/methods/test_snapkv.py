@@ -1,9 +1,8 @@
-"""SnapKV and PyramidKV against loops: votes, pooling, what is left, and the pyramid's amounts."""
+"""SnapKV against loops: votes, pooling, and what is left."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from harness.footprint import footprint
-from methods.pyramidkv import PyramidKV, pyramid
 from methods.snapkv import SnapKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
@@ -143,32 +141,3 @@ def test_scores_do_not_depend_on_absolute_positions() -> None:
 def test_wrong_parameters_are_named(change: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(METHOD, **change)
-
-
-# PyramidKV:
-
-
-def test_pyramid_as_kvpress_has_it() -> None:
-    assert pyramid(tokens=100, sealed=200, layers=2, window=16, beta=20) == [184, 16]
-    assert pyramid(tokens=100, sealed=1000, layers=3, window=4, beta=20) == [195, 100, 5]
-    assert pyramid(tokens=100, sealed=1000, layers=4, window=64, beta=20) == [100] * 4  # 5 tokens hold no window
-    assert pyramid(tokens=100, sealed=1000, layers=1, window=4, beta=20) == [100]
-
-
-def test_a_pyramid_spends_exactly_its_budget() -> None:
-    for layers in (2, 3, 30, 32):
-        for tokens in (33, 64, 205, 999):
-            for sealed in (tokens + 1, 2 * tokens, 5 * tokens + 3):
-                budgets = pyramid(tokens, sealed, layers, 16, 3.0)
-                assert sum(budgets) == layers * tokens
-                assert all(lower >= upper - 1 for lower, upper in pairwise(budgets))
-                assert 16 <= min(budgets) <= max(budgets) <= sealed
-
-
-def test_layers_keep_the_pyramids_amounts() -> None:
-    s = Sequences(SHAPES[1], PROMPT + 1, layers=3)
-    fields = {"window": 7, "kernel": 5, "pooling": "avg", "select_per": "kv_head"}
-    layers = s.start(PyramidKV(**fields, beta=2.0), BUDGET)
-    s.seal(layers, 0, PROMPT)
-    s.decode(layers, PROMPT)
-    assert [layer.attended.prompt for layer in layers] == [30, 20, 10]

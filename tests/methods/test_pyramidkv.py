@@ -1,0 +1,103 @@
+"""PyramidKV: the layers' amounts, as the authors' scripts give them, and what each layer keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from methods.pyramidkv import PyramidKV, PyramidLayer
+from tests.methods.synthetic import Sequences, Shape
+
+METHOD = PyramidKV(window=8, kernel=7, pooling="max", select_per="kv_head", beta=20)
+
+
+def released(layer: int, layers: int, budget: int, prompt: int, window: int = 8, beta: int = 20) -> int:
+    """What the authors' code keeps in a layer, in whole numbers throughout."""
+    voted = budget - window
+    if prompt < 2 * voted:
+        return budget
+    last = voted // beta
+    first = min(2 * voted - last, prompt - window)
+    last = 2 * voted - first
+    return window + first - layer * ((first - last) // (layers - 1))
+
+
+@pytest.mark.parametrize("layers", [2, 3, 30, 32])
+@pytest.mark.parametrize(("budget", "prompt"), [(131, 1316), (263, 1316), (658, 1316), (2048, 31500), (512, 520)])
+def test_a_layer_keeps_what_the_released_code_keeps_and_all_together_the_budget(
+    layers: int, budget: int, prompt: int
+) -> None:
+    """Theirs rounds the step down, so that it keeps up to a token per layer more the higher it comes."""
+    ours = METHOD.layer_budgets(budget, prompt, layers)
+    theirs = [released(layer, layers, budget, prompt) for layer in range(layers)]
+    assert all(-2 < their - our < layer + 2 for layer, (our, their) in enumerate(zip(ours, theirs, strict=True)))
+    assert sum(ours) == layers * budget <= sum(theirs) + layers
+
+
+def test_the_published_cells_are_pyramids() -> None:
+    """10, 20 and 50 % of a prompt of 1316 tokens in 30 layers."""
+    for budget, first, last in ((131, 248, 14), (263, 505, 21), (658, 1276, 41)):
+        amounts = METHOD.layer_budgets(budget, 1316, 30)
+        assert amounts[0] == pytest.approx(first, abs=1)
+        assert amounts[-1] == pytest.approx(last, abs=1)
+        assert METHOD.uniform(budget, 1316, 30) is None
+
+
+def test_a_pyramid_spends_exactly_its_budget() -> None:
+    method = replace(METHOD, window=16, beta=3.0)
+    for layers in (2, 3, 30, 32):
+        for budget in (17, 33, 64, 205, 999):
+            for prompt in (budget + 1, 2 * budget, 5 * budget + 3):
+                amounts = method.layer_budgets(budget, prompt, layers)
+                assert sum(amounts) == layers * budget
+                assert all(lower >= upper - 1 for lower, upper in pairwise(amounts))
+                assert 16 <= min(amounts) <= max(amounts) <= prompt
+
+
+def sealed(method: PyramidKV, budget: int, prompt: int, layers: int = 3) -> tuple[Sequences, list[PyramidLayer]]:
+    text = Sequences(Shape(6, 2, 64), prompt + 1, layers)
+    made = text.start(method, budget)
+    text.seal(made, 0, prompt)
+    return text, [layer for layer in made if isinstance(layer, PyramidLayer)]
+
+
+def test_layers_read_their_amounts_and_the_last_may_keep_its_window_alone() -> None:
+    text, layers = sealed(replace(METHOD, beta=1000.0), budget=9, prompt=77)
+    text.decode(layers, 77)
+    assert [layer.attended.prompt for layer in layers] == [10, 9, 8]
+    assert [layer.fallback for layer in layers] == [None] * 3
+
+
+@pytest.mark.parametrize(("budget", "layers", "why"), [(60, 3, "more than half"), (20, 1, "single layer")])
+def test_where_no_pyramid_can_be_it_says_so(budget: int, layers: int, why: str) -> None:
+    _, made = sealed(METHOD, budget, prompt=77, layers=layers)
+    assert [layer.positions.shape[2] for layer in made if layer.positions is not None] == [budget] * layers
+    assert all(why in str(layer.fallback) for layer in made)
+
+
+def test_each_layer_keeps_its_best_votes_and_the_window() -> None:
+    """One sequence, max pooling over 7 tokens, per query head as released: ties may fall either way."""
+    text, layers = sealed(replace(METHOD, select_per="query_head"), budget=30, prompt=203)
+    for index, layer in enumerate(layers):
+        amount = METHOD.layer_budgets(30, 203, 3)[index]
+        assert layer.positions is not None
+        assert layer.positions.shape == (1, 6, amount)
+        for head, rows in enumerate(layer.positions[0]):
+            assert rows[-8:].tolist() == list(range(195, 203))
+            votes = _votes(text.q(index)[0, head, :203], text.k(index)[0, head // 3, :203])
+            taken = torch.zeros(195, dtype=torch.bool)
+            taken[rows[:-8]] = True
+            assert votes[taken].min() >= votes[~taken].max() - 1e-6
+
+
+def _votes(q: Tensor, k: Tensor) -> Tensor:
+    """Of the last 8 queries of one head, for all tokens before them."""
+    sums = torch.zeros(len(k))
+    for t in range(len(k) - 8, len(k)):
+        sums[: t + 1] += (k[: t + 1] @ q[t] * k.shape[1] ** -0.5).softmax(0)
+    return max_pool1d(sums[None, :-8], 7, stride=1, padding=3)[0]
