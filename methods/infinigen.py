@@ -64,7 +64,7 @@ class InfiniGen(Method):
     dense_layers: tuple[int, ...] = (0, 1)
     skew: bool = True
     calibration_tokens: int = 2048
-    column_rule: Literal["query", "union"] = "query"
+    column_rule: Literal["query", "union"] = "union"
     group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
 
     def __post_init__(self) -> None:

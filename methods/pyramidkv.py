@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from methods.base import Case, KVLayer, LayerSpec, Request
 from methods.card import Card
@@ -43,9 +43,7 @@ class PyramidKV(SnapKV):
     )
 
     beta: float = 20
-    window: int = 64
-    kernel: int = 5
-    pooling: Literal["max", "avg"] = "avg"
+    window: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -101,7 +101,7 @@ def test_defaults_in_python_are_the_yamls(group: str) -> None:
     """A class may have several yaml files (presets, a paper's variant): one of them holds its defaults."""
     differences: dict[str, list[dict[str, tuple[Any, Any]]]] = {}
     for entry in entries(group):
-        from_yaml = yaml.safe_load(entry.file.read_text())
+        from_yaml = entry.values()
         target = from_yaml.pop("_target_")
         module, _, name = target.rpartition(".")
         cls = getattr(import_module(module), name)

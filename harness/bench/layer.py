@@ -27,7 +27,7 @@ from methods.budget import Budget, BudgetError
 from methods.full import Full
 from methods.layers import DenseLayer
 
-INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense
+INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense, a pyramid's middle has its mean
 TRACED = 5  # steps with a clock in each operation
 
 

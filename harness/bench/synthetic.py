@@ -26,7 +26,7 @@ class Shape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    layers: int = 4
+    layers: int = 5
 
     @property
     def token_bytes(self) -> int:

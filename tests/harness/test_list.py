@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.catalogue import entries
+from harness.compose import composed
 from harness.list import main
 from methods.card import Card
 
@@ -39,3 +40,27 @@ def test_the_page_in_docs_is_what_the_cards_say(capsys: pytest.CaptureFixture[st
 def test_cards_need_no_torch() -> None:
     code = "import sys; from harness.list import main; main(['--markdown']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_preset_is_its_base_with_its_own_values(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "wide.yaml").write_text("# Wider.\ndefaults: [snapkv, _self_]\nkernel: 31  # far\n")
+    [wide] = (entry for entry in entries("method", (tmp_path,)))
+    assert wide.base == METHODS["snapkv"]
+    assert wide.values() == METHODS["snapkv"].values() | {"kernel": 31}
+    comments = {name: comment for name, _, comment in wide.parameters()}
+    assert comments["kernel"] == "far"
+    assert comments["window"] == {name: text for name, _, text in METHODS["snapkv"].parameters()}["window"]
+    assert "pooled over 31 tokens" in wide.facts()["index_cost"]
+
+
+def test_presets_stand_with_their_method_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "## snapkv_kernel15" not in shown
+    assert "| `method=snapkv_kernel15` |" in shown.partition("## snapkv\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if entry.base])
+def test_the_command_line_composes_a_preset_as_the_page_says(name: str) -> None:
+    assert composed([f"method={name}"])["method"] == METHODS[name].values()

@@ -66,7 +66,7 @@ def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget
     ("name", "changes"),
     [
         ("h2o", {"compensation": "literal"}),
-        ("infinigen", {"skew": False, "partial_ratio": 0.5}),
+        ("infinigen", {"skew": False, "partial_ratio": 0.5, "column_rule": "query"}),
         ("infllm", {"block": 16}),
         ("pqcache", {"m": 4, "b": 9}),
         ("pyramidkv", {"select_per": "query_head"}),
@@ -80,6 +80,14 @@ def test_parameters_count(name: str, changes: dict[str, Any]) -> None:
     for placement in ("device", "host") if method.offloads else ("device",):
         for real, formula in zip(*measured(method, Budget(0.3), placement), strict=True):
             assert real == pytest.approx(formula, rel=0.02)
+
+
+def test_a_union_of_columns_costs_at_most_both_sets() -> None:
+    """How many columns queries and keys have in common depends on the text."""
+    method = replace(method_of("infinigen"), partial_ratio=0.5, column_rule="union")  # type: ignore[type-var]
+    alone = replace(method, column_rule="query")
+    (real, formula), (fewer, _) = (measured(one, Budget(0.3), "device") for one in (method, alone))
+    assert fewer.device_bytes < real.device_bytes < formula.device_bytes
 
 
 def test_what_moves_is_counted_in_both_ways() -> None:
