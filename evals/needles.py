@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from evals.base import Score
@@ -39,13 +41,39 @@ def contains(answers: Sequence[str], output: str) -> Score:
     >>> contains(["1234567"], "It is 1234567.").value
     1.0
     """
-    return Score(float(any(answer.lower() in output.lower() for answer in answers)))
+    return Score(float(any(answer.lower() in output.lower() for answer in answers)), leading_digits(answers, output))
+
+
+def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
+    """How much of a number came out before it went wrong: its first digits, as many as any number in the output has.
+
+    Means over the answers, as a count and as a share of their digits; nothing where an answer is no number. Tells a
+    cache that kept half of a needle from one that lost it: both score 0.
+
+    >>> leading_digits(["1234567"], "It is 12349, or 99.")
+    {'leading_digits': 4.0, 'leading_digits_share': 0.5714285714285714}
+    """
+    if not answers or not all(answer.isdecimal() for answer in answers):
+        return {}
+    numbers = set(re.findall(r"\d+", output))
+    right = [max((_shared_start(answer, number) for number in numbers), default=0) for answer in answers]
+    shares = [count / len(answer) for count, answer in zip(right, answers, strict=True)]
+    return {"leading_digits": fmean(right), "leading_digits_share": fmean(shares)}
+
+
+def _shared_start(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
+    """The share of leading digits among a task's averages, where its answers are numbers."""
+    return {name: value for name, value in (details or {}).items() if name == "leading_digits_share"}
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
     """Share of the answer's distinct words in the output (KVCache-Factory's heat map); `exact`: all of it is there.
 
-    >>> word_overlap([SANDWICH], "You should eat a sandwich.").value
+    >>> word_overlap([SANDWICH], "You should eat a sandwich today.").value
     0.2727272727272727
     """
     words = set(answers[0].lower().split())

@@ -7,13 +7,13 @@ The haystack is cut to length in tokens, the needle goes in behind the last sent
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from evals import haystack as texts
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.needles import NEEDLES, Needle, Planted
+from evals.needles import NEEDLES, Needle, Planted, scored_digits
 
 PUNCTUATION = (".", "!", "?")
 
@@ -133,6 +133,9 @@ class Niah(Task):
     def score(self, example: Example, output: str) -> Score:
         needle: Needle = NEEDLES[self.needle]
         return needle.score(example.references, output)
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        return super().averages(groups) | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:
         return {"haystack": self.haystack, "splitter": "token ending in . ! or ?"}

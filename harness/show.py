@@ -44,6 +44,8 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         yield f"{_head(record)}  {_result(record)}"
         for warning in record.warnings:
             yield f"  warning: {warning}"
+        if record.details:
+            yield f"  {_details(record.details)}"
         if record.trace:
             yield f"  {_breakdown(record.trace)}"
         yield from _wrapped(record.output, width - 2, "  ")
@@ -98,6 +100,12 @@ def _head(record: Record) -> str:
 
 def _result(record: Record) -> str:
     return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens, stop: {record.stop}"
+
+
+def _details(details: Mapping[str, Any]) -> str:
+    """Further readings of the same output."""
+    known = {name: digits(value) if isinstance(value, float) else value for name, value in details.items()}
+    return ", ".join(f"{name} {value}" for name, value in known.items())
 
 
 def _breakdown(trace: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from evals import haystack
 from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.data import require
+from evals.needles import leading_digits, scored_digits
 from evals.ruler import official, qa, scoring
 from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST
@@ -78,18 +79,20 @@ class Ruler(Task):
         return self._examples(groups)
 
     def score(self, example: Example, output: str) -> Score:
-        match = scoring.string_match_part if example.data["task"].startswith("qa") else scoring.string_match_all
-        return Score(match(output, example.references), {"null": float(not scoring.clean(output))})
+        family = FAMILIES[example.data["task"]]
+        match = scoring.string_match_part if family == "qa" else scoring.string_match_all
+        digits = leading_digits(example.references, scoring.clean(output)) if family == "niah" else {}
+        return Score(match(output, example.references), {"null": float(not scoring.clean(output)), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean`, then the mean of each length and task, then RULER's summaries where they are defined."""
+        """`mean`, the means of lengths and tasks, RULER's summaries where they are defined, the digits of needles."""
         averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
         by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}
         if len(by_length) > 1:
             averages["weighted_rising"], averages["weighted_falling"] = scoring.weighted_averages(by_length)
         if groups and len(groups) == len(FAMILIES) * len(by_length):
             averages["effective_length"] = scoring.effective_length(by_length)
-        return averages
+        return averages | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._provenance)

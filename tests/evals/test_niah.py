@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from evals import needles
 from evals.base import TaskEnv, TaskError
 from evals.needles import SANDWICH
 from evals.niah import Niah
@@ -91,13 +93,20 @@ def test_a_length_without_room_names_the_smallest() -> None:
 def test_scores() -> None:
     (number,) = niah(depths=[0]).examples(env())
     assert niah().score(number, f"It is {number.references[0]}.").value == 1
-    assert niah().score(number, "It is 1234.").value == 0
+    half = niah().score(number, f"It is {number.references[0][:3]}.")
+    assert (half.value, half.details["leading_digits"]) == (0, 3)
+    assert niah().averages({"g": 0.0}, half.details) == {"mean": 0, "leading_digits_share": pytest.approx(3 / 7)}
     words = niah(needle="sandwich")
     (sandwich,) = words.__class__.examples(niah(needle="sandwich", depths=[0]), env())
     assert words.score(sandwich, f"You should {SANDWICH}").value == 1
     assert words.score(sandwich, "Eat a sandwich!").details == {"exact": 0.0}
     assert words.score(sandwich, "eat a sandwich").value == pytest.approx(3 / 11)
     assert words.score(sandwich, "").value == 0
+
+
+def test_doctests() -> None:
+    results = doctest.testmod(needles)
+    assert (results.failed, results.attempted > 2) == (0, True)
 
 
 def preset(name: str, **changes: Any) -> Niah:

@@ -43,7 +43,7 @@ def kinds(task: str) -> dict[str, dict[str, Any]]:
         names = [name for name in DATASETS if find_spec("jieba") or "_zh" not in DATASETS[name].metric]
         return {name: {"dataset": name, "all_classes": CLASSES} for name in names}
     if task == "ruler":
-        return {name: {"task": name} for name in ("qa_1", "vt")}
+        return {name: {"task": name} for name in ("niah_single_2", "qa_1", "vt")}
     return {} if task == "wikitext2" else {"all": {"depth": 0}}  # its output is the harness' own number
 
 

@@ -39,6 +39,11 @@ def test_one_run(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> N
     assert "[b]" not in only
 
 
+def test_what_else_the_score_says_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, [record("a", details={"leading_digits": 3.0, "by": "regex"}), record("b", details={})])
+    assert shown(capsys, str(folder)).count("  leading_digits 3.00, by regex\n") == 1
+
+
 def test_long_runs_are_cut_short_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_run(tmp_path, [record(f"e{i}") for i in range(30)]))
     assert "10 more: --all" in shown(capsys, folder)
