@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Union
 
 CHOICES = {
+    "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
     "placement": ("device", "host"),
     "protocol": ("prompt", "context"),
@@ -41,6 +42,14 @@ class Generation:
 
 
 @dataclass
+class CommonWindows:
+    """In place of the methods' own; null leaves them."""
+
+    sinks: int | None = None
+    recent_ratio: float | None = None  # of the budget behind the sinks
+
+
+@dataclass
 class Data:
     root: str | None = None
 
@@ -58,13 +67,18 @@ class Results:
     wandb: str | None = None
 
 
+NESTED = {"windows": CommonWindows, "generation": Generation, "data": Data, "results": Results}
+
+
 @dataclass
 class Settings:
     """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
 
     budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
+    budget_rule: str = "read"
     align: str = "tokens"
     comm: float | None = None
+    windows: CommonWindows = field(default_factory=CommonWindows)
     dense_layers: list[int] = field(default_factory=list)
     layer_budgets: list[Any] = field(default_factory=list)
     stale_by: int = 0
@@ -105,7 +119,17 @@ class Settings:
             raise SettingsError(f"graphs=on needs a CUDA device, and device is {self.device}: use graphs=off here.")
         if self.align != "tokens" and self.layer_budgets:
             raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
+        if self.align != "tokens" and self.budget_rule == "paper":
+            raise SettingsError(
+                f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
+            )
+        self._check_windows(self.windows)
         self._check_generation(self.generation)
+
+    def _check_windows(self, windows: CommonWindows) -> None:
+        self._at_least(0, **{"windows.sinks": windows.sinks})
+        if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
+            raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
 
     def _check_generation(self, generation: Generation) -> None:
         self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
@@ -133,8 +157,8 @@ class RunConfig(Settings):
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """Plain values of a composed configuration as checked `Settings`."""
-    nested = {"generation": Generation, "data": Data, "results": Results}
     values = {
         field.name: config[field.name] for field in fields(Settings) if field.name in config
     }  # old runs lack some
-    return Settings(**values | {name: make(**config[name]) for name, make in nested.items()})
+    nested = {name: make(**values[name]) for name, make in NESTED.items() if name in values}
+    return Settings(**values | nested)

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 
 from harness.catalogue import Entry
-from harness.config import Data, Generation, Results, Settings, SettingsError
+from harness.config import NESTED, Settings, SettingsError
 from harness.plugins import spell, suggestion
 
 GROUPS = ("method", "task", "model")
@@ -114,7 +114,7 @@ def default_keys(conf: Path, overrides: list[str]) -> list[str]:
 def _wanted(key: str) -> str:
     """ ": it should be a whole number" for a setting whose type is known."""
     *parents, name = key.lstrip("+~").split(".")
-    owner = {"generation": Generation, "data": Data, "results": Results}.get(parents[0]) if parents else Settings
+    owner = NESTED.get(parents[0]) if parents else Settings
     hint = get_type_hints(owner).get(name) if owner else None
     return f": it should be {spell(hint)}" if hint else ""
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from evals.base import Example, Task, TaskEnv
 from harness.alignment import AlignedBudget, aligned
-from harness.config import Settings, SettingsError
+from harness.config import CommonWindows, Settings, SettingsError
 from harness.models.base import ModelInfo, ModelSource, choose_device
 from harness.models.embedded import cache_root
 from harness.prompt import Prompt, Tokenizer, Tools, render
 from harness.prompt_lint import Finding, lint
 from harness.teacher import forced_ids
 from methods.base import Method
-from methods.budget import Budget
+from methods.budget import Budget, PaperBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ class LintError(ValueError):
     """A prompt that would measure something else than the user believes."""
 
 
-def at_communication(settings: Settings, method: Method, info: ModelInfo) -> Method:
-    """`method` with the parameters that `comm` stands for."""
+def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
+    """`method` with the parameters that `comm` and `windows` stand for."""
+    method = method.with_windows(**vars(settings.windows))
     return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
 
 
@@ -57,7 +58,9 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
-    changes["comm"] = None  # the method's parameters say it
+    changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
+    if not method.paper_leaves_out:
+        changes |= {"budget_rule": "read"}
     if not method.uses_budget:
         changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "stale_by": 0}
     if not method.offloads:
@@ -75,6 +78,8 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
             f"layer_budgets names {len(layers)} layers and {info.name} has {info.num_layers}: give one each."
         )
     budget = Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
+    if settings.budget_rule == "paper":
+        return PaperBudget(budget.asked, budget.dense_layers, budget.per_layer, count=method.paper_tokens)
     if settings.align == "tokens":
         return budget
     return aligned(budget, settings.align, method, info, settings.dtype, settings.placement)  # type: ignore[arg-type]

@@ -22,12 +22,12 @@ from harness.models.base import LoadedModel, ModelSource, check_device
 from harness.notices import SLOW_FP16, say_once
 from harness.preparation import (
     Item,
-    at_communication,
     budget_of,
     calibration_text,
     check_budget,
     effective,
     limit_threads,
+    method_of,
     prepare,
 )
 from harness.provenance import provenance, source_hash
@@ -83,7 +83,7 @@ class Job:
     ) -> Job:
         task.require(wanted.data.folder())
         info = model.describe()
-        method = at_communication(wanted, method, info)
+        method = method_of(wanted, method, info)
         settings = effective(wanted, method, info)
         check_device(settings.device)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):

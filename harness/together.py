@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from kernels import ops
 from methods.base import AttnInput, KVLayer, Method
 from methods.full import Full
 from methods.layers import DenseLayer
+
+OWN = {"budget", "budget_rule", "align", "comm", "windows", "stale_by", "placement"}  # jobs may differ in these
 
 
 class Wanted(NamedTuple):
@@ -66,8 +68,7 @@ def evaluate_together(wanted: Sequence[Wanted]) -> list[Evaluation]:
     groups: dict[str, list[Job]] = {}
     for method, task, model, settings in wanted:
         refuse(method, settings)
-        own: dict[str, Any] = {"budget": None, "stale_by": 0, "placement": "device", "comm": None, "align": "tokens"}
-        key = str((task, model, asdict(replace(settings, **own))))
+        key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
         jobs = groups.setdefault(key, [])
         if settings.baseline == "run" and not jobs:
             jobs.append(Job.plan(Full(), task, model, settings))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -184,11 +184,30 @@ class Method(ABC):
     exact_keys: ClassVar[bool] = True  # a step attends with the true keys of the tokens it reads, at their positions
     simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
     card: ClassVar[Card | None] = None
+    window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
 
     @property
     def smallest_budget(self) -> int:
         """The least number of prompt tokens that holds this method's sinks and windows."""
         return 1
+
+    @property
+    def paper_leaves_out(self) -> bool:
+        """Whether the paper's budget leaves out prompt tokens that a step reads all the same, sinks for example."""
+        return False
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """What a KV head reads of `sealed` prompt tokens where the budget is counted as in the paper.
+
+        `budget(n)`: the budget of n tokens, n itself where it covers them.
+        """
+        return budget(sealed)
+
+    def with_windows(self, **asked: int | float | None) -> Method:
+        """This method with `sinks` first tokens and `recent_ratio` of the rest for the window, where it has such
+        parameters; None leaves its own."""
+        own = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
+        return replace(self, **own) if own else self  # type: ignore[type-var]
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
         """Work done once per model and kept: `observe(tokens)` runs calibration text, yields each layer's input."""
@@ -223,8 +242,9 @@ class Method(ABC):
             return  # such a short prompt is read whole
         tokens = budget.tokens(sealed, layer)
         if tokens < self.smallest_budget:
+            number, share = budget.least(self.smallest_budget, sealed, layer)
             raise BudgetError(
                 f"budget={budget} gives {type(self).__name__} {tokens} of {sealed} prompt tokens, but its sinks and "
-                f"windows need {self.smallest_budget}: set budget to at least {self.smallest_budget} (or a share of "
-                f"{Budget.least_share(self.smallest_budget, sealed)}), or make the method's windows smaller."
+                f"windows need {self.smallest_budget}: set budget to at least {number} (or a share of {share}), or "
+                "make the method's windows smaller."
             )

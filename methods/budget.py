@@ -2,13 +2,14 @@
 
 That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`): a KV head
 then reads the union of its group. Sinks and prompt-local windows are inside the budget; the current token and the
-generated ones come on top and are reported.
+generated ones come on top and are reported. `PaperBudget` counts as a method's own paper does.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 
 class BudgetError(ValueError):
@@ -53,10 +54,25 @@ class Budget:
     def covers(self, sealed: int, layer: int) -> bool:
         return self.tokens(sealed, layer) >= sealed
 
-    @staticmethod
-    def least_share(tokens: int, sealed: int) -> float:
-        """The smallest share, rounded up to three digits, that gives `tokens` of `sealed`."""
-        return math.ceil(1000 * tokens / sealed) / 1000
+    def least(self, needed: int, sealed: int, layer: int) -> tuple[int, float]:
+        """The smallest budget that lets a KV head read `needed` of `sealed` tokens, as a number and as a share of
+        three digits."""
+
+        def read(asked: int | float) -> int:
+            return replace(self, asked=asked, per_layer=()).tokens(sealed, layer)
+
+        number = 1 + bisect_left(range(1, sealed), needed, key=read)
+        return number, (1 + bisect_left(range(1, 1000), needed, key=lambda share: read(share / 1000))) / 1000
 
     def __str__(self) -> str:
         return str(list(self.per_layer) if self.per_layer else self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class PaperBudget(Budget):
+    """A budget that leaves out what a method's paper leaves out. `count` is the method's `paper_tokens`."""
+
+    count: Callable[[Callable[[int], int], int], int] = field(kw_only=True)
+
+    def tokens(self, sealed: int, layer: int) -> int:
+        return min(sealed, self.count(lambda tokens: Budget.tokens(self, tokens, layer), sealed))

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from kernels import ops
 from methods import costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
 from methods.card import Card
 from methods.layers import EvictLayer, between_ends
-from methods.windows import Windows
+from methods.windows import Windowed
 
 EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Method):
+class H2O(Windowed):
     """sinks, recent_ratio: how the budget is split, see methods/windows.py. compensation: see above."""
 
     card: ClassVar[Card | None] = Card(
@@ -53,17 +53,9 @@ class H2O(Method):
     compensation: Literal["none", "literal", "bytes"] = "none"
 
     def __post_init__(self) -> None:
-        self.windows.check()
+        super().__post_init__()
         if self.compensation not in EXTRA:
             raise ValueError(f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}.")
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sinks, self.recent_ratio)
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.windows.smallest_budget
 
     def cost(self, case: Case) -> Cost:
         kept = case.sealed

@@ -7,14 +7,12 @@ or more are read as if they all stood n_local - 1 before the query, so no distan
 
 So the prompt's outputs are not Full's: this method cannot take over a shared prefill. The budget fixes window and
 number of blocks: first tokens, window, the tokens between window and last block, and the blocks read are within it.
-A prefill in several chunks spends the budget of what has come so far. Generated tokens are always read and enter
-blocks only with a further turn. The released code's cache of recent blocks is left out: with placement=host every
-block that is read is moved and counted.
+A prefill in several chunks spends the budget of what has come so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
@@ -39,6 +37,8 @@ class InfLLM(Method):
     offloads: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = False
     exact_keys: ClassVar[bool] = False
+    paper_leaves_out = True
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
     card: ClassVar[Card | None] = Card(
         prefill="sparse: block-wise like a step, {exc_block} queries at a time",
         rule="selects the blocks whose representative keys have the largest products with the query",
@@ -84,6 +84,10 @@ class InfLLM(Method):
         blocks = max(1, int(spare * (1 - self.local_ratio) / self.block))
         return spare - blocks * self.block, blocks
 
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """First tokens and an unfinished block on top; the released code also rounds the blocks up."""
+        return self.n_init + self.block - 1 + budget(sealed - self.n_init)
+
     def cost(self, case: Case) -> Cost:
         spec, shared = case.spec, costs.angles(case)
         if case.budget < case.sealed:
@@ -95,8 +99,7 @@ class InfLLM(Method):
         top = min((case.budget - self.n_init - local) // self.block, blocks) * self.block
         representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
         far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
-        moved = far * case.row_bytes // 2
-        return costs.select(case, Plan(self.n_init, local, top), representatives + moved) + shared
+        return costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2) + shared
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """`repr_topk` of the tokens of a block."""
@@ -114,8 +117,7 @@ class InfLLM(Method):
 
 
 class InfLLMLayer(SelectLayer):
-    """Its middle, the tokens to select from, are the blocks; their keys are stored as if they stood at position 0,
-    all others with their true rotation."""
+    """Its middle are the blocks; their keys are stored as if they stood at position 0, all others truly rotated."""
 
     method: InfLLM
     blocks = 0  # filled so far

@@ -11,7 +11,7 @@ several chunks spends the budget of what has come so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ class LMInfinite(Method):
 
     dense_prefill: ClassVar[bool] = False
     exact_keys: ClassVar[bool] = False
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
     card: ClassVar[Card | None] = Card(
         prefill="sparse: windowed like a step",
         rule="evicts all but the first and the last tokens; no distance exceeds the window",
@@ -57,6 +58,14 @@ class LMInfinite(Method):
     @property
     def smallest_budget(self) -> int:
         return self.n_init + 1
+
+    @property
+    def paper_leaves_out(self) -> bool:
+        return self.n_init > 0
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """The paper sets the window's length."""
+        return self.n_init + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kernels import ops
 from methods import costs
-from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.base import Case, Cost, KVLayer, LayerSpec, Request
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
-from methods.windows import Windows
+from methods.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Oracle(Method):
+class Oracle(Windowed):
     """sinks, recent_ratio: how the budget is split, see methods/windows.py."""
 
     card: ClassVar[Card | None] = Card(
@@ -42,17 +42,6 @@ class Oracle(Method):
 
     sinks: int = 32
     recent_ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        self.windows.check()
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sinks, self.recent_ratio)
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.windows.smallest_budget
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):

@@ -21,17 +21,17 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods import blockcache, costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
 from methods.blockcache import BlockCache
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.rounds import Fit, measure
 from methods.stores import HostStore
-from methods.windows import Windows
+from methods.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class PQCache(Method):
+class PQCache(Windowed):
     """m sub-vectors of 2^b centroids, k-means, and the split of the budget (methods/windows.py)."""
 
     offloads: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class PQCache(Method):
     cache_offered: int = 4
 
     def __post_init__(self) -> None:
-        self.windows.check()
+        super().__post_init__()
         if self.m < 1:
             raise ValueError(f"m={self.m} must be at least 1: it is the number of sub-vectors a key is split into.")
         if not 1 <= self.b <= 16:
@@ -125,14 +125,6 @@ class PQCache(Method):
 
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sinks, self.recent_ratio)
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.windows.smallest_budget
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):

@@ -6,14 +6,15 @@ between landmark and any of their keys are outliers, and stay exact on the devic
 the softmax over the other landmarks, the maximum over a group's query heads, fetches the best chunks' values, and
 rebuilds their keys and rotates them at their true positions.
 
-The paper's budget counts retrieved tokens alone; ours holds local chunks, outliers and retrieved ones together. At
-budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept and never dropped. A further
-turn sees the rebuilt keys, for the exact ones are gone.
+The paper's budget counts retrieved tokens alone (`budget_rule=paper`); ours holds local chunks, outliers and
+retrieved ones together. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept
+and never dropped. A further turn sees the rebuilt keys, for the exact ones are gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -48,6 +49,7 @@ class ShadowKV(Method):
 
     offloads: ClassVar[bool] = True
     exact_keys: ClassVar[bool] = False
+    paper_leaves_out = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the chunks whose mean keys get the largest softmax weights; outliers are always read",
@@ -95,6 +97,13 @@ class ShadowKV(Method):
         spare = (budget - local) // self.chunk
         outliers = int(spare * self.outlier_share)
         return ChunkPlan(candidates, local, outliers, spare - outliers)
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """Its budget is that of the retrieved chunks; outliers and local tokens come on top."""
+        whole = self.plan(sealed, sealed)
+        wanted = max(1, budget(sealed) // self.chunk)
+        chunks = bisect_left(range(whole.candidates), wanted, key=lambda spare: spare - int(spare * self.outlier_share))
+        return whole.local + chunks * self.chunk
 
     def rank_of(self, tokens: int, channels: int) -> int:
         rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * channels))

@@ -14,7 +14,7 @@ selection is reused (`stale_by`), so is its share of unread tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -24,15 +24,15 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods import costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
 from methods.stores import HostStore, Rows
-from methods.windows import Windows
+from methods.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparQ(Method):
+class SparQ(Windowed):
     """r channels of a key; the split of the budget (methods/windows.py); mean_value and channel_copy: see above."""
 
     offloads: ClassVar[bool] = True
@@ -61,17 +61,9 @@ class SparQ(Method):
     channel_copy: bool = True
 
     def __post_init__(self) -> None:
-        self.windows.check()
+        super().__post_init__()
         if self.r < 1:
             raise ValueError(f"r={self.r} must be at least 1: it is the number of channels of a key that are read.")
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sinks, self.recent_ratio)
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.windows.smallest_budget
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):
@@ -82,6 +74,10 @@ class SparQ(Method):
         means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
         scored = Cost(0, copy, self.r * column) if on_host else Cost(copy)
         return costs.select(case, plan, means) + scored
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """k is a share of the whole prompt, and holds the window; PQCache's comparison adds its sinks."""
+        return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
         """r of the head_dim channels."""

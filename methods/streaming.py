@@ -8,7 +8,7 @@ the window is that of the prompt's end, and generated tokens come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from methods.layers import EvictLayer, sinks_and_recent
 class Streaming(Method):
     """sinks: first tokens kept. positions: `cache` (the paper: places in the cache) or `original` (true positions)."""
 
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="evicts, at the seal: all but the first and the last tokens",

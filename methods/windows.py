@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+from methods.base import Method
 from methods.layers import Plan
 
 
@@ -29,3 +32,30 @@ class Windows:
     def split(self, budget: int) -> Plan:
         local = int((budget - self.sinks) * self.recent_ratio)
         return Plan(self.sinks, local, budget - self.sinks - local)
+
+
+class Windowed(Method):
+    """A method whose parameters `sinks` and `recent_ratio` split the budget. PQCache's comparison takes the share of
+    what lies behind the sinks, and reads the sinks on top."""
+
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
+    sinks: int
+    recent_ratio: float
+
+    def __post_init__(self) -> None:
+        self.windows.check()
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sinks, self.recent_ratio)
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.windows.smallest_budget
+
+    @property
+    def paper_leaves_out(self) -> bool:
+        return self.sinks > 0
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        return self.sinks + budget(sealed - self.sinks)

@@ -17,7 +17,7 @@ import yaml
 
 from harness.catalogue import GROUPS, entries
 from harness.clashes import clashes
-from harness.config import Data, Generation, Results, Settings
+from harness.config import NESTED, Settings
 from harness.files import canonical
 from harness.plugins import describe, required
 
@@ -116,10 +116,10 @@ def test_defaults_in_python_are_the_yamls(group: str) -> None:
 def test_config_yaml_lists_every_setting() -> None:
     config = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
     assert set(config) - {"defaults", "hydra"} == {field.name for field in fields(Settings)}
-    for name, kind in (("generation", Generation), ("data", Data), ("results", Results)):
+    for name, kind in NESTED.items():
         assert list(config[name]) == [field.name for field in fields(kind)]
         assert config[name] == vars(kind()), f"{name}: yaml and schema differ in a default"
-    plain = {name: value for name, value in vars(Settings()).items() if name not in ("generation", "data", "results")}
+    plain = {name: value for name, value in vars(Settings()).items() if name not in NESTED}
     assert {name: config[name] for name in plain} == plain
 
 
