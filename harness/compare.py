@@ -19,7 +19,7 @@ from harness.summary import ALPHA, SCHEMA, detectable, model_name, paired, parti
 FULL = "full"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
-NOT_NAMED = ("budget", "results", "data", "baseline", "progress", "dry_run", "warmup")
+NOT_NAMED = ("budget", "budget_rule", "results", "data", "baseline", "progress", "dry_run", "warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,8 @@ def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
         full = reference(run, runs)
         entries.append(Entry(run, full, current_summary(run, full), label))
     entries.sort(key=lambda entry: (_method(entry.run) != FULL, entry.label, _asked(entry.summary)))
+    if any(_counted(run) for run in runs):
+        title += ", budget_rule=paper"
     return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
 
 
@@ -171,7 +173,7 @@ def _titles(runs: Sequence[StoredRun]) -> list[str]:
 def _labels(runs: Sequence[StoredRun]) -> list[str]:
     """The method's name; where runs of one method differ in more than the budget, also in what."""
     settings = [{name: value for name, value in run.config.items() if name not in NOT_NAMED} for run in runs]
-    named = _told_apart([_method(run) for run in runs], settings)
+    named = _told_apart([f"{_method(run)}{_counted(run)}" for run in runs], settings)
     seen = [(label, str(run.config.get("budget"))) for label, run in zip(named, runs, strict=True)]
     marks = [run.folder.name.rpartition("-")[2][:4] for run in runs]  # other sources: nothing in the config tells
     return [f"{a[0]} #{mark}" if seen.count(a) > 1 else a[0] for a, mark in zip(seen, marks, strict=True)]
@@ -198,6 +200,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _method(run: StoredRun) -> str:
     return str(run.info.get("method"))
+
+
+def _counted(run: StoredRun) -> str:
+    """How a label says that the budget is counted as in the method's paper."""
+    return " budget_rule=paper" if run.config.get("budget_rule") == "paper" else ""
 
 
 def _asked(summary: Mapping[str, Any]) -> float:

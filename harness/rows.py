@@ -123,6 +123,8 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if found := comparison.detectable:
         span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
         yield f"a difference to Full must be about {span} points to be found with 80 % power"
+    if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
+        yield "budget_rule=paper: sinks and windows that the method's paper does not count come on top; see `attended`"
     if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
         yield (
             "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "

@@ -13,7 +13,7 @@ and never dropped. A further turn sees the rebuilt keys, for the exact ones are 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -102,8 +102,9 @@ class ShadowKV(Method):
         """Its budget is that of the retrieved chunks; outliers and local tokens come on top."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
-        chunks = bisect_left(range(whole.candidates), wanted, key=lambda spare: spare - int(spare * self.outlier_share))
-        return whole.local + chunks * self.chunk
+        spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
+        most = bisect_right(spent, wanted, key=lambda chunks: chunks - int(chunks * self.outlier_share)) - 1
+        return whole.local + most * self.chunk
 
     def rank_of(self, tokens: int, channels: int) -> int:
         rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * channels))

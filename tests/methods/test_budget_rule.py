@@ -1,0 +1,148 @@
+"""`budget_rule=paper` against the papers' own formulas; one split for all methods that have one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from methods.base import Method
+from methods.budget import Budget, BudgetError, PaperBudget
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infllm import InfLLM
+from methods.lm_infinite import LMInfinite
+from methods.oracle import Oracle
+from methods.pqcache import PQCache
+from methods.pyramidkv import PyramidKV
+from methods.quest import Quest
+from methods.shadowkv import ShadowKV
+from methods.snapkv import SnapKV
+from methods.sparq import SparQ
+from methods.streaming import Streaming
+from tests.methods.synthetic import SHAPES, Sequences, Shape
+from tests.methods.test_contract import NAMES, small
+from tests.methods.test_costs import measured, method_of
+
+RHO = 0.2
+LENGTHS = [1316, 8192]
+
+
+def read(method: Method, budget: float, sealed: int, **more: Any) -> int:
+    return PaperBudget(budget, count=method.paper_tokens, **more).tokens(sealed, 0)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("method", [PQCache(), Oracle(), H2O(sinks=32)], ids=["pqcache", "oracle", "h2o"])
+def test_pqcaches_comparison_takes_the_share_behind_its_sinks(length: int, method: Any) -> None:
+    """C_loc = C_top = int((s - 32) * rho / 2), beside 32 sinks; one more where both were rounded down."""
+    half = int((length - 32) * RHO * 0.5)
+    plan = method.windows.split(read(method, RHO, length))
+    assert plan.sinks == 32
+    assert plan.local == half
+    assert plan.top - half in (0, 1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sparqs_k_is_a_share_of_the_prompt_and_holds_the_window(length: int) -> None:
+    method = SparQ(r=1, sinks=32, recent_ratio=0.5)
+    plan = method.windows.split(read(method, RHO, length))
+    assert plan == (32, int(length * RHO * 0.5), int(length * RHO) - int(length * RHO * 0.5))
+    assert not SparQ().paper_leaves_out  # without sinks k is our budget
+
+
+@pytest.mark.parametrize("length", [8192, 8193, 8311])
+def test_infllm_reads_first_tokens_and_the_unfinished_block_on_top(length: int) -> None:
+    """n_local and whole blocks are the share of what lies behind the first tokens, the remainder comes on top."""
+    s = Sequences(Shape(2, 2, 64), length + 1)
+    method = InfLLM(n_init=32, block=128, local_ratio=0.5, exc_block=4096)
+    request = replace(s.request(None), budget=PaperBudget(RHO, count=method.paper_tokens))
+    (layer,) = method.start(s.specs, request)
+    s.seal([layer], 0, length)
+    s.decode([layer], length)
+    share = int((length - 32) * RHO)
+    blocks = int(share * 0.5 / 128)
+    far = length - 32 - (share - blocks * 128)  # behind the first tokens, before the window
+    assert layer.attended.prompt == 32 + share + far % 128
+
+
+@pytest.mark.parametrize(("asked", "outliers"), [(2048, 384), (1024, 24 * 8)])
+@pytest.mark.parametrize("length", [16384, 16391])
+def test_shadowkvs_budget_is_of_retrieved_tokens_alone(asked: int, outliers: int, length: int) -> None:
+    """48 outlier chunks for 2048 tokens, 24 for 1024; 32 to 39 local tokens."""
+    method = ShadowKV()
+    plan = method.plan(read(method, asked, length), length)
+    assert plan.top * 8 == asked
+    assert plan.outliers * 8 == outliers
+    assert plan.local == 32 + length % 8
+
+
+def test_lm_infinites_window_is_the_budget() -> None:
+    assert read(LMInfinite(n_init=10), 300, 1316) == 310
+
+
+@pytest.mark.parametrize("method", [Full(), Streaming(), SnapKV(), PyramidKV(), Quest()], ids=repr)
+def test_papers_that_count_as_we_do(method: Method) -> None:
+    assert not method.paper_leaves_out
+    assert read(method, 300, 1316) == 300
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_of_everything_and_dense_layers_read_everything(name: str) -> None:
+    method = small(name)
+    for length in (3, 61, 400):
+        assert read(method, 1.0, length) == read(method, 10_000, length) == length
+        assert read(method, 0.2, length, dense_layers=(0,)) == length
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if small(name).paper_leaves_out])
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_costs_hold_and_no_more_is_read_than_the_paper_reads(name: str, placement: str) -> None:
+    method = method_of(name)
+    if placement == "host" and not method.offloads:
+        pytest.skip("keeps nothing on the host")
+    budget = PaperBudget(0.2, count=method.paper_tokens)
+    assert budget.tokens(400, 0) > Budget(0.2).tokens(400, 0)
+    for real, formula in zip(*measured(method, budget, placement), strict=True):
+        assert real == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("rule", ["read", "paper"])
+def test_the_least_legal_budget_is_named(rule: str) -> None:
+    method, length = InfLLM(n_init=2, block=20, repr_topk=1), 300
+    plain = Budget(5) if rule == "read" else PaperBudget(5, count=method.paper_tokens)
+    number, share = plain.least(method.smallest_budget, length, 0)
+    assert number == (42 if rule == "read" else 21)
+    with pytest.raises(BudgetError, match=rf"at least {number} \(or a share of {share}\)"):
+        method.check(plain, length)
+    for legal, illegal in ((number, number - 1), (share, share - 0.001)):
+        method.check(replace(plain, asked=legal), length)
+        with pytest.raises(BudgetError):
+            method.check(replace(plain, asked=illegal), length)
+
+
+def test_one_split_for_all_that_have_one() -> None:
+    for method in (PQCache(), Oracle(), H2O(), SparQ()):
+        plan = method.with_windows(sinks=4, recent_ratio=0.25).windows.split(104)
+        assert plan == (4, 25, 75)
+    assert InfLLM().with_windows(sinks=4, recent_ratio=0.25) == InfLLM(n_init=4, local_ratio=0.25)
+    assert LMInfinite().with_windows(sinks=4, recent_ratio=0.25) == LMInfinite(n_init=4)
+    assert Streaming(sinks=9).with_windows(sinks=4, recent_ratio=0.25) == Streaming(sinks=4)
+    for kept in (Full(), Quest(), SnapKV(), PyramidKV(), ShadowKV()):
+        assert kept.with_windows(sinks=4, recent_ratio=0.25) == kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_split_that_is_not_given_changes_nothing(name: str) -> None:
+    assert small(name).with_windows(sinks=None, recent_ratio=None) == small(name)
+
+
+def test_shapes_of_a_split_reach_the_layers() -> None:
+    s = Sequences(SHAPES[0], 101)
+    plans = []
+    for method in (Oracle(), SparQ(r=9), PQCache(m=4, b=3)):
+        layers = s.start(method.with_windows(sinks=4, recent_ratio=0.25), 40)
+        s.seal(layers, 0, 100)
+        plans.append(layers[0].plan)  # type: ignore[attr-defined]
+    assert plans == [(4, 9, 27)] * 3
