@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
-from harness.bench.calibrate import DTYPES
+from harness.bench.measure import DTYPES
 from harness.models.base import ModelError, check_device
 
 
@@ -39,4 +39,10 @@ def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=device)
     parser.add_argument("--rounds", type=int, default=rounds)
+    add_out(parser)
+
+
+def add_out(parser: ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, help="begin no further row after that long")
+    parser.add_argument("--no-plot", action="store_true", help="the table and the figures alone")
     parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from harness.bench.measure import seconds
+from harness.bench import arguments, output
+from harness.bench.measure import DTYPES, Seconds, marks, own_seconds
+from harness.tables import Column
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 31}  # more than any cache holds
 SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Limits(TypedDict):
@@ -22,18 +25,34 @@ class Limits(TypedDict):
     matmul_gflop_s: dict[str, float]
 
 
-def calibrate(device: torch.device, budget_s: float = 5.0) -> Limits:
+class Speed(NamedTuple):
     """The best of many tries, since the limit is asked for."""
-    memory = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.int32, device=device)
+
+    what: str
+    unit: str
+    value: float
+    tries: list[Seconds]
+
+
+def calibrate(device: torch.device, budget_s: float = 5.0) -> Limits:
+    found = {speed.what: speed.value for speed in speeds(device, budget_s)}
+    readers = {what: value for what, value in found.items() if what not in DTYPES}
+    best = max(readers, key=lambda what: readers[what])
+    products = {dtype: found[dtype] for dtype in DTYPES}
+    return {"read_gb_s": found[best], "read_by": best, "matmul_gflop_s": products}
+
+
+def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[Speed]:
+    """Of every way to read, then of products in every dtype."""
     readers = _readers(device)
-    share = budget_s / (len(readers) + len(DTYPES))
-    speeds = {name: memory.nbytes / _best(partial(read, memory), device, share) / 1e9 for name, read in readers.items()}
-    best = max(speeds, key=lambda name: speeds[name])
-    side = SIDE[device.type]
-    products = {
-        name: 2 * side**3 / _best(_product(side, dtype, device), device, share) / 1e9 for name, dtype in DTYPES.items()
-    }
-    return {"read_gb_s": speeds[best], "read_by": best, "matmul_gflop_s": products}
+    share, side = budget_s / (len(readers) + len(DTYPES)), SIDE[device.type]
+    memory = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.int32, device=device)
+    for what, read in readers.items():
+        tries = _tries(partial(read, memory), device, share)
+        yield Speed(what, "GB/s", memory.nbytes / min(tries) / 1e9, tries)
+    for what, dtype in DTYPES.items():
+        tries = _tries(_product(side, dtype, device), device, share)
+        yield Speed(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
 
 
 def line(limits: Limits) -> str:
@@ -58,9 +77,31 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
     return lambda: a @ b
 
 
-def _best(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
+def _tries(call: Callable[[], Any], device: torch.device, budget_s: float) -> list[Seconds]:
     call()
-    until, best = perf_counter() + budget_s, float("inf")
+    until, tries = perf_counter() + budget_s, [own_seconds(call, device)]
     while perf_counter() < until:
-        best = min(best, seconds(call, device))
-    return best
+        tries.append(own_seconds(call, device))
+    return tries
+
+
+def table(rows: Sequence[output.Row]) -> list[Column]:
+    return [
+        output.column("limit", "", rows, lambda row: row["what"], left=True),
+        output.column("best", "", rows, lambda row: row["value"]),
+        output.column("unit", "", rows, lambda row: row["unit"], left=True),
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness.bench calibrate", description=__doc__)
+    parser.add_argument("--device", default="cpu", type=arguments.device)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--out", type=Path, help="folder for the table and the figures")
+    options = parser.parse_args(words)
+    report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, table)
+    for what, unit, value, tries in speeds(torch.device(options.device), options.seconds):
+        row = {"what": what, "unit": unit, "value": value, **marks(tries)}
+        report.add(row, f"{what}: {value:,.1f} {unit}")
+    report.finish()
+    return 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from harness.attach import Attachment
 from harness.bench import arguments, calibrate, methods, output
-from harness.bench.measure import estimate, ratios
+from harness.bench.load import Watch
+from harness.bench.measure import Seconds, estimate, marks, ratios
 from harness.bench.synthetic import Shape
 from harness.engine import Engine, Generation
 from harness.graph import CudaGraphs
@@ -48,7 +49,7 @@ class Decoding:
         else:
             self.logits = self.engine.prefill(self.cache, prompt)
         self.first = self.turn()  # with the seal; not counted
-        self.times: list[float] = []
+        self.times: list[Seconds] = []
         self.moved: list[float] = []
 
     def turn(self) -> Generation:
@@ -59,11 +60,12 @@ class Decoding:
 
     def timed_turn(self) -> None:
         traffic = self.cache.layers[0].request.traffic
-        before = traffic.total_bytes
+        before, watch = traffic.total_bytes, Watch()
         self.last = self.turn()
+        disturbed = watch.disturbed()
         self.moved.append((traffic.total_bytes - before) / (self.new - 1))
         times = self.last.token_s
-        self.times.append((times[-1] - times[1]) / (len(times) - 2))
+        self.times.append(Seconds((times[-1] - times[1]) / (len(times) - 2), disturbed))
 
 
 def _shape(kv: Attachment) -> Shape:
@@ -98,6 +100,7 @@ def measure(
         "host_bytes": made.kv.host_bytes,
         "moved_bytes_per_step": sum(own.moved) / len(own.moved),
         "fallback": made.fallback,
+        **marks(own.times, beside.times),
     }
 
 
@@ -119,20 +122,21 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     return (weights + rows) / read_gb_s / 1e9
 
 
-def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float) -> list[dict[str, Any]]:
-    rows = []
+def run(
+    options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float, report: output.Report
+) -> None:
     full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
     for tokens in options.tokens:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         for name, method in methods.chosen(options.methods).items():
+            if report.out_of_time(f"{name} at {tokens}"):
+                continue
             try:
                 asked = _attachment(method, loaded, text[-CALIBRATION:], options)
                 row = measure(name, asked, full, ids, options, read_gb_s)
             except (BudgetError, torch.OutOfMemoryError) as error:
                 row = {"method": name, "tokens": tokens, "error": str(error)}
-            rows.append(row)
-            print(_progress(row), flush=True)
-    return rows
+            report.add(row, _progress(row))
 
 
 def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
@@ -155,25 +159,24 @@ def _progress(row: dict[str, Any]) -> str:
     return f"{row['method']} at {row['tokens']}: {row['tpot_s'].median * 1e3:.2f} ms{beside}"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def table(rows: Sequence[output.Row]) -> list[Column]:
     def mib(key: str) -> Callable[[output.Row], float | None]:
         return lambda row: row[key] / 2**20 if row[key] else None
 
-    shown = [row for row in rows if "error" not in row]
     return [
-        output.column("tokens", "", shown, lambda row: str(row["tokens"])),
-        output.column("method", "", shown, lambda row: row["method"], left=True),
-        output.column("TPOT", "ms", shown, lambda row: [value * 1e3 for value in row["tpot_s"]]),
-        output.column("Full / it", "", shown, lambda row: row["speedup"]),
-        output.column("of limit", "%", shown, lambda row: 100 * row["of_limit"]),
-        output.column("attended", "", shown, lambda row: row["attended_prompt"]),
-        output.column("seal", "s", shown, lambda row: row["seal_s"]),
-        output.column("KV device", "MiB", shown, mib("device_bytes")),
-        output.column("KV host", "MiB", shown, mib("host_bytes")),
-        output.column("moved", "MiB/step", shown, mib("moved_bytes_per_step")),
-        output.column("graph", "s", shown, lambda row: row["graph_s"]),
-        output.column("no graph because", "", shown, lambda row: row["plain_steps"], left=True),
-        output.column("fell back", "", shown, lambda row: row["fallback"], left=True),
+        output.column("tokens", "", rows, lambda row: str(row["tokens"])),
+        output.column("method", "", rows, lambda row: row["method"], left=True),
+        output.column("TPOT", "ms", rows, lambda row: [value * 1e3 for value in row["tpot_s"]]),
+        output.column("Full / it", "", rows, lambda row: row["speedup"]),
+        output.column("of limit", "%", rows, lambda row: 100 * row["of_limit"]),
+        output.column("attended", "", rows, lambda row: row["attended_prompt"]),
+        output.column("seal", "s", rows, lambda row: row["seal_s"]),
+        output.column("KV device", "MiB", rows, mib("device_bytes")),
+        output.column("KV host", "MiB", rows, mib("host_bytes")),
+        output.column("moved", "MiB/step", rows, mib("moved_bytes_per_step")),
+        output.column("graph", "s", rows, lambda row: row["graph_s"]),
+        output.column("no graph because", "", rows, lambda row: row["plain_steps"], left=True),
+        output.column("fell back", "", rows, lambda row: row["fallback"], left=True),
     ]
 
 
@@ -202,15 +205,16 @@ def main(words: Sequence[str] | None = None) -> int:
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(source, max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION)
-    rows = run(options, loaded, text, limits["read_gb_s"])
-    good = output.measured(rows)
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
         f"placement {options.placement}{', CUDA graphs' * options.graphs}; {filled}"
     )
-    result = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name, "rows": rows}
-    folder = output.finish("decode", title, options, result, table(rows))
-    labels = ("prompt tokens", "seconds per output token")
-    output.lines(folder / "plot.png", good, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
+    facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
+    report = output.Report("decode", title, options, table, **facts)
+    run(options, loaded, text, limits["read_gb_s"], report)
+    rows, labels = report.finish(), ("prompt tokens", "seconds per output token")
+    if not options.no_plot:
+        path = report.folder / "plot.png"
+        output.lines(path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
     return 0

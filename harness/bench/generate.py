@@ -8,9 +8,8 @@ the fp32 model is the share of tokens of a given text on which both would pick t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.attach import attached
 from harness.bench import arguments, output
-from harness.bench.measure import Estimate, estimate, ratios
+from harness.bench.load import Watch
+from harness.bench.measure import Estimate, Seconds, estimate, marks, ratios
 from harness.engine import Engine
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
@@ -44,7 +44,7 @@ class _Clock(BaseStreamer):
     """Notes when each token reaches the host."""
 
     def __init__(self) -> None:
-        self.began = perf_counter()
+        self.watch, self.began = Watch(), perf_counter()
         self.token_s: list[float] = []
         self.prompt_seen = False
 
@@ -58,8 +58,9 @@ class _Clock(BaseStreamer):
         """Nothing to flush."""
 
 
-def timed(tokens: list[int], token_s: Sequence[float]) -> Timed:
-    return Timed(tokens, token_s[0], (token_s[-1] - token_s[1]) / (len(token_s) - 2))
+def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> Timed:
+    tpot_s = (token_s[-1] - token_s[1]) / (len(token_s) - 2)
+    return Timed(tokens, Seconds(token_s[0], disturbed), Seconds(tpot_s, disturbed))
 
 
 @torch.inference_mode()
@@ -75,17 +76,19 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
         do_sample=False,
         streamer=clock,
     )
-    return timed(out[0, prompt.shape[1] :].tolist(), clock.token_s)
+    return timed(out[0, prompt.shape[1] :].tolist(), clock.token_s, clock.watch.disturbed())
 
 
 def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
+    watch = Watch()
     with attached(loaded.model, Full()) as kv:
         made = Engine(kv).generate(prompt, max_new_tokens=new)
-    return timed(made.tokens[0], made.token_s)
+    return timed(made.tokens[0], made.token_s, watch.disturbed())
 
 
-def rounds_of(models: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Runs:
-    """Every dtype of ours and theirs, `rounds` times in turn, the order turning round from round to round."""
+def rounds_of(models: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Iterator[Runs]:
+    """Every dtype of ours and theirs, `rounds` times in turn, the order turning round from round to round: all runs so
+    far, after each round."""
     calls: dict[tuple[str, str], Callable[[Tensor, int], Timed]] = {}
     for dtype, loaded in models.items():
         for whose, run in (("ours", ours), ("generate", theirs)):
@@ -96,14 +99,17 @@ def rounds_of(models: Mapping[str, LoadedModel], prompt: Tensor, new: int, round
     for place in range(rounds):
         for key in list(calls)[:: -1 if place % 2 else 1]:
             done[key].append(calls[key](prompt, new))
-    return done
+        yield done
 
 
-def compare(runs: Runs, dtypes: Sequence[str], prompt_tokens: int, eos: set[int]) -> list[dict[str, Any]]:
-    """A row per dtype, and one of the best dtype of each side."""
+def compare(
+    runs: Runs, dtypes: Sequence[str], prompt_tokens: int, eos: set[int], agree: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """A row per dtype, with its agreement, and one of the best dtype of each side."""
     rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in Timed._fields[1:]}) for dtype in dtypes]
     for row, dtype in zip(rows, dtypes, strict=True):
         pairs = zip(runs["ours", dtype], runs["generate", dtype], strict=True)
+        row["agreement"] = agree[dtype]
         row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
     if len(dtypes) > 1:
         sides = ("ours", "generate")
@@ -117,6 +123,7 @@ def _row(runs: Runs, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[s
     for key, (own, other) in chosen.items():
         a, b = _times(runs, "ours", own, key), _times(runs, "generate", other, key)
         row[key] = {"ours": estimate(a), "generate": estimate(b), "ratio": ratios(a, b), "dtypes": [own, other]}
+        row |= marks(a, b)  # of the last key: a sample's times share its mark
     return row
 
 
@@ -161,7 +168,7 @@ def _same_tokens(row: output.Row) -> str:
     return ("yes" if row["same_tokens"] else "no") if "same_tokens" in row else ""
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def table(rows: Sequence[output.Row]) -> list[Column]:
     def cell(key: str, side: str, factor: float) -> Callable[[output.Row], list[float]]:
         return lambda row: [value * factor for value in Estimate(*row[key][side])]
 
@@ -187,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu", type=arguments.device)
     parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
-    parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    arguments.add_out(parser)
     options = parser.parse_args(words)
     source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
     models = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
@@ -198,19 +205,31 @@ def main(words: Sequence[str] | None = None) -> int:
         )
     text = torch.tensor([calibration_text(source, max(options.tokens) + TEXT)], device=exact.model.device)
     agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in models.items()}
-    rows = []
-    for tokens in options.tokens:
-        runs = rounds_of(models, text[:, :tokens], options.new, options.rounds)
-        rows += compare(runs, options.dtypes, tokens, set(exact.eos_ids))
-    for row in rows:
-        if row["dtype"] in agree:
-            row["agreement"] = agree[row["dtype"]]
     title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
-    folder = output.finish("generate", title, options, {"model": exact.name, "rows": rows}, table(rows))
-    shown = [
+    report = output.Report("generate", title, options, table, model=exact.name)
+    for tokens in options.tokens:
+        if report.out_of_time(f"{tokens} tokens"):
+            continue
+        before: list[output.Row] = report.rows
+        for runs in rounds_of(models, text[:, :tokens], options.new, options.rounds):
+            rows = compare(runs, options.dtypes, tokens, set(exact.eos_ids), agree)
+            report.show([*before, *rows], _progress(rows[-1], runs))
+    shown, unit = _bars(report.finish()), "ours / generate"
+    if not options.no_plot:
+        output.bars(report.folder / "plot.png", shown, label="label", y="ratio", unit=unit, title=title)
+    return 0
+
+
+def _progress(row: output.Row, runs: Runs) -> str:
+    """Of the best dtypes so far."""
+    times = (f"{name} {row[key]['ratio'].median:.3f}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))
+    done = len(next(iter(runs.values())))
+    return f"{row['prompt_tokens']} tokens, round {done}: ours / generate, {row['dtype']}: {', '.join(times)}"
+
+
+def _bars(rows: Sequence[output.Row]) -> list[output.Row]:
+    return [
         {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
         for row in rows
         for key in ("ttft_s", "tpot_s")
     ]
-    output.bars(folder / "plot.png", shown, label="label", y="ratio", unit="ours / generate", title=title)
-    return 0

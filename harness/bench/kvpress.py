@@ -28,8 +28,9 @@ import yaml
 from evals.base import Task
 from harness import plugins
 from harness.attach import Attachment
-from harness.bench import methods, output
-from harness.bench.measure import estimate, ratios
+from harness.bench import arguments, methods, output
+from harness.bench.load import Watch
+from harness.bench.measure import Seconds, estimate, marks, ratios
 from harness.catalogue import CONF
 from harness.config import Data, Generation, Settings
 from harness.hf import routed
@@ -62,7 +63,7 @@ PRESSES = {
 
 
 class Sample(NamedTuple):
-    seconds: float
+    seconds: Seconds
     score: float
     tokens: int
 
@@ -81,8 +82,10 @@ class Peer:
         press, ids = PRESSES[key[0]], list(item.prompt.ids)
         options = press.options | ({"compression_ratio": 1 - self.budget} if press.name else {})
         asked = {"press": press.name, "options": options, "attention": press.attention, "dtype": DTYPES[key[1]]}
+        watch = Watch(self.process.pid)
         made = self._answer(asked | {"context": ids[:-1], "rest": ids[-1:], "new": new, "eos": self.eos})
-        return Sample(made["seconds"], self.task.score(item.example, made["text"]).value, made["tokens"])
+        seconds = Seconds(made["seconds"], watch.disturbed())
+        return Sample(seconds, self.task.score(item.example, made["text"]).value, made["tokens"])
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -123,10 +126,10 @@ def ours(job: Job, loaded: LoadedModel) -> Run:
     runner = Runner(job, attachment, loaded)
 
     def run(item: Item, new: int) -> Sample:
-        began = perf_counter()
+        watch, began = Watch(), perf_counter()
         with routed(loaded.model):
             [record] = runner.records([replace(item, new_tokens=new)])
-        return Sample(perf_counter() - began, record.score, len(record.tokens))
+        return Sample(Seconds(perf_counter() - began, watch.disturbed()), record.score, len(record.tokens))
 
     return run
 
@@ -145,24 +148,27 @@ def runs_of(
     return runs
 
 
-def interleaved(runs: dict[tuple[str, Key], Run], items: Sequence[Item]) -> dict[tuple[str, Key], list[Sample]]:
-    """Every example through everything, in an order that turns round; one short warm-up each."""
+Samples = dict[tuple[str, Key], list[Sample]]
+
+
+def interleaved(runs: dict[tuple[str, Key], Run], items: Sequence[Item]) -> Iterator[tuple[Item, Samples]]:
+    """Every example through everything, in an order that turns round; one short warm-up each. After each example: all
+    samples so far."""
     for run in runs.values():
         run(items[0], 4)
-    samples: dict[tuple[str, Key], list[Sample]] = defaultdict(list)
+    samples: Samples = defaultdict(list)
     for place, item in enumerate(items):
         for key in list(runs)[:: -1 if place % 2 else 1]:
             samples[key].append(runs[key](item, item.new_tokens))
-        print(_progress(item, {key: done[-1] for key, done in samples.items()}), flush=True)
-    return samples
+        yield item, samples
 
 
-def _progress(item: Item, last: dict[tuple[str, Key], Sample]) -> str:
-    times = (f"{name} {dtype} {side} {sample.seconds:.2f} s" for (side, (name, dtype)), sample in last.items())
+def _progress(item: Item, samples: Samples) -> str:
+    times = (f"{name} {dtype} {side} {done[-1].seconds:.2f} s" for (side, (name, dtype)), done in samples.items())
     return f"{item.example.id}: {', '.join(times)}"
 
 
-def rows_of(samples: dict[tuple[str, Key], list[Sample]]) -> list[dict[str, Any]]:
+def rows_of(samples: Samples) -> list[dict[str, Any]]:
     """One per press and dtype, then each side's best dtype against the other's."""
     keys = list(dict.fromkeys(key for _, key in samples))
     rows = [_row(name, dtype, *(samples[side, (name, dtype)] for side in SIDES)) for name, dtype in keys]
@@ -186,10 +192,10 @@ def _row(name: str, dtype: str, own: list[Sample], theirs: list[Sample]) -> dict
             "score": fmean(sample.score for sample in samples),
             "tokens": fmean(sample.tokens for sample in samples),
         }
-    return row | {"ratio": ratios(times[1], times[0])}
+    return row | {"ratio": ratios(times[1], times[0])} | marks(*times)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def table(rows: Sequence[output.Row]) -> list[Column]:
     def cell(side: str, key: str, factor: float = 1.0) -> Callable[[output.Row], float]:
         return lambda row: row[side][key] * factor
 
@@ -227,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16"))
     made.add_argument("--new", type=int, help="tokens of every answer, whatever would end it")
     made.add_argument("--data-root", help="a folder with RULER's essays; else Python's own help text")
-    made.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    arguments.add_out(made)
     return made
 
 
@@ -238,14 +244,18 @@ def main(words: Sequence[str] | None = None) -> int:
     length = Generation(max_new_tokens=options.new, force_length=options.new is not None)
     plain = Settings(budget=options.budget, baseline="off", data=Data(root=options.data_root), generation=length)
     job = Job.plan(methods.load("full"), task, source, plain)
-    with peer(options.python, source.folder()) as process:
-        ends = () if options.new else next(iter(loaded.values())).eos_ids
-        other = Peer(process, task, options.budget, ends)
-        samples = interleaved(runs_of(options, loaded, job, other), job.items)
-    rows = rows_of(samples)
     task_names, model = ", ".join(options.tasks), source.identity().name
     title = f"Samples beside kvpress: RULER {task_names} at {options.length} tokens, {model}, budget {options.budget}"
     title += f", {options.new} new tokens each" if options.new else ""
-    folder = output.finish("kvpress", title, options, {"rows": rows}, table(rows))
-    output.bars(folder / "plot.png", rows, label="label", y="ratio", unit="times kvpress's speed", title=title)
+    with peer(options.python, source.folder()) as process:
+        ends = () if options.new else next(iter(loaded.values())).eos_ids
+        runs = runs_of(options, loaded, job, Peer(process, task, options.budget, ends))
+        report = output.Report("kvpress", title, options, table)
+        for item, samples in interleaved(runs, job.items):
+            report.show(rows_of(samples), _progress(item, samples))
+            if report.out_of_time(f"the examples behind {item.example.id}"):
+                break
+    rows, unit = report.finish(), "times kvpress's speed"
+    if not options.no_plot:
+        output.bars(report.folder / "plot.png", rows, label="label", y="ratio", unit=unit, title=title)
     return 0

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from harness.bench import arguments, calibrate, methods, output
-from harness.bench.measure import estimate, ratios, seconds
+from harness.bench.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, seconds
 from harness.bench.synthetic import Shape
 from harness.bench.traffic import bytes_read
 from harness.phases import PHASES
@@ -73,13 +74,13 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
     shape = full.shape
     own = Decoding(method, shape, tokens, options)
 
-    def with_next(decoding: Decoding) -> list[float]:
+    def with_next(decoding: Decoding) -> list[Seconds]:
         decoding.advance()
-        return [seconds(decoding.step, shape.device)]
+        return [own_seconds(decoding.step, shape.device)]
 
     for decoding in (full, own) * 2:
         with_next(decoding)
-    times: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[Seconds]] = defaultdict(list)
     for place in range(options.rounds):
         for key, decoding in (("own", own), ("full", full))[:: -1 if place % 2 else 1]:
             times[key] += with_next(decoding)
@@ -97,6 +98,7 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
         "seal_s": own.seal_s,
         "attended": sum(own.layer.attended),
         "fallback": own.layer.fallback,
+        **marks(times["own"], times["full"]),
     }
 
 
@@ -118,26 +120,25 @@ def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
     """Seconds of the step, and of each phase in it; bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
     with clocked(watch, lambda *call: read.append(bytes_read(*call))):
-        whole = seconds(decoding.step, decoding.shape.device)
+        whole = own_seconds(decoding.step, decoding.shape.device)
     return whole, watch.totals(), sum(read)
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace, report: output.Report) -> None:
     shape = Shape(
-        options.heads, options.kv_heads, options.head_dim, calibrate.DTYPES[options.dtype], torch.device(options.device)
+        options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], torch.device(options.device)
     )
-    rows = []
     for tokens in options.tokens:
         full = Decoding(Full(), shape, tokens, options)
         for name, method in methods.chosen(options.methods).items():
+            if report.out_of_time(f"{name} at {tokens}"):
+                continue
             full.rewind(tokens)
             try:
                 row = measure(name, method, full, tokens, options)
             except BudgetError as error:
                 row = {"method": name, "tokens": tokens, "error": str(error)}
-            rows.append(row)
-            print(_progress(row), flush=True)
-    return rows
+            report.add(row, _progress(row))
 
 
 def _progress(row: dict[str, Any]) -> str:
@@ -148,25 +149,24 @@ def _progress(row: dict[str, Any]) -> str:
     )
 
 
-def table(rows: Sequence[dict[str, Any]], limit_gb_s: float) -> list[Column]:
+def table(rows: Sequence[output.Row], limit_gb_s: float) -> list[Column]:
     def part(phase: str) -> Callable[[output.Row], float]:
         return lambda row: row["parts_s"][phase] * 1e3
 
     def ms(row: output.Row) -> list[float]:
         return [value * 1e3 for value in row["step_s"]]
 
-    shown = [row for row in rows if "error" not in row]
     return [
-        output.column("tokens", "", shown, lambda row: str(row["tokens"])),
-        output.column("method", "", shown, lambda row: row["method"], left=True),
-        output.column("step", "ms", shown, ms),
-        output.column("Full / it", "", shown, lambda row: row["speedup"]),
-        *(output.column(phase, "ms", shown, part(phase)) for phase in (*PHASES, "rest")),
-        output.column("read", "MB", shown, lambda row: row["read_bytes"] / 1e6),
-        output.column("GB/s", "", shown, lambda row: row["gb_s"]),
-        output.column("of limit", "%", shown, lambda row: 100 * row["gb_s"] / limit_gb_s),
-        output.column("attended", "", shown, lambda row: row["attended"]),
-        output.column("seal", "s", shown, lambda row: row["seal_s"]),
+        output.column("tokens", "", rows, lambda row: str(row["tokens"])),
+        output.column("method", "", rows, lambda row: row["method"], left=True),
+        output.column("step", "ms", rows, ms),
+        output.column("Full / it", "", rows, lambda row: row["speedup"]),
+        *(output.column(phase, "ms", rows, part(phase)) for phase in (*PHASES, "rest")),
+        output.column("read", "MB", rows, lambda row: row["read_bytes"] / 1e6),
+        output.column("GB/s", "", rows, lambda row: row["gb_s"]),
+        output.column("of limit", "%", rows, lambda row: 100 * row["gb_s"] / limit_gb_s),
+        output.column("attended", "", rows, lambda row: row["attended"]),
+        output.column("seal", "s", rows, lambda row: row["seal_s"]),
     ]
 
 
@@ -185,14 +185,15 @@ def main(words: Sequence[str] | None = None) -> int:
     methods.chosen(options.methods)  # a wrong name is found now
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
-    rows = run(options)
-    good = output.measured(rows)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
-    result = {"limits": limits, "synthetic": True, "rows": rows}
-    folder = output.finish("layer", title, options, result, table(rows, limits["read_gb_s"]))
-    labels = ("prompt tokens", "times faster than Full")
-    output.lines(folder / "plot.png", good, x="tokens", y="speedup", series="method", labels=labels, title=title)
+    shown = partial(table, limit_gb_s=limits["read_gb_s"])
+    report = output.Report("layer", title, options, shown, limits=limits, synthetic=True)
+    run(options, report)
+    rows, labels = report.finish(), ("prompt tokens", "times faster than Full")
+    if not options.no_plot:
+        path = report.folder / "plot.png"
+        output.lines(path, rows, x="tokens", y="speedup", series="method", labels=labels, title=title)
     return 0

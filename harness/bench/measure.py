@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.bench.load import Watch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
+PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
 
 
 class Estimate(NamedTuple):
@@ -34,34 +38,66 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(above, below, strict=True)])
 
 
-def seconds(call: Call, device: torch.device) -> float:
-    """Until the device is done."""
+class Seconds(float):
+    """A measured time, and what it holds besides: a moment in which other processes had our CPU; on a GPU, launches."""
+
+    disturbed: bool
+    launches: bool
+
+    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> Seconds:
+        made = super().__new__(cls, value)
+        made.disturbed, made.launches = disturbed, launches
+        return made
+
+
+def marks(*samples: Sequence[float]) -> dict[str, Any]:
+    """For a row: of how many samples other load disturbed some, and how many hold launches."""
+    flat = [one for some in samples for one in some]
+    return {
+        "samples": len(flat),
+        "disturbed": sum(getattr(one, "disturbed", False) for one in flat),
+        "with_launches": sum(getattr(one, "launches", False) for one in flat),
+    }
+
+
+def seconds(call: Call, device: torch.device) -> Seconds:
+    """As a user waits for it: launches, and until the device is done."""
     _wait(device)
-    began = perf_counter()
+    watch, began = Watch(), perf_counter()
     call()
     _wait(device)
-    return perf_counter() - began
+    return Seconds(perf_counter() - began, watch.disturbed())
+
+
+def own_seconds(call: Call, device: torch.device) -> Seconds:
+    """The device's own time. On a GPU by CUDA events, behind a pause of the device in which the host launches all of
+    `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
+    if device.type != "cuda":
+        return seconds(call, device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _wait(device)
+    watch = Watch()
+    with torch.cuda.device(device):
+        torch.cuda._sleep(PAUSE_CYCLES)
+        began.record()
+        call()
+        late = began.query()
+        ended.record()
+    _wait(device)
+    return Seconds(began.elapsed_time(ended) / 1e3, late and watch.disturbed(), late)
 
 
 class Cold:
-    """Seconds of a call whose inputs no cache holds, as in a decode step that comes from all other layers. On a GPU by
-    CUDA events: its own time, without the launch."""
+    """The device's own seconds of a call whose inputs no cache holds, as in a decode step that comes from all other
+    layers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.other = torch.zeros(CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Call) -> float:
+    def __call__(self, call: Call) -> Seconds:
         self.other.add_(1)
-        if self.device.type != "cuda":
-            return seconds(call, self.device)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(self.device):
-            began.record()
-            call()
-            ended.record()
-        _wait(self.device)
-        return began.elapsed_time(ended) / 1e3
+        return own_seconds(call, self.device)
 
 
 def interleaved(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from harness.bench import arguments, calibrate, output
-from harness.bench.measure import Call, Cold, estimate, interleaved, ratios
+from harness.bench.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
 from harness.bench.op_cases import Case, Inputs, cases
 from harness.bench.rivals import rival
 from harness.bench.synthetic import Shape
@@ -25,7 +25,7 @@ from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 
 OPS = {op.name: op for op in ops.ALL}
-DTYPES = {dtype: name for name, dtype in calibrate.DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RIVAL = "rival"
 
 
@@ -50,6 +50,7 @@ def measure(case: Case, shape: Shape, limits: calibrate.Limits, rounds: int) -> 
             "reference": None if name == REFERENCE else ratios(times[REFERENCE], spent),
             "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
             "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,
+            **marks(spent, times[REFERENCE], times.get(RIVAL, [])),
         }
         for name, spent in times.items()
         if name != RIVAL
@@ -59,7 +60,7 @@ def measure(case: Case, shape: Shape, limits: calibrate.Limits, rounds: int) -> 
 def limit_s(case: Case, shape: Shape, limits: calibrate.Limits) -> float:
     """Seconds that this machine needs at least."""
     read = bytes_read(case.op, case.args, None) / limits["read_gb_s"]
-    return max(read, case.flops / limits["matmul_gflop_s"][DTYPES[case.dtype or shape.dtype]]) / 1e9
+    return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
 
 def _run(op: Op, backend: str, case: Case) -> Any:
@@ -67,24 +68,23 @@ def _run(op: Op, backend: str, case: Case) -> Any:
         return op(*case.args)
 
 
-def run(options: argparse.Namespace, limits: calibrate.Limits) -> list[dict[str, Any]]:
-    dtype, device = calibrate.DTYPES[options.dtype], torch.device(options.device)
+def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Report) -> None:
+    dtype, device = DTYPES[options.dtype], torch.device(options.device)
     shape = Shape(options.heads, options.kv_heads, options.head_dim, dtype, device)
-    rows = []
     for tokens in options.tokens:
         torch.manual_seed(tokens)
         for case in cases(Inputs(shape, tokens, options.budget, options.prefill)):
-            if not options.ops or case.op in options.ops:
-                rows += measure(case, shape, limits, options.rounds)
-                print(_progress(rows[-1]), flush=True)
-    return rows
+            if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
+                continue
+            for row in measure(case, shape, limits, options.rounds):
+                report.add(row, _progress(row))
 
 
 def _progress(row: dict[str, Any]) -> str:
-    return f"{row['op']}, {row['what']}: {REFERENCE} {row['time_s'].median * 1e3:.3f} ms"
+    return f"{row['label']} {row['time_s'].median * 1e3:.3f} ms, {row['of_limit'].median:.0%} of the limit"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def table(rows: Sequence[output.Row]) -> list[Column]:
     def scaled(key: str, factor: float) -> Callable[[output.Row], list[float] | None]:
         return lambda row: row[key] and [value * factor for value in row[key]]
 
@@ -115,14 +115,13 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     limits = calibrate.calibrate(torch.device(options.device))
     print(calibrate.line(limits), flush=True)
-    rows = run(options, limits)
     title = (
         f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "
         f"{options.device}"
     )
-    result = {"limits": limits, "synthetic": True, "rows": rows}
-    folder = output.finish("ops", title, options, result, table(rows))
-    output.bars(
-        folder / "plot.png", rows, label="label", y="reference", unit="times as fast as plain torch", title=title
-    )
+    report = output.Report("ops", title, options, table, limits=limits, synthetic=True)
+    run(options, limits, report)
+    rows, unit = report.finish(), "times as fast as plain torch"
+    if not options.no_plot:
+        output.bars(report.folder / "plot.png", rows, label="label", y="reference", unit=unit, title=title)
     return 0

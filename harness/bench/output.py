@@ -1,4 +1,4 @@
-"""Where a benchmark goes: a table on the screen and in a file, all figures as JSON, one picture."""
+"""Where a benchmark goes: rows on the screen and in files as they come, all figures as JSON, one picture."""
 
 from __future__ import annotations
 
@@ -9,41 +9,104 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
+from time import perf_counter
 from typing import Any
 
 from harness.bench.measure import Estimate
-from harness.provenance import provenance
+from harness.files import write_atomically
+from harness.provenance import now, provenance
 from harness.tables import Column, digits, markdown_table, text_table
 
 ROOT = Path("results/runs/bench")
 PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
 Row = Mapping[str, Any]
+Table = Callable[[Sequence[Row]], list[Column]]  # of rows without an error
 
 
-def measured(rows: Sequence[Row]) -> list[Row]:
-    """Those without an error; it is raised where there are no others."""
-    good = [row for row in rows if "error" not in row]
-    if not good:
-        raise ValueError(f"Nothing could be measured: {rows[0]['error']}")
-    return good
+class Report:
+    """A benchmark's folder. Every row is printed and written when it comes, and each file is replaced as a whole: one
+    that is killed leaves what it had measured, marked as partial."""
+
+    def __init__(self, kind: str, title: str, options: Namespace, table: Table, **facts: Any) -> None:
+        self.title, self.table, self.minutes = title, table, getattr(options, "minutes", None)
+        self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
+        self.rows: list[Row] = []
+        self.left_out: list[str] = []
+        asked = {name: value for name, value in vars(options).items() if name not in PLACES}
+        stamp = provenance(str(asked.get("device", "cpu")))
+        self._head = {"schema": 1, "kind": kind, "title": title, "options": asked, **facts, "provenance": stamp}
+        self._began = perf_counter()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        print(f"{title}\nEach row goes to {self.folder} as it comes.", flush=True)
+
+    def add(self, row: Row, said: str) -> None:
+        self.show([*self.rows, row], said)
+
+    def show(self, rows: Sequence[Row], said: str) -> None:
+        """In place of the rows so far, for those that grow with every round."""
+        self.rows = list(rows)
+        self._write("partial")
+        print(said + (f" ({mark} samples disturbed)" if (mark := _disturbed(self.rows[-1])) else ""), flush=True)
+
+    def out_of_time(self, what: str) -> bool:
+        """Whether --minutes are over, so that `what` is left out."""
+        over = self.minutes is not None and perf_counter() - self._began > 60 * self.minutes
+        if over:
+            self.left_out.append(what)
+        return over
+
+    def finish(self) -> list[Row]:
+        """Prints the table; returns the rows without an error, for a picture."""
+        good = self._good()
+        if not good:
+            raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._said())
+        self._write("complete")
+        load = os.getloadavg()[0]
+        print(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._said()}load average {load:.2f}; ", end="")
+        print(f"written to {self.folder}")
+        return good
+
+    def _good(self) -> list[Row]:
+        return [row for row in self.rows if "error" not in row]
+
+    def _columns(self) -> list[Column]:
+        good = self._good()
+        return [*self.table(good), column("disturbed", "", good, _disturbed), column("launches", "", good, _launches)]
+
+    def _said(self) -> str:
+        """What a reader of the table must know, a sentence per line."""
+        disturbed = sum(bool(_disturbed(row)) for row in self._good())
+        said = []
+        if disturbed:
+            said.append(
+                f"{disturbed} of {len(self.rows)} rows hold samples in which other processes took the CPU (disturbed): "
+                "measure again on an idle machine."
+            )
+        if self.left_out:
+            said.append(f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}.")
+        return "".join(f"{sentence}\n" for sentence in said)
+
+    def _write(self, status: str) -> None:
+        ended = {"time": now(), "load_average": [round(load, 2) for load in os.getloadavg()]}
+        result = {**self._head, "status": status, "ended": ended, "left_out": self.left_out, "rows": self.rows}
+        write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
+        partial = "PARTIAL: the benchmark has not ended, or was ended early.\n\n" if status == "partial" else ""
+        said = f"\n{self._said()}" if self._said() else ""
+        text = f"{partial}{self.title}\n\n{markdown_table(self._columns())}\n{said}"
+        write_atomically(self.folder / "table.md", text)
+
+
+def _disturbed(row: Row) -> str | None:
+    return f"{row['disturbed']} of {row['samples']}" if row.get("disturbed") else None
+
+
+def _launches(row: Row) -> str | None:
+    return f"{row['with_launches']} of {row['samples']}" if row.get("with_launches") else None
 
 
 def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any], left: bool = False) -> Column:
     """Numbers with three digits, an estimate as "median low-high"; None is empty."""
     return Column(head, unit, [_text(cell(row)) for row in rows], left)
-
-
-def finish(kind: str, title: str, options: Namespace, result: Mapping[str, Any], columns: Sequence[Column]) -> Path:
-    """Prints the table and writes result.json and table.md; returns the folder, where a picture may follow."""
-    asked = {name: value for name, value in vars(options).items() if name not in PLACES}
-    folder = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = provenance(str(asked.get("device", "cpu")))
-    plain = {"schema": 1, "kind": kind, "title": title, "options": asked, **result, "provenance": stamp}
-    (folder / "result.json").write_text(json.dumps(plain, indent=1) + "\n")
-    (folder / "table.md").write_text(f"{title}\n\n{markdown_table(columns)}\n")
-    print(f"\n{title}\n\n{text_table(columns)}\n\nload average {os.getloadavg()[0]:.2f}; written to {folder}")
-    return folder
 
 
 def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, labels: tuple[str, str], title: str) -> None:

@@ -16,7 +16,7 @@ def test_best_of_each_may_be_different_dtypes() -> None:
         ("generate", "fp32"): [Timed([1, 2], 5.0, 4.0)] * 3,
         ("generate", "bf16"): [Timed([1, 3], 4.0, 8.0)] * 3,
     }
-    fp32, bf16, best = compare(runs, ["fp32", "bf16"], 100, eos={9})
+    fp32, bf16, best = compare(runs, ["fp32", "bf16"], 100, eos={9}, agree={"fp32": 1.0, "bf16": 0.9})
     assert fp32["same_tokens"]
     assert not bf16["same_tokens"]
     assert best["ttft_s"]["dtypes"] == ["bf16", "bf16"]
@@ -27,7 +27,7 @@ def test_best_of_each_may_be_different_dtypes() -> None:
 
 def test_tokens_behind_the_first_eos_are_not_compared() -> None:
     runs = {("ours", "fp32"): [Timed([1, 9, 3], 1.0, 1.0)], ("generate", "fp32"): [Timed([1, 9, 4], 1.0, 1.0)]}
-    (row,) = compare(runs, ["fp32"], 100, eos={9})
+    (row,) = compare(runs, ["fp32"], 100, eos={9}, agree={"fp32": 1.0})
     assert row["same_tokens"]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from harness.bench import kvpress
 from harness.bench.kvpress import PRESSES, Peer, Sample
+from harness.bench.measure import Seconds
 from harness.config import Generation, Settings
 from harness.run import Job
 from methods.full import Full
@@ -63,7 +64,7 @@ def test_both_sides_answer_the_same_prompt(folder: Path, monkeypatch: pytest.Mon
         other = Peer(process, job.task, 0.2, loaded.eos_ids)
         options = kvpress.parser().parse_args(["--python", "", "--presses", "full", "snapkv", "--budget", "0.2"])
         runs = kvpress.runs_of(options, {"fp32": loaded}, job, other)
-        samples = kvpress.interleaved(runs, job.items[:2])
+        *_, (_, samples) = kvpress.interleaved(runs, job.items[:2])
     assert process.returncode == 0
     assert samples.keys() == {(side, (name, "fp32")) for side in kvpress.SIDES for name in ("full", "snapkv")}
     mine, theirs = (samples[side, ("full", "fp32")] for side in kvpress.SIDES)
@@ -78,7 +79,7 @@ def test_both_sides_answer_the_same_prompt(folder: Path, monkeypatch: pytest.Mon
 
 def test_the_best_dtype_of_each_side_is_held_against_the_other_s() -> None:
     def times(*seconds: float) -> list[Sample]:
-        return [Sample(one, 0.5, 3) for one in seconds]
+        return [Sample(Seconds(one), 0.5, 3) for one in seconds]
 
     samples = {
         ("ours", ("h2o", "fp32")): times(2, 2),

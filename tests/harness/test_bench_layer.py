@@ -6,6 +6,7 @@ import argparse
 import json
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +61,15 @@ def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatc
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def rows(*more: str) -> list[Any]:
+    found: list[Any] = []
+    report: Any = SimpleNamespace(add=lambda row, said: found.append(row), out_of_time=lambda what: False)
+    layer.run(options(*more), report)
+    return found
+
+
 def test_a_budget_that_is_too_small_is_a_row_of_its_own() -> None:
-    small, fitting = layer.run(options("--methods", "quest", "streaming", "--tokens", "300", "--budget", "40"))
+    small, fitting = rows("--methods", "quest", "streaming", "--tokens", "300", "--budget", "40")
     assert small == {"method": "quest", "tokens": 300, "error": small["error"]}
     assert "at least 48" in small["error"]
     assert "error" not in fitting
@@ -75,7 +83,7 @@ def test_a_method_reads_its_budget_and_less_than_full(name: str) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    (row,) = layer.run(options("--methods", name, "--tokens", str(TOKENS)))
+    (row,) = rows("--methods", name, "--tokens", str(TOKENS))
     assert row["method"] == name
     return row
 
