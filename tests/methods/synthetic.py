@@ -87,7 +87,7 @@ class Sequences:
 
     def request(
         self,
-        budget: int | float | None,
+        budget: int | float | Budget | None,
         placement: Placement = "device",
         prepared: object = None,
         stale_by: int = 0,
@@ -97,13 +97,13 @@ class Sequences:
             capacity=self.length,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            budget=None if budget is None else Budget(budget),
+            budget=Budget(budget) if isinstance(budget, (int, float)) else budget,
             placement=placement,
             prepared=prepared,
             stale_by=stale_by,
         )
 
-    def start(self, method: Method, budget: int | float | None, **more: object) -> list[KVLayer]:
+    def start(self, method: Method, budget: int | float | Budget | None, **more: object) -> list[KVLayer]:
         return method.start(self.specs, self.request(budget, **more))  # type: ignore[arg-type]
 
     def prefill(self, layers: Sequence[KVLayer], start: int, end: int, *, chunk: int | None = None) -> list[Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.oracle import Oracle
+from methods.budget import PaperBudget
+from methods.oracle import Oracle, OracleLayer
+from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention, rope
 
 METHOD = Oracle(sinks=3, recent_ratio=0.25)
@@ -71,3 +75,19 @@ def test_the_choice_does_not_depend_on_absolute_positions() -> None:
         chosen.append(positions.sort(-1).values)
     assert torch.equal(*chosen)
     assert not torch.equal(rope(96)(torch.arange(3))[0], rope(96, shift=1000)(torch.arange(3))[0])
+
+
+@parity.sources
+def test_the_choice_is_the_released_codes(source: Callable[[int], Sequences]) -> None:
+    """Softmax over all cached tokens, summed over a group, ranks those between sinks and window."""
+    s, method = source(parity.PROMPT + 1), Oracle()
+    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
+    s.seal(layers, 0, parity.PROMPT)
+    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, parity.PROMPT), strict=True)):
+        assert isinstance(layer, OracleLayer)
+        q, k, _ = parity.step(s, index)
+        weights = (q @ k.mT * s.shape.dim**-0.5).softmax(-1).sum(2)
+        parity.assert_best(layer.rows, weights[..., 32 : parity.PROMPT - parity.HALF], parity.HALF)
+        positions = layer.read_positions()
+        assert {*range(32), *range(parity.PROMPT - parity.HALF, parity.PROMPT)} <= set(positions[0, 0].tolist())
+        parity.assert_reads(out, s, index, positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +11,8 @@ import torch
 from torch.testing import assert_close
 
 from methods.budget import BudgetError
-from methods.quest import Quest, page_bounds
+from methods.quest import Quest, QuestLayer, page_bounds
+from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = Quest(page_size=4, min_pages=2, dense_layers=(), select_per="query_head", last_page=True)
@@ -136,3 +138,32 @@ def test_a_reused_choice_stays_until_it_is_stale() -> None:
 def test_wrong_parameters_are_named(change: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(METHOD, **change)
+
+
+@parity.sources
+def test_the_choice_is_the_released_codes(source: Callable[[int], Sequences]) -> None:
+    """Per query head, by |q| times the page's largest key in the direction of q's sign. The CUDA code reads the current
+    token's page unasked; the evaluation code scores it, and then chooses the same wherever it takes that page."""
+    s, prompt, size = source(parity.PROMPT + 1), parity.PROMPT, 16
+    places, taken = int(parity.RHO * prompt) // size, 0
+    layers = s.start(Quest(dense_layers=()), parity.RHO)
+    s.seal(layers, 0, prompt)
+    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, prompt), strict=True)):
+        assert isinstance(layer, QuestLayer)
+        q, k, _ = parity.step(s, index)
+        signed = torch.where(q > 0, 1, -1).unsqueeze(3) * k.unsqueeze(2)  # [B G g N D]
+        missing = -(prompt + 1) % size
+        padded = torch.nn.functional.pad(signed, (0, 0, 0, missing), value=torch.finfo(torch.float32).min)
+        largest = padded.unflatten(3, (-1, size)).amax(4)  # [B G g P D]
+        scores = (q.abs().unsqueeze(3) * largest).sum(-1).flatten(1, 2)
+        pages = layer.rows[..., : (places - 1) * size : size] // size
+        parity.assert_best(pages, scores[..., :-1], places - 1)
+        last = range((scores.shape[-1] - 1) * size, prompt)
+        assert layer.rows[..., (places - 1) * size :].tolist() == [[list(last)] * 9] * s.shape.batch
+        evaluated = scores.topk(places).indices
+        for head, chosen in zip(evaluated.flatten(0, 1).tolist(), pages.flatten(0, 1).tolist(), strict=True):
+            if scores.shape[-1] - 1 in head:
+                taken += 1
+                assert set(head) == {*chosen, scores.shape[-1] - 1}
+        parity.assert_reads(out, s, index, layer.rows)
+    assert taken or source is parity.random  # a model's last page is often taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.sparq import SparQ
+from methods.budget import PaperBudget
+from methods.sparq import SparQ, SparQLayer
+from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = SparQ(r=9, sinks=3, recent_ratio=0.25, mean_value=False, channel_copy=True)
@@ -132,3 +135,38 @@ def test_wrong_parameters_are_named() -> None:
         replace(METHOD, r=0)
     with pytest.raises(ValueError, match="head size 64"):
         Sequences(SHAPES[0], 9).start(replace(METHOD, r=65), 4)
+
+
+@parity.sources
+@pytest.mark.parametrize(
+    "method",
+    [SparQ(r=16), SparQ(r=1, sinks=32, recent_ratio=0.5, mean_value=False)],
+    ids=["released", "pqcache"],
+)
+def test_the_first_step_is_the_released_codes(source: Callable[[int], Sequences], method: SparQ) -> None:
+    """k tokens with local_k of them before the current one, which is free; PQCache's comparison adds 32 sinks. A later
+    step differs on purpose: our window stays at the prompt's end."""
+    s, prompt, dim = source(parity.PROMPT + 1), parity.PROMPT, 64
+    k_tokens = int(parity.RHO * prompt)
+    local = int(k_tokens * method.recent_ratio)
+    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
+    s.seal(layers, 0, prompt)
+    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, prompt), strict=True)):
+        assert isinstance(layer, SparQLayer)
+        q, k, v = parity.step(s, index)
+        channels = q.abs().sum(2, keepdim=True).topk(method.r).indices  # [B G 1 r]
+        few = q.gather(3, channels.expand(*q.shape[:3], -1))
+        scale = (dim * few.abs().sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True)).sqrt()
+        some = k.gather(3, channels.expand(*k.shape[:3], -1))
+        logits = (few / scale) @ some.mT  # [B G g N]
+        parity.assert_best(layer.rows, logits.sum(2)[..., method.sinks : prompt - local], k_tokens - local)
+        read = layer.read_positions()
+        if not method.mean_value:
+            parity.assert_reads(out, s, index, read)
+            continue
+        kept = torch.zeros(*read.shape[:2], prompt + 1).scatter_(2, read, 1.0).bool().unsqueeze(2)
+        kept[..., prompt:] = True
+        exact = (q @ k.mT * dim**-0.5).masked_fill(~kept, -torch.inf).softmax(-1) @ v
+        alpha = logits.softmax(-1).where(kept, 0).sum(-1, keepdim=True)
+        wanted = alpha * exact + (1 - alpha) * v.mean(2, keepdim=True)
+        assert_close(out[:, :, 0].double(), wanted.flatten(1, 2), atol=2e-5, rtol=1e-4)
