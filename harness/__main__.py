@@ -14,10 +14,11 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from harness.catalogue import CONF, names
+from harness.catalogue import CONF, GROUPS, names
 from harness.config import RunConfig, Settings
 from harness.errors import check_overrides, default_keys, explain, is_known, sentence
 from harness.notices import say_once
@@ -28,7 +29,7 @@ _finished: list[Path] = []  # run folders of this command, for the table at the 
 _failed: list[str] = []
 _on_device: list[str] = []  # methods for which placement=host was asked in vain
 _projects: set[str] = set()  # of Weights & Biases
-_together: list[tuple[Any, Any, Any, Settings]] = []  # jobs that wait for a shared prefill
+_together: list[tuple[Any, Any, Any, Settings, dict[str, str]]] = []  # jobs that wait for a shared prefill
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -60,12 +61,18 @@ def _job(config: DictConfig) -> None:
         show(method, task, model, settings)
         return
     if settings.shared_prefill:
-        _together.append((method, task, model, settings))
+        _together.append((method, task, model, settings, _presets()))
         return
     from harness.run import evaluate
 
-    result = evaluate(method, task, model, settings)
+    result = evaluate(method, task, model, settings, presets=_presets())
     _finished.extend(folder for folder in (result.full_folder, result.folder) if folder and folder not in _finished)
+
+
+def _presets() -> dict[str, str]:
+    """The yaml files that were chosen, by their names on the command line."""
+    chosen = HydraConfig.get().runtime.choices
+    return {kind: chosen[kind] for kind in GROUPS if chosen.get(kind)}
 
 
 def _run_together() -> None:

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from evals import stats
 from harness import files
+from harness.labels import budget, labels, titles
 from harness.records import StoreError
 from harness.store import StoredRun, load
-from harness.summary import ALPHA, SCHEMA, detectable, model_name, paired, partial, summarise, telling
+from harness.summary import ALPHA, SCHEMA, detectable, paired, partial, summarise, telling
 
 FULL = "full"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
-NOT_NAMED = ("budget", "budget_rule", "results", "data", "baseline", "progress", "dry_run", "warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
     for run in runs:
         tables[_combination(run)].append(run)
     groups = list(tables.values())
-    titles = _titles([group[0] for group in groups])
-    return [_comparison(group, title) for group, title in zip(groups, titles, strict=True)]
+    names = titles([next((run for run in group if run.info.get("presets")), group[0]) for group in groups], ONE_TABLE)
+    return [_comparison(group, title) for group, title in zip(groups, names, strict=True)]
 
 
 def alarms(entries: Sequence[Entry]) -> Iterator[str]:
@@ -91,12 +92,6 @@ def alarms(entries: Sequence[Entry]) -> Iterator[str]:
         if len({entry.summary["method"] for entry in same}) > 1:
             names = ", ".join(entry.title for entry in same)
             yield f"{names}: the same {len(same[0].run.records)} outputs at partial budgets; were all of them applied?"
-
-
-def budget(summary: Mapping[str, Any]) -> str:
-    """As it was asked: tokens, or a share in percent; empty where the method has none."""
-    asked = summary["budget"]["asked"]
-    return f"{100 * asked:g}%" if isinstance(asked, float) else "" if asked is None else str(asked)
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
@@ -122,13 +117,12 @@ def current_summary(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
 
 
 def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
-    labels = _labels(runs)
     entries = []
-    for run, label in zip(runs, labels, strict=True):
+    for run, label in zip(runs, labels(runs), strict=True):
         full = reference(run, runs)
         entries.append(Entry(run, full, current_summary(run, full), label))
     entries.sort(key=lambda entry: (_method(entry.run) != FULL, entry.label, _asked(entry.summary)))
-    if any(_counted(run) for run in runs):
+    if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
     return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
 
@@ -164,48 +158,10 @@ def _nearness(run: StoredRun, full: StoredRun) -> tuple[bool, int, int]:
     return len(set(sources)) == 1, shared, len(full.records)
 
 
-def _titles(runs: Sequence[StoredRun]) -> list[str]:
-    """Task, model, protocol; where two tables share them, also what tells them apart."""
-    plain = [f"{run.info.get('task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
-    return _told_apart(plain, [{name: run.config.get(name) for name in ONE_TABLE} for run in runs])
-
-
-def _labels(runs: Sequence[StoredRun]) -> list[str]:
-    """The method's name; where runs of one method differ in more than the budget, also in what."""
-    settings = [{name: value for name, value in run.config.items() if name not in NOT_NAMED} for run in runs]
-    named = _told_apart([f"{_method(run)}{_counted(run)}" for run in runs], settings)
-    seen = [(label, str(run.config.get("budget"))) for label, run in zip(named, runs, strict=True)]
-    marks = [run.folder.name.rpartition("-")[2][:4] for run in runs]  # other sources: nothing in the config tells
-    return [f"{a[0]} #{mark}" if seen.count(a) > 1 else a[0] for a, mark in zip(seen, marks, strict=True)]
-
-
-def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    flat = [dict(_flat(one)) for one in settings]
-    told = []
-    for name, mine in zip(names, flat, strict=True):
-        rivals = [theirs for other, theirs in zip(names, flat, strict=True) if other == name]
-        # a run older than a setting says nothing of it
-        differ = [key for key in mine if len({str(rival[key]) for rival in rivals if key in rival}) > 1]
-        told.append(" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differ)]))
-    return told
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _method(run: StoredRun) -> str:
     return str(run.info.get("method"))
 
 
-def _counted(run: StoredRun) -> str:
-    """How a label says that the budget is counted as in the method's paper."""
-    return " budget_rule=paper" if run.config.get("budget_rule") == "paper" else ""
-
-
 def _asked(summary: Mapping[str, Any]) -> float:
-    return float(summary["budget"]["asked"] or 0)
+    layers = summary["budget"]["layers"]
+    return fmean(layers) if layers else float(summary["budget"]["asked"] or 0)

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness import files
 from harness.compare import Comparison, Entry, comparisons
+from harness.conditions import conditions, origin
 from harness.records import StoreError
 from harness.rows import average_table, group_table, notes, score_table, trace_table
 from harness.store import StoredRun, find, load
@@ -70,7 +71,9 @@ def _document(tables: Sequence[Comparison], sort: str | None = None, markdown: b
     render = markdown_table if markdown else text_table
     parts = []
     for table in (_sorted(table, sort) for table in tables):
-        parts += [f"### {table.title}\n" if markdown else f"{table.title}\n", render(score_table(table)), ""]
+        parts += [f"### {table.title}\n" if markdown else table.title]
+        parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
+        parts += ["", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
         for columns, head in ((trace_table(table), 2), (group_table(table), 2), (average_table(table), 1)):
             for block in _blocks(columns, head):
@@ -131,20 +134,13 @@ def _write_csv(path: Path, tables: Sequence[Comparison]) -> None:
 
 def _csv_row(entry: Entry) -> dict[str, Any]:
     info = entry.run.info
-    origin = info.get("provenance") or {}
-    machine = origin.get("machine") or {}
     known = {key: value for key, value in entry.summary.items() if value is not None}
     return dict(_flat(known)) | {
         "label": entry.label,
         "folder": entry.run.folder.name,
         "started": info.get("started"),
         "ended": info.get("ended"),
-        "commit": (origin.get("git") or {}).get("commit"),
-        "dirty": (origin.get("git") or {}).get("dirty"),
-        "sources": origin.get("sources"),
-        "cpu": machine.get("cpu"),
-        "device_name": machine.get("device_name"),
-        "load_average": (machine.get("load_average") or [None])[0],
+        **origin(entry.run),
     }
 
 

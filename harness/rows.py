@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.compare import Comparison, Entry, alarms, budget
+from harness.compare import Comparison, Entry, alarms
+from harness.labels import budget
 from harness.phases import PARTS
 from harness.store import StoredRun
 from harness.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled

@@ -6,6 +6,7 @@ evaluate(PQCache(...), Niah(...), SmolLM2(), budget=0.2).summary["score"]
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from methods.base import Method
 from methods.budget import Budget
 from methods.full import Full
 
+Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -53,14 +56,21 @@ class Evaluation:
 
 
 def evaluate(
-    method: Method, task: Task, model: ModelSource, settings: Settings | None = None, **changes: Any
+    method: Method,
+    task: Task,
+    model: ModelSource,
+    settings: Settings | None = None,
+    *,
+    presets: Presets | None = None,
+    **changes: Any,
 ) -> Evaluation:
     """Run `task` with `model` under `method`, beside Full unless `baseline=off`. `changes` are fields of `Settings`.
+    `presets`: what tables call method, task and model, in place of the names of their modules.
 
     The same call again finds the finished run; an interrupted one goes on where it stopped.
     """
     wanted = replace(settings or Settings(), **changes)
-    job = Job.plan(method, task, model, wanted)
+    job = Job.plan(method, task, model, wanted, presets=presets)
     return job.run(None if isinstance(method, Full) else job.baseline())
 
 
@@ -76,10 +86,17 @@ class Job:
     items: list[Item]
     config: dict[str, Any]
     identity: dict[str, Any]
+    presets: Presets | None = None  # by kind; no part of the identity
 
     @classmethod
     def plan(
-        cls, method: Method, task: Task, model: ModelSource, wanted: Settings, items: list[Item] | None = None
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        wanted: Settings,
+        items: list[Item] | None = None,
+        presets: Presets | None = None,
     ) -> Job:
         task.require(wanted.data.folder())
         info = model.describe()
@@ -99,13 +116,13 @@ class Job:
             "model_revision": info.revision,
             "prompts": hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest(),
         }
-        return cls(method, task, model, settings, budget, items, config, identity)
+        return cls(method, task, model, settings, budget, items, config, identity, presets)
 
     def baseline(self) -> Evaluation | None:
         """Full on the same examples: run, or reused where it is complete."""
         if self.settings.baseline == "off":
             return None
-        job = Job.plan(Full(), self.task, self.model, self.settings, self.items)
+        job = Job.plan(Full(), self.task, self.model, self.settings, self.items, full_presets(self.presets))
         if self.settings.baseline == "run":
             return job.run(None)
         return job.finished()
@@ -185,6 +202,7 @@ class Job:
             provenance=provenance(self.settings.device, outside(self.method, self.task, self.model)),
             task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
+            presets=dict(self.presets or {}) or None,
             num_expected=len(self.items),
             simulated=self.method.simulated or self.settings.shared_prefill,
             host_is_cpu=self.settings.device == "cpu",
@@ -203,6 +221,11 @@ class Job:
         if measured := self.method.measured(attachment.prepared):
             run.note(measured=dict(measured))
         return attachment
+
+
+def full_presets(presets: Presets | None) -> Presets | None:
+    """Of a run's baseline."""
+    return presets and {**presets, "method": "full"}
 
 
 def outside(*plugs: Any) -> list[Path]:

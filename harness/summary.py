@@ -45,9 +45,11 @@ def summarise(
         "method": info.get("method"),
         "task": info.get("task"),
         "model": model_name(config),
-        "budget": {"asked": config.get("budget")} | {what: _read(records, what) for what in ("attended", "union")},
+        "presets": info.get("presets"),
+        "budget": _asked(config) | {what: _read(records, what) for what in ("attended", "union")},
         **{key: config.get(key) for key in ("protocol", "placement", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
+        "prompt_tokens": _lengths([record.prompt_tokens for record in records]),
         "score": _score(records, config.get("task")),
         "full": beside,
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
@@ -104,6 +106,16 @@ def model_name(config: Mapping[str, Any]) -> str:
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
         model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
     return str(model)
+
+
+def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
+    return {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None
+
+
+def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`layers` stands in place of `asked` where each layer has its own."""
+    layers = list(config.get("layer_budgets") or []) or None
+    return {"asked": None if layers else config.get("budget"), "layers": layers}
 
 
 def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from harness.hf import routed
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import Item, limit_threads
 from harness.records import Record
-from harness.run import Evaluation, Job
+from harness.run import Evaluation, Job, Presets, full_presets
 from harness.runner import Runner, load, progress
 from harness.store import Run
 from kernels import ops
@@ -41,6 +41,7 @@ class Wanted(NamedTuple):
     task: Task
     model: ModelSource
     settings: Settings
+    presets: Presets | None = None
 
 
 class _Fan(DenseLayer):
@@ -66,13 +67,13 @@ class _Member:
 def evaluate_together(wanted: Sequence[Wanted]) -> list[Evaluation]:
     """The jobs' evaluations; where tasks or models differ, one kind after the other."""
     groups: dict[str, list[Job]] = {}
-    for method, task, model, settings in wanted:
+    for method, task, model, settings, presets in wanted:
         refuse(method, settings)
         key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
         jobs = groups.setdefault(key, [])
         if settings.baseline == "run" and not jobs:
-            jobs.append(Job.plan(Full(), task, model, settings))
-        job = Job.plan(method, task, model, settings, jobs[0].items if jobs else None)
+            jobs.append(Job.plan(Full(), task, model, settings, presets=full_presets(presets)))
+        job = Job.plan(method, task, model, settings, jobs[0].items if jobs else None, presets)
         if job.folder not in [known.folder for known in jobs]:
             jobs.append(job)
     return [evaluation for jobs in groups.values() for evaluation in _evaluate(jobs)]

@@ -13,7 +13,8 @@ from tests.fake_records import config, record, records
 
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
-    "schema status method task model budget protocol placement dtype device batch seed num_examples score full "
+    "schema status method task model presets budget protocol placement dtype device batch seed num_examples "
+    "prompt_tokens score full "
     "ttft_s tt2t_s tpot_s throughput_tok_s e2e_tok_s memory fidelity trace simulated traced host_is_cpu warnings"
 )
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
@@ -36,7 +37,8 @@ def good() -> list[Record]:
 def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     row = summary(records([1.0, 0.0], **SPARSE), good)
     assert " ".join(row) == KEYS
-    assert list(row["budget"]) == ["asked", "attended", "union"]
+    assert list(row["budget"]) == ["asked", "layers", "attended", "union"]
+    assert row["prompt_tokens"] == {"min": 100, "median": 100, "max": 100}
     assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
     assert list(row["ttft_s"]) == list(row["tpot_s"]) == ["mean", "p50", "p90"]
@@ -111,6 +113,7 @@ def test_attended_is_told_in_tokens_and_as_a_share_of_what_was_sealed() -> None:
     ]
     assert summary(lines)["budget"] == {
         "asked": 0.1,
+        "layers": None,
         "attended": {"tokens": 10.0, "share": pytest.approx(0.15)},
         "union": {"tokens": None, "share": None},
     }
@@ -178,7 +181,8 @@ def test_the_task_says_what_else_its_groups_amount_to() -> None:
     }  # fmt: skip
     row = summarise(lines, config=config(task=task), info=INFO, full=None)
     assert row["score"]["averages"] == {"mean": 1.0, "strict": 0.5}
-    assert summary(lines)["score"]["averages"] == {}  # a class that is not what the run was made with
+    gone = summarise(lines, config=config(task=task | {"no_longer_there": 1}), info=INFO, full=None)
+    assert gone["score"]["averages"] == {}  # a class that is not what the run was made with
 
 
 def test_no_example_is_a_summary_too() -> None:

@@ -1,0 +1,106 @@
+"""Names of rows and tables: as typed, never the same for two, and with every setting that tells them apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.compare import comparisons
+from harness.labels import spelled
+from harness.store import find, load
+from tests.fake_records import records, write_run
+
+MANY = {"_target_": "methods.quest.Quest", **{f"a_parameter_with_a_long_name_{n}": 0 for n in range(9)}}
+
+
+def rows(root: Path) -> list[str]:
+    """Label and budget of each row, all of one table."""
+    [table] = comparisons([load(folder) for folder in find([root])])
+    return [entry.title for entry in table.entries]
+
+
+def titles(root: Path) -> set[str]:
+    return {table.title for table in comparisons([load(folder) for folder in find([root])])}
+
+
+def quest(root: Path, **changes: Any) -> Path:
+    return write_run(root, records([1.0, 0.0]), "quest", **changes)
+
+
+def test_a_row_has_the_name_that_was_typed(tmp_path: Path) -> None:
+    quest(tmp_path, method=MANY, facts={"presets": {"method": "quest_wide", "task": "niah_pqcache"}})
+    quest(tmp_path)  # from Python, or older than presets
+    assert set(rows(tmp_path)) == {"quest_wide 10%", "quest 10%"}
+    assert titles(tmp_path) == {"niah_pqcache, tiny, protocol=prompt"}
+
+
+def test_rows_of_one_preset_name_every_parameter_in_which_they_differ(tmp_path: Path) -> None:
+    presets = {"presets": {"method": "quest_wide"}}
+    last = list(MANY)[-1]
+    for value in (0, 1):
+        quest(tmp_path, method=MANY | {last: value}, facts=presets)
+    assert set(rows(tmp_path)) == {f"quest_wide {last}={value} 10%" for value in (0, 1)}
+
+
+def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0, 1.0]))
+    quest(tmp_path, stale_by=3, dense_layers=[0, 1])
+    write_run(tmp_path, records([0.0, 1.0]), "h2o", dense_layers=[], batch=1)
+    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] stale_by=3 10%"]
+
+
+def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:
+    quest(tmp_path, layer_budgets=[0.1, 0.1, 0.4], budget=0.2)
+    quest(tmp_path, layer_budgets=[0.4, 0.1, 0.1], budget=0.2)
+    assert set(rows(tmp_path)) == {
+        "quest layer_budgets=[2x0.1,0.4] 10%-40% by layer",
+        "quest layer_budgets=[0.4,2x0.1] 10%-40% by layer",
+    }
+
+
+def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path: Path) -> None:
+    folder = quest(tmp_path)
+    other = folder.with_name("niah-quest-0123abcd")  # of other sources
+    shutil.copytree(folder, other)
+    assert set(rows(tmp_path)) == {f"quest #{folder.name[-8:-4]} 10%", "quest #0123 10%"}
+
+
+def test_the_same_run_twice_bears_its_place(tmp_path: Path) -> None:
+    folder = quest(tmp_path / "one" / "runs")
+    shutil.copytree(folder, tmp_path / "two" / "runs" / folder.name)
+    assert set(rows(tmp_path)) == {f"quest #{folder.name[-8:-4]} {place}/runs 10%" for place in ("one", "two")}
+
+
+def test_null_is_not_shown_and_a_shared_key_bears_its_place(tmp_path: Path) -> None:
+    for seed, layers in ((1, None), (2, None), (2, 4)):
+        task = {"_target_": "evals.niah.Niah", "lengths": [9], "seed": seed}
+        quest(tmp_path, task=task, model={"name": "tiny", "layers": layers})
+    assert titles(tmp_path) == {
+        "niah, tiny, protocol=prompt task.seed=1",
+        "niah, tiny, protocol=prompt task.seed=2",
+        "niah, tiny, protocol=prompt task.seed=2 layers=4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (0.25, "0.25"),
+        ([1, 1, 2], "[2x1,2]"),
+        ([[0, 1], []], "[[0,1],[]]"),
+        ("word", "word"),
+    ],
+)
+def test_values_are_spelled_as_they_are_typed(value: object, text: str) -> None:
+    assert spelled(value) == text
+
+
+def test_long_values_stay_short_and_different() -> None:
+    first, second = (spelled("a long template, " * 9 + end) for end in "ab")
+    assert first != second
+    assert len(first) == len(second) == 7
+    assert first[0] == "#"
