@@ -14,6 +14,7 @@ from methods.base import Placement
 from methods.budget import Budget
 from methods.infinigen import InfiniGen, InfiniGenLayer, skewing
 from methods.layers import Plan
+from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny
 
@@ -57,27 +58,29 @@ def guessed_query(text: Sequences, layer: int, t: int) -> Tensor:
     return rotate(q, text.cos[:, t : t + 1], text.sin[:, t : t + 1])[:, :, 0]
 
 
-def reference_choice(text: Sequences, method: InfiniGen, layer: int, t: int, limit: int, skew: Tensor) -> list[Tensor]:
+def reference_choice(
+    text: Sequences, method: InfiniGen, layer: int, t: int, limit: int, skew: Tensor, prompt: int = PROMPT
+) -> list[Tensor]:
     """-> [G n'] of each sequence, by steps 4 to 11 of the recipe, one head at a time."""
     shape, group = text.shape, text.shape.heads // text.shape.groups
     width = max(1, int(method.partial_ratio * shape.dim))
-    query, queries, keys = guessed_query(text, layer, t), text.q(layer)[:, :, :PROMPT], text.k(layer)[:, :, :t]
+    query, queries, keys = guessed_query(text, layer, t), text.q(layer)[:, :, :prompt], text.k(layer)[:, :, :t]
     chosen = []
     for b in range(shape.batch):
-        counts, scores = [], torch.empty(shape.groups, PROMPT)
+        counts, scores = [], torch.empty(shape.groups, prompt)
         for i in range(shape.groups):
             heads = range(i * group, (i + 1) * group)
             mass = sum((queries[b, h] @ skew[i]).abs().sum(0) for h in heads)
             assert isinstance(mass, Tensor)
             columns = mass.topk(width).indices.tolist()
             if method.column_rule == "union":
-                key_mass = (keys[b, i, :PROMPT] @ skew[i]).abs().sum(0)
+                key_mass = (keys[b, i, :prompt] @ skew[i]).abs().sum(0)
                 columns = sorted({*columns, *key_mass.topk(width).indices.tolist()})
             partial = (keys[b, i] @ skew[i])[:, columns]
             logits = [(query[b, h] @ skew[i])[columns] @ partial.T * shape.dim**-0.5 for h in heads]
-            margin = torch.stack([a - a.max() for a in logits]).amax(0)[:PROMPT]
+            margin = torch.stack([a - a.max() for a in logits]).amax(0)[:prompt]
             counts.append(int((margin >= -method.alpha).sum()))
-            chances = sum(a[:PROMPT].softmax(0) for a in logits)
+            chances = sum(a[:prompt].softmax(0) for a in logits)
             assert isinstance(chances, Tensor)
             scores[i] = chances if method.group_rank == "prob_sum" else margin
         chosen.append(scores.topk(max(1, min(int(sum(counts) / len(counts)), limit))).indices)
@@ -108,6 +111,28 @@ def test_every_step_is_the_recipe(shape: Shape, change: dict[str, object]) -> No
             x = text.at(i, t, t + 1)
             out = attention(x.q, text.k(i), text.v[i], positions, shape.dim**-0.5)
             torch.testing.assert_close(outs[i], out, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("change", [{}, {"alpha": 99.0}, {"column_rule": "query"}])
+def test_on_a_models_keys_the_choice_is_the_released_codes(change: dict[str, object]) -> None:
+    """It knows no grouped heads, so keys are repeated to the query heads: each has its own columns (the union of its
+    queries' and its keys'), margin and maximum, and all fetch the mean of what they ask for."""
+    prompt, limit = 650, 130
+    text, method = Recorded(prompt + STEPS, layers=[12, 13, 14, 15], repeated=True), replace(InfiniGen(), **change)
+    skews = method.prepare(text.specs, lambda _: (text.at(i, 0, prompt) for i in range(4)))
+    layers = text.start(method, limit, prepared=skews)
+    text.seal(layers, 0, prompt)
+    counts = []
+    for t in range(prompt, prompt + STEPS):
+        text.decode(layers, t)
+        for i in (2, 3):  # 0 and 1 are dense
+            (expected,) = reference_choice(text, method, i, t, limit, skews[i], prompt)
+            read = layers[i].read_positions()
+            assert read is not None
+            assert torch.equal(read[0].sort().values, expected.sort().values)
+            counts.append(expected.shape[1])
+    assert (set(counts) == {limit}) == ("alpha" in change)  # else the margin ends before the budget does
 
 
 def test_sequences_of_a_batch_ask_for_themselves() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from methods.pyramidkv import PyramidKV, PyramidLayer
+from tests.methods.recorded import Recorded
 from tests.methods.synthetic import Sequences, Shape
 
 METHOD = PyramidKV(window=8, kernel=7, pooling="max", select_per="kv_head", beta=20)
@@ -81,16 +82,27 @@ def test_where_no_pyramid_can_be_it_says_so(budget: int, layers: int, why: str) 
 
 
 def test_each_layer_keeps_its_best_votes_and_the_window() -> None:
-    """One sequence, max pooling over 7 tokens, per query head as released: ties may fall either way."""
-    text, layers = sealed(replace(METHOD, select_per="query_head"), budget=30, prompt=203)
+    check_kept(Sequences(Shape(6, 2, 64), 203, layers=3), budget=30)
+
+
+@pytest.mark.model
+def test_on_a_models_keys_each_layer_keeps_what_the_released_code_keeps() -> None:
+    check_kept(Recorded(650, layers=[0, 6, 14, 22, 29]), budget=130)
+
+
+def check_kept(text: Sequences, budget: int) -> None:
+    """One sequence, 8 queries, max pooling over 7 tokens, per query head as released; ties may fall either way."""
+    layers, prompt = text.start(replace(METHOD, select_per="query_head"), budget), text.length
+    text.seal(layers, 0, prompt)
     for index, layer in enumerate(layers):
-        amount = METHOD.layer_budgets(30, 203, 3)[index]
+        assert isinstance(layer, PyramidLayer)
         assert layer.positions is not None
-        assert layer.positions.shape == (1, 6, amount)
+        amount = released(index, len(layers), budget, prompt)
+        assert amount - index - 2 < layer.positions.shape[2] < amount + 2
         for head, rows in enumerate(layer.positions[0]):
-            assert rows[-8:].tolist() == list(range(195, 203))
-            votes = _votes(text.q(index)[0, head, :203], text.k(index)[0, head // 3, :203])
-            taken = torch.zeros(195, dtype=torch.bool)
+            assert rows[-8:].tolist() == list(range(prompt - 8, prompt))
+            votes = _votes(text.q(index)[0, head], text.k(index)[0, head // layer.spec.group])
+            taken = torch.zeros(prompt - 8, dtype=torch.bool)
             taken[rows[:-8]] = True
             assert votes[taken].min() >= votes[~taken].max() - 1e-6
 

@@ -11,7 +11,8 @@ from torch.nn.functional import cosine_similarity
 
 from kernels.rope import rotate
 from methods.budget import BudgetError
-from methods.shadowkv import ShadowKV, ShadowLayer
+from methods.shadowkv import ChunkPlan, ShadowKV, ShadowLayer
+from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = ShadowKV(chunk=4, rank=0.25, local_chunks=2, outlier_share=0.3, solver="gram_fp64", hit_cache=True)
@@ -27,32 +28,39 @@ def sealed(
     return layers[0]
 
 
-def rebuilt_keys(text: Sequences, rank: int) -> Tensor:
+def rebuilt_keys(text: Sequences, rank: int, prompt: int = PROMPT, layer: int = 0) -> Tensor:
     """The rotated keys after a rank-r approximation of all heads' unrotated keys together."""
-    raw = text.raw_k[0][:, :, :PROMPT]
+    raw = text.raw_k[layer][:, :, :prompt]
     joint = raw.transpose(1, 2).flatten(2).double()
     u, s, vt = torch.linalg.svd(joint, full_matrices=False)
     low = (u[..., :rank] * s[:, None, :rank]) @ vt[:, :rank]
     keys = low.unflatten(2, (text.shape.groups, -1)).transpose(1, 2).float()
-    return rotate(keys, text.cos[:, :PROMPT], text.sin[:, :PROMPT])
+    return rotate(keys, text.cos[:, :prompt], text.sin[:, :prompt])
 
 
-def reference_sets(text: Sequences, q: Tensor, b: int, g: int) -> tuple[list[int], list[int]]:
-    """Outlier and selected chunks of one KV head, by the paper's rules."""
-    keys = text.k(0)[b, g]
-    chunks = [keys[4 * n : 4 * n + 4] for n in range(15)]
+SMALL = ChunkPlan(candidates=15, local=11, outliers=1, top=5)
+
+
+def reference_sets(
+    text: Sequences, q: Tensor, b: int, g: int, plan: ChunkPlan = SMALL, size: int = 4, layer: int = 0, width: int = 0
+) -> tuple[list[int], list[int]]:
+    """Outlier and selected chunks of one KV head, by the paper's rules. Logits are divided by the root of `width`, the
+    head size where it is 0."""
+    keys, count = text.k(layer)[b, g], plan.candidates
+    chunks = [keys[size * n : size * n + size] for n in range(count)]
     means = [chunk.mean(0) for chunk in chunks]
     lowest = [
         min(float(cosine_similarity(key, mean, dim=0)) for key in chunk)
         for chunk, mean in zip(chunks, means, strict=True)
     ]
-    outliers = sorted(range(15), key=lambda n: lowest[n])[:1]
-    rest = [n for n in range(15) if n not in outliers]
+    outliers = sorted(range(count), key=lambda n: lowest[n])[: plan.outliers]
+    rest = [n for n in range(count) if n not in outliers]
     group = text.shape.heads // text.shape.groups
     landmarks = torch.stack([means[n] for n in rest])
-    weights = [(landmarks @ q[b, h, 0] * text.shape.dim**-0.5).softmax(0) for h in range(g * group, (g + 1) * group)]
+    scale = (width or text.shape.dim) ** -0.5
+    weights = [(landmarks @ q[b, h, 0] * scale).softmax(0) for h in range(g * group, (g + 1) * group)]
     best = torch.stack(weights).amax(0)
-    return outliers, sorted(rest, key=lambda n: -float(best[rest.index(n)]))[:5]
+    return outliers, sorted(rest, key=lambda n: -float(best[rest.index(n)]))[: plan.top]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,6 +86,43 @@ def test_every_step_is_the_formulas(shape: Shape) -> None:
         expected = attention(x.q, keys, text.v[0], positions, shape.dim**-0.5)
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
         assert layer.attended == (11 + 4 + 20, t + 1 - PROMPT)
+
+
+@pytest.mark.model
+def test_on_a_models_keys_choice_and_keys_are_the_released_codes_but_for_its_fixed_width() -> None:
+    """It divides logits by the root of 128 whatever the head size. Softmax comes before the maximum over a group, so
+    for heads of 64 that changes which chunks are chosen; with one query head per KV head it cannot."""
+    prompt, steps = 653, 4
+    method, overlap = ShadowKV(), {True: 0, False: 0}
+    for repeated in (True, False):
+        text, chosen = Recorded(prompt + steps, [3, 14, 26], repeated), 0
+        layers = text.start(method, 0.2)
+        text.seal(layers, 0, prompt)
+        for index, layer in enumerate(layers):
+            assert isinstance(layer, ShadowLayer)
+            assert layer.plan is not None
+            compare_keys(
+                layer, rebuilt_keys(text, method.rank_of(prompt, text.raw_k[0, 0, :, 0].numel()), prompt, index)
+            )
+            for t in range(prompt, prompt + steps):
+                x = text.at(index, t, t + 1)
+                layer.decode(x)
+                for g in range(text.shape.groups):
+                    asked = text, x.q, 0, g, layer.plan, method.chunk, index
+                    outliers, selected = reference_sets(*asked)
+                    ours = set(layer.rows[0, g].tolist())
+                    assert set(layer.outliers[0, g].tolist()) == set(outliers)
+                    assert ours == set(selected)
+                    overlap[repeated] += len(ours & {*reference_sets(*asked, width=128)[1]})
+                    chosen += len(ours)
+        assert (overlap[repeated] == chosen) == repeated
+        assert overlap[repeated] > 0.8 * chosen
+
+
+def compare_keys(layer: ShadowLayer, expected: Tensor) -> None:
+    every = torch.arange(layer.plan.candidates).expand(1, layer.spec.num_kv_heads, -1)
+    rebuilt = layer._rebuild(every).k
+    torch.testing.assert_close(rebuilt, expected[:, :, : rebuilt.shape[2]], atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rank", [20, 127, 1.0])

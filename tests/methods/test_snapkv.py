@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from harness.footprint import footprint
 from methods.snapkv import SnapKV
+from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = SnapKV(window=7, kernel=5, pooling="avg", select_per="kv_head")
@@ -24,9 +25,9 @@ def _sequences(shape: Shape, length: int = PROMPT + STEPS, **more: int) -> Seque
     return sequences
 
 
-def _votes(s: Sequences, window: int, prompt: int) -> Tensor:
+def _votes(s: Sequences, window: int, prompt: int, layer: int = 0) -> Tensor:
     """[B H S] in fp64: weights of the last queries, summed; the window's own columns left out"""
-    q, k, shape = s.q(0).double(), s.k(0).double(), s.shape
+    q, k, shape = s.q(layer).double(), s.k(layer).double(), s.shape
     votes = torch.zeros(shape.batch, shape.heads, prompt, dtype=torch.float64)
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -77,6 +78,19 @@ def test_keeps_the_best_votes_and_the_window(shape: Shape, pooling: str, select_
         read = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in kept.tolist()]
         assert_close(out, attention(s.q(0)[:, :, position, None], k, v, read, shape.dim**-0.5))
     assert layers[0].attended == (BUDGET, STEPS)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kernel", [7, 15])
+def test_on_a_models_keys_each_query_head_keeps_what_the_released_code_keeps(kernel: int) -> None:
+    """Its LongBench runs: window 32, max pooling, keys and values repeated to the query heads before anything else."""
+    prompt = 650
+    s = Recorded(prompt, layers=[0, 14, 29])
+    method = SnapKV(window=32, kernel=kernel, pooling="max", select_per="query_head")
+    layers = s.start(method, prompt // 5)
+    s.seal(layers, 0, prompt)
+    for index, layer in enumerate(layers):
+        _check_kept(layer.positions, _pooled(_votes(s, 32, prompt, index), kernel, "max"), 32, prompt)
 
 
 def test_max_pooling_after_the_group_mean_differs_from_before() -> None:
