@@ -8,7 +8,8 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-gpu demo bench-generate bench-gpu clean
+.PHONY: help setup check test test-all test-gpu demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+    bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -36,21 +37,41 @@ test: setup  ## the test suite, on the CPU: at most 5 minutes on 2 cores
 test-all: setup  ## the test suite with what is slow by nature
 	$(PYTEST) -m ''
 
-# The GPU targets take the environment they find: torch, triton and pytest are enough there.
+# The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+GPU_TESTS = tests/kernels tests/harness/test_graph_gpu.py tests/harness/test_host_gpu.py
+# Kernels are compiled on first use, which takes most of the time: a worker per core, where pytest-xdist is installed.
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n auto --maxprocesses 12')
 # InfLLM and LM-Infinite have a prefill of their own, which would take most of the time.
-GRAPHED = full streaming h2o snapkv pyramidkv sparq quest pqcache shadowkv:hit_cache=false infinigen oracle
-SEED ?= $(shell date +%s)
+ONE_PREFILL = full streaming h2o snapkv pyramidkv sparq quest pqcache infinigen oracle
+OFFLOADED = full sparq pqcache shadowkv infinigen
+SEED ?= 0
+OUT ?= results/runs/bench
+# Rows are written as they come, so that one which is stopped keeps them.
+GPU_BENCH = timeout 300 $(GPU_PYTHON) -m harness.bench
+GPU_LIMITS = --device cuda --minutes 4 --no-plot
+GPU_MODEL = --shape llama-3.1-8b --budget 2048
 
-test-gpu:  ## compiled Triton kernels against their references on a CUDA device; fresh inputs, or SEED=...
-	@echo "SEED=$(SEED)"
-	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/harness/test_graph_gpu.py
+test-gpu:  ## compiled Triton kernels against their references on a CUDA device; SEED=... for other inputs
+	@mkdir -p $(OUT)
+	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -p no:randomly $(GPU_WORKERS) -m 'gpu and not slow' \
+	    --junitxml=$(OUT)/test-gpu.xml $(GPU_TESTS)
 
-bench-gpu:  ## operations, one layer and decoding on a CUDA device, into results/runs/bench
-	$(GPU_PYTHON) -m harness.bench ops --device cuda --out results/runs/bench/gpu-ops
-	$(GPU_PYTHON) -m harness.bench layer --device cuda --out results/runs/bench/gpu-layer
-	$(GPU_PYTHON) -m harness.bench decode --device cuda --shape llama-3.1-8b --tokens 8192 32768 131072 --budget 2048 \
-	    --graphs --methods $(GRAPHED) --out results/runs/bench/gpu-decode
+bench-gpu: bench-gpu-ops bench-gpu-layer bench-gpu-decode bench-gpu-offload  ## all on a CUDA device, into OUT=...
+
+bench-gpu-ops:  ## each operation; at most 5 minutes, like the other three
+	$(GPU_BENCH) ops $(GPU_LIMITS) --out $(OUT)/gpu-ops
+
+bench-gpu-layer:  ## a decode step of one layer, every method
+	$(GPU_BENCH) layer $(GPU_LIMITS) --tokens 131072 32768 8192 --methods $(ONE_PREFILL) shadowkv --out $(OUT)/gpu-layer
+
+bench-gpu-decode:  ## tokens of an 8B model, as CUDA graphs
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 --graphs \
+	    --methods $(ONE_PREFILL) shadowkv:hit_cache=false --out $(OUT)/gpu-decode
+
+bench-gpu-offload:  ## the same with keys and values in host memory
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host \
+	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host

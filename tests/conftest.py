@@ -27,6 +27,10 @@ with suppress(ImportError):  # a bare GPU machine has none
 SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".." / "shared")).resolve()
 
 
+def pytest_report_header() -> str:
+    return f"inputs drawn from seed {os.environ.get('KV_HARNESS_TEST_SEED', '0')} (KV_HARNESS_TEST_SEED)"
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data beside the checkout; tests that need it skip without it."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -100,6 +100,31 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
     inputs = drawn(shape, DTYPES[dtype])
     for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
         close(ours, theirs)
+
+
+def moved(value: Any, device: str) -> Any:
+    """A block, its parts or a tensor, on another device."""
+    if is_dataclass(value):
+        return type(value)(*(moved(getattr(value, field.name), device) for field in fields(value)))
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_block_equals_plain_torch_on_the_gpu(shape: str, dtype: str) -> None:
+    inputs = [moved(value, "cuda") for value in drawn(shape, DTYPES[dtype])]
+    for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
+        close(ours, theirs)
+
+
+def test_a_moved_block_is_the_same_block() -> None:
+    block = drawn("qwen3", torch.float32)[0]
+    other = moved(block, "cpu")
+    assert other.head_dim == block.head_dim
+    assert torch.equal(other.q.weight, block.q.weight)
+    assert moved(block, "meta").q.weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("shape", ["qwen3-prompt", "partial-rotary", "odd", "dim96-prompt"])

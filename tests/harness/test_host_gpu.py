@@ -1,0 +1,71 @@
+"""Rows in pinned host memory beside a GPU; the same on a CPU, where host and device are one memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from harness.attach import Attachment, attached
+from harness.engine import Engine, Generation
+from methods.base import Method
+from methods.stores import HostStore, Rows
+from tests.kernels.op_cases import pick, random
+from tests.methods.test_contract import NAMES, small
+from tests.tiny import prompt, tiny
+
+HERE = torch.cuda.is_available()
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA device on this machine")]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+OFFLOADING: dict[str, Method] = {name: small(name) for name in NAMES if small(name).offloads}
+OFFLOADING["pqcache with a block cache"] = replace(small("pqcache"), cache_tokens=16, cache_block=4)  # type: ignore[call-arg]
+
+
+def model_on(device: str) -> Any:
+    return deepcopy(tiny("llama")).to(device)  # type: ignore[arg-type]
+
+
+@devices
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_placement_changes_no_token(name: str, device: str) -> None:
+    """Over two prompts, the second in chunks."""
+    made: dict[str, list[Generation]] = {}
+    model = model_on(device)
+    for placement in ("device", "host"):
+        with attached(
+            model, OFFLOADING[name], budget=0.5, placement=placement, calibration=prompt(64, seed=9)  # type: ignore[arg-type]
+        ) as kv:  # fmt: skip
+            engine = Engine(kv)
+            made[placement] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for seed in range(2)]
+    for near, far in zip(*made.values(), strict=True):
+        assert near.tokens == far.tokens
+        assert far.kv.host_bytes > 0 == near.kv.host_bytes
+
+
+@devices
+def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
+    kv = Attachment(model_on(device), OFFLOADING["pqcache"], 40, "host")
+    request = kv.request(capacity=60)
+    store = HostStore(kv.specs[0], request, 60)
+    k, v = (random(seed, 1, 2, 50, 16).to(device) for seed in (1, 2))
+    store.append(k[:, :, :31], v[:, :, :31])
+    store.append(k[:, :, 31:], v[:, :, 31:])
+    rows = pick(3, 1, 2, 50, 9).to(device)
+    found, wanted = store.fetch(rows), [x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 16)) for x in (k, v)]
+    some = store.fetch_some(rows, torch.tensor([4, 11], device=device))
+    held = Rows(k, request)
+    assert store.k_rows.device.type == held.rows_held.device.type == "cpu"
+    assert store.k_rows.is_pinned() == store.v_rows.is_pinned() == held.rows_held.is_pinned() == (device == "cuda")
+    for one, other, whole, stored in zip(found, wanted, store.fetch_all(), (k, v), strict=True):
+        assert one.device == other.device
+        assert torch.equal(one, other)
+        assert torch.equal(whole, stored)
+    for one, other in zip(some, wanted, strict=True):
+        assert torch.equal(one, other.flatten(0, 2)[[4, 11]])
+    assert torch.equal(held.fetch(rows), wanted[0])
+    assert request.traffic.to_host_bytes == 3 * k.nbytes

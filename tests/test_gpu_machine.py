@@ -1,0 +1,74 @@
+"""`make test-gpu` on a bare GPU machine: torch, triton, transformers and pytest are all that is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# what the project asks for beside those and what they bring
+ABSENT = (
+    "accelerate", "datasets", "faiss", "flash_attn", "gguf", "hydra", "hypothesis", "jieba", "matplotlib", "omegaconf",
+    "pandas", "pyarrow", "pytest_randomly", "pytest_timeout", "rapidfuzz", "rouge", "scipy", "wandb", "wonderwords",
+    "xdist",
+)  # fmt: skip
+MAKE = (ROOT / "Makefile").read_text()
+
+
+def variable(name: str) -> list[str]:
+    """The words of a make variable."""
+    found = re.search(rf"^{name} *=(.*(?:\\\n.*)*)", MAKE, re.MULTILINE)
+    assert found is not None
+    return found.group(1).replace("\\\n", " ").split()
+
+
+def test_tests_for_a_gpu_are_collected_and_run_without_the_rest(tmp_path: Path) -> None:
+    """Without a device all of them are skipped, but their modules are imported whole."""
+    words = [*variable("GPU_TESTS"), "-m", "gpu and not slow", f"--junitxml={tmp_path / 'test-gpu.xml'}"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import pytest; sys.exit(pytest.main({words}))"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": "", "KV_HARNESS_TEST_SEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=inherited | bare)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "inputs drawn from seed 7" in done.stdout
+    cases = list(ElementTree.parse(tmp_path / "test-gpu.xml").iter("testcase"))
+    names = {str(case.get("classname")).rpartition(".")[2] for case in cases}
+    assert {"test_gpu", "test_ops", "test_block", "test_kmeans", "test_graph_gpu", "test_host_gpu"} <= names
+
+
+def dry(target: str, *settings: str) -> str:
+    make = ["make", "-n", target, "GPU_PYTHON=python", *settings]
+    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_seed_is_fixed_unless_it_is_given() -> None:
+    assert "KV_HARNESS_TEST_SEED=0 " in dry("test-gpu")
+    assert "KV_HARNESS_TEST_SEED=31 " in dry("test-gpu", "SEED=31", "OUT=elsewhere")
+    assert "--junitxml=elsewhere/test-gpu.xml" in dry("test-gpu", "OUT=elsewhere")
+
+
+@pytest.mark.parametrize("python", ["true", "false"], ids=["with-xdist", "without"])
+def test_workers_are_started_where_xdist_is(python: str) -> None:
+    """`true` imports anything, `false` nothing."""
+    assert ("-n auto" in dry("test-gpu", f"GPU_PYTHON={python}")) == (python == "true")
+
+
+def test_benchmarks_are_bounded_in_time_and_files() -> None:
+    lines = [
+        line for line in dry("bench-gpu", "OUT=elsewhere").replace("\\\n", " ").splitlines() if "harness.bench" in line
+    ]
+    folders = [re.search(r"--out (elsewhere/gpu-\w+)", line) for line in lines]
+    assert len({folder and folder.group(1) for folder in folders}) == len(lines) == 4
+    assert all(line.startswith("timeout 300 ") and "--minutes 4" in line and "--no-plot" in line for line in lines)
+    for line in lines:  # each says what it would do
+        module = line.partition("harness.bench ")[2].split()[0]
+        words = line.partition(f"harness.bench {module} ")[2].split()
+        parser = __import__(f"harness.bench.{module}", fromlist=["_"]).parser()
+        words[words.index("--device") + 1] = "cpu"
+        parser.parse_args(words)
