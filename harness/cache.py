@@ -60,7 +60,7 @@ class KVCache(Cache):
         return self.layers[0].request.clock
 
     def count_repeated(self, steps: int) -> None:
-        """So many recorded steps ran without the model's forward; -1: one was counted that did not run."""
+        """So many recorded steps ran without the model's forward."""
         self.num_tokens += steps
         self.clock.steps += steps
         for layer in self.layers:

@@ -25,6 +25,7 @@ from harness.graph import Recorder, RepeatedStep, unrepeatable
 from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
 from harness.trace import Tracer
+from harness.wait import wait_for
 from methods.base import KVLayer
 from methods.layers import DenseLayer
 
@@ -110,7 +111,7 @@ class Engine:
         prompt = prompt.to(self.model.device)
         context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
         cache = self.cache(prompt, max_new_tokens)
-        self._synchronize()
+        wait_for(self.model.device)
         began = perf_counter()
         logits = self.prefill(cache, context)
         return self.complete(
@@ -148,14 +149,14 @@ class Engine:
         """Everything behind the prefill: question [B Q] (protocol=context, else Q = 0), seal, decode."""
         run = _Run(cache, list(stops or [never] * len(logits)), sampler or Greedy(), max_new_tokens, began)
         if question.shape[1]:
-            run.seal()
+            run.seal(self.model.device)
             logits = self._question(question, cache, run)
         while run.take(logits):
             if not cache.sealed:
-                run.seal()
+                run.seal(self.model.device)
             logits = self._decode(run.last.to(self.model.device), cache, run)
         out = run.finish()
-        self.plain_steps = run.plain_steps or self.plain_steps
+        self._note_plain_steps(run)
         if cache.watch is not None:
             exact = self.attachment.method.dense_prefill  # else Full's prompt is not the method's
             out.fidelity = [cache.watch.report(self.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
@@ -167,7 +168,7 @@ class Engine:
         before = perf_counter()
         for token in question.split(1, dim=1):
             logits = self._decode(token, cache, run)
-        self._synchronize()
+        wait_for(self.model.device)
         run.out.question_s = perf_counter() - before
         return logits
 
@@ -187,9 +188,10 @@ class Engine:
             return self.forward(ids, cache)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+    def _note_plain_steps(self, run: _Run) -> None:
+        self.plain_steps = run.plain_steps or self.plain_steps
+        if run.step is not None and run.step.failure is not None:
+            self.plain_steps, self.recorder = run.step.failure, None  # one failure is enough
 
 
 class _Run:
@@ -214,9 +216,11 @@ class _Run:
             assert forward is not None
             self.step = RepeatedStep(forward, self.cache, recorder)
 
-    def seal(self) -> None:
+    def seal(self, device: torch.device) -> None:
+        wait_for(device)  # under protocol=context the prefill may be under way
         before = perf_counter()
         self.cache.seal()
+        wait_for(device)
         self.out.seal_s = perf_counter() - before
         self.moved_before = self._moved()
 

@@ -37,7 +37,7 @@ class Runner:
             attachment,
             prefill_chunk=job.settings.prefill_chunk,
             fidelity=job.settings.fidelity,
-            recorder=CudaGraphs() if job.settings.graphs == "on" else None,
+            recorder=CudaGraphs(loaded.model.device) if job.settings.graphs == "on" else None,
         )
         self.peaks = PeakMeter(loaded.model.device)
         if job.settings.trace == "on":

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.cache import KVCache
 from harness.phases import PHASES, phase_of
+from harness.wait import wait_for
 from kernels.dispatch import watched
 from methods.base import AttnInput
 
@@ -53,8 +54,7 @@ class Stopwatch:
     def totals(self) -> dict[str, float]:
         """Seconds of each name, 0 where there was none; waits for the device."""
         spent: dict[str, float] = defaultdict(float)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         for name, began, ended in self._spans:
             spent[name] += ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
         return spent

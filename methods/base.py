@@ -39,7 +39,7 @@ class LayerSpec:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(slots=True)
+@dataclass
 class Traffic:
     """Bytes that crossed between host and device, counted where they move."""
 
@@ -167,7 +167,7 @@ class KVLayer(ABC):
         return f"{type(self).__name__} does not say that its step can be"
 
     def count_repeated(self, steps: int) -> None:
-        """So many recorded steps ran without `decode`: bring what it counts in Python up to date."""
+        """So many recorded steps ran without `decode`: bring up to date what it counts in Python."""
         raise NotImplementedError(f"{type(self).__name__} says that its step can be repeated, and counts no repeats")
 
 

@@ -26,10 +26,12 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: set[int] = set()  # storages that came up while recording
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
-        with self:
-            result = step()
-        for tensor, held in self.before.values():
-            tensor.copy_(held)
+        try:
+            with self:
+                result = step()
+        finally:
+            for tensor, held in self.before.values():
+                tensor.copy_(held)
         return self.repeat, result
 
     def repeat(self) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.attach import Attachment, attached
+from harness.cache import KVCache
 from harness.config import Settings, SettingsError
 from harness.engine import Engine, Generation
-from harness.graph import RepeatedStep
+from harness.graph import CudaGraphs, Recorder, RepeatedStep
 from harness.trace import Tracer
 from kernels.dispatch import use_backend
-from methods.base import AttnInput, Method
+from methods.base import Attended, AttnInput, Method
 from methods.clock import Clock, RecordingError
 from methods.full import Full
 from methods.layers import DenseLayer
@@ -52,23 +55,93 @@ def test_repeated_steps_are_the_same(name: str, context: int | None, batch: int)
         assert getattr(got, key) == getattr(wanted, key), key
 
 
+class Turn(NamedTuple):
+    """What is known behind an answer."""
+
+    tokens: list[list[int]]
+    recorded: bool
+    attended: list[Attended]
+    read: list[list[int] | None]
+
+
+def two_turns(kv: Attachment, recorder: Recorder | None, new: int) -> tuple[list[Turn], Engine]:
+    engine, turns = Engine(kv, recorder=recorder), []
+    cache = engine.cache(prompt(90), 2 * new)
+    for ids in (prompt(60), prompt(30, seed=5)):
+        cache.open_turn()
+        with use_backend("torch"):
+            made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=new)
+        rows = [layer.read_positions() for layer in cache.layers]
+        read = [None if x is None else x.sort(-1).values.tolist() for x in rows]
+        turns.append(Turn(made.tokens, made.graph_s is not None, [layer.attended for layer in cache.layers], read))
+    return turns, engine
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 6])
 @methods
-def test_a_further_turn_is_recorded_anew(name: str) -> None:
-    turns = [prompt(60), prompt(30, seed=5)]
-    said: list[list[list[int]]] = []
+def test_a_further_turn_is_recorded_anew(name: str, new: int) -> None:
+    """A step that was recorded and never repeated (an answer of two tokens) has not run."""
     with attach(repeatable(name), 0.6) as kv:
-        for recorder in (None, Tape()):
-            engine = Engine(kv, recorder=recorder)
-            cache = engine.cache(torch.cat(turns, 1), 12)
-            said.append([])
-            for ids in turns:
-                cache.open_turn()
-                with use_backend("torch"):
-                    logits = engine.prefill(cache, ids)
-                    made = engine.complete(cache, logits, ids[:, :0], began=0.0, max_new_tokens=6)
-                said[-1] += made.tokens
-                assert (made.graph_s is None) == (recorder is None)
-    assert said[0] == said[1]
+        wanted, _ = two_turns(kv, None, new)
+        got, engine = two_turns(kv, Tape(), new)
+    assert engine.plain_steps is None
+    assert [turn.recorded for turn in got] == [new > 1] * 2
+    assert [turn._replace(recorded=False) for turn in got] == wanted
+
+
+class FailsAt:
+    """A recorder that runs the step up to the `place`-th attention call, and there fails as a capture does."""
+
+    def __init__(self, kv: Attachment, place: int) -> None:
+        self.kv, self.place, self.tries = kv, place, 0
+
+    def record(self, step: Callable[[], Tensor]) -> Any:
+        self.tries += 1
+        calls = iter(range(99))
+        plain = KVCache.attend
+
+        def attend(cache: KVCache, layer: int, x: AttnInput) -> Tensor:
+            out = plain(cache, layer, x)
+            if next(calls) == self.place:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return out
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVCache, "attend", attend)
+            try:
+                Tape().record(step)
+            except RuntimeError:
+                raise RuntimeError("the end of a capture that has failed, fails too")  # noqa: B904
+        raise RuntimeError("behind the last layer")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@methods
+def test_where_recording_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
+    with attach(repeatable(name), 0.6) as kv:
+        wanted, _ = two_turns(kv, None, 6)
+        recorder = FailsAt(kv, place)
+        got, engine = two_turns(kv, recorder, 6)
+    assert got == wanted
+    assert recorder.tries == 1  # the second turn does not try again
+    why = "behind the last layer" if place == 3 else "operation not permitted when stream is capturing"
+    assert engine.plain_steps == f"recording a step failed: RuntimeError: {why}"
+
+
+def test_an_interrupt_while_recording_leaves_the_cache_as_it_was() -> None:
+    class Interrupted:
+        def record(self, step: Callable[[], Tensor]) -> Any:
+            step()
+            raise KeyboardInterrupt
+
+    with attach(repeatable("snapkv"), 0.6) as kv:
+        engine = Engine(kv, recorder=Interrupted())
+        cache = engine.cache(prompt(60), 9)
+        logits = engine.prefill(cache, prompt(60))
+        with pytest.raises(KeyboardInterrupt):
+            engine.complete(cache, logits, prompt(60)[:, :0], began=0.0, max_new_tokens=6)
+    assert cache.num_tokens == 61
+    assert cache.layers[0].attended.generated == 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -96,6 +169,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
                 cache.seal()
                 step = RepeatedStep(engine.forward, cache, recorder) if recorder else None
                 steps.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
+                assert step is None or step.failure is None
         for one, wanted in zip(*steps, strict=True):
             torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)
 
@@ -166,8 +240,10 @@ def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
     with attach(Wrong(layer=CountsInPython), None) as kv:
         assert generate(kv, ids, False)[0].tokens == wanted.tokens
         assert generate(kv, ids, True)[0].tokens != wanted.tokens
-    with attach(Wrong(layer=Waits), None) as kv, pytest.raises(RecordingError, match="waits"):
-        generate(kv, ids, True)
+    with attach(Wrong(layer=Waits), None) as kv:
+        made, engine = generate(kv, ids, True)
+    assert made.tokens == wanted.tokens
+    assert engine.plain_steps == "recording a step failed: RecordingError: item waits for a value of the device"
 
 
 def test_the_clock_gives_the_same_tensor_one_higher_in_the_next_step() -> None:
@@ -185,6 +261,46 @@ def test_the_clock_gives_the_same_tensor_one_higher_in_the_next_step() -> None:
     assert clock.now(3, device).tolist() == [3]
 
 
+def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch leaves its capture stream current where the end of a capture raises, and takes the current device's."""
+    places, streams = ["cuda:0"], {"cuda:0": "stream 0", "cuda:1": "stream 1"}
+    captured_on: list[str] = []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        places.append(str(wanted))
+        try:
+            yield
+        finally:
+            places.pop()
+
+    class Graph:
+        def __init__(self, graph: object, pool: object, stream: str) -> None:
+            captured_on.append(stream)
+
+        def __enter__(self) -> None:
+            streams[places[-1]] = captured_on[-1]
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("capture_end")
+
+    fakes = {
+        "device": device,
+        "graph": Graph,
+        "graph_pool_handle": object,
+        "CUDAGraph": object,
+        "Stream": lambda: f"capture stream of {places[-1]}",
+        "current_stream": lambda: streams[places[-1]],
+        "set_stream": lambda stream: streams.update({places[-1]: stream}),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(RuntimeError, match="capture_end"):
+        CudaGraphs(torch.device("cuda:1")).record(lambda: torch.zeros(1))
+    assert captured_on == ["capture stream of cuda:1"]
+    assert streams == {"cuda:0": "stream 0", "cuda:1": "stream 1"}
+
+
 def test_graphs_are_refused_on_a_cpu() -> None:
-    with pytest.raises(SettingsError, match="graphs=on needs device=cuda, and device is cpu"):
-        Settings(graphs="on")
+    with pytest.raises(SettingsError, match="graphs=on needs a CUDA device, and device is cpu"):
+        Settings(graphs="on", device="cpu")

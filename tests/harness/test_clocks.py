@@ -1,0 +1,126 @@
+"""What the engine's times hold where operations are launched now and done later, on a device that is only a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import engine as engine_module
+from harness import graph as graph_module
+from harness.attach import attached
+from harness.engine import Engine, Generation
+from harness.sampling import Greedy
+from harness.wait import wait_for
+from methods.base import AttnInput
+from methods.full import Full
+from methods.layers import DenseLayer
+from tests.recorder import Tape
+from tests.tiny import prompt, tiny
+
+PREFILL, SEAL, STEP, RECORD = 100.0, 20.0, 3.0, 7.0  # seconds of the device, for all layers together
+
+
+class Device:
+    """Work queues up; a wait lasts until it is done. The host itself takes no time."""
+
+    def __init__(self) -> None:
+        self.now = self.busy_until = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.busy_until = max(self.now, self.busy_until) + seconds
+
+    def wait(self, *_: Any) -> None:
+        self.now = max(self.now, self.busy_until)
+
+    def clock(self) -> float:
+        return self.now
+
+
+class LaunchingLayer(DenseLayer):
+    device: Device
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        self.device.launch(PREFILL / 3)
+        return super().prefill(x)
+
+    def seal(self) -> None:
+        self.device.launch(SEAL / 3)
+        super().seal()
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if not self.request.clock.recording:
+            self.device.launch(STEP / 3)
+        return super().decode(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launching(Full):
+    def start(self, specs: Any, request: Any) -> Any:
+        return [LaunchingLayer(spec, request, self) for spec in specs]
+
+
+class Waiting(Greedy):
+    """Tokens are needed on the host."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def pick(self, logits: Tensor) -> Tensor:
+        self.device.wait()
+        return super().pick(logits)
+
+
+class Slow(Tape):
+    """Recording takes the host a while; repeats launch what was recorded."""
+
+    device: Device
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        repeat, result = super().record(step)
+        self.device.now += RECORD
+        return lambda: (self.device.launch(STEP), repeat()), result
+
+
+def generate(monkeypatch: pytest.MonkeyPatch, recorded: bool = False, context: int | None = None) -> Generation:
+    device, recorder = Device(), Slow()
+    recorder.device = device
+    monkeypatch.setattr(LaunchingLayer, "device", device, raising=False)
+    for module in (engine_module, graph_module):
+        monkeypatch.setattr(module, "perf_counter", device.clock)
+        monkeypatch.setattr(module, "wait_for", device.wait)
+    with attached(tiny("llama"), Launching()) as kv:
+        engine = Engine(kv, recorder=recorder if recorded else None)
+        return engine.generate(prompt(30), max_new_tokens=4, context_tokens=context, sampler=Waiting(device))
+
+
+def test_the_seal_is_clocked_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generate(monkeypatch)
+    assert made.seal_s == pytest.approx(SEAL)
+    second = PREFILL + SEAL + STEP
+    assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
+
+
+def test_a_seal_behind_a_context_holds_none_of_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generate(monkeypatch, context=25)
+    assert (made.seal_s, made.question_s) == (pytest.approx(SEAL), pytest.approx(5 * STEP))
+    assert made.token_s[0] == pytest.approx(PREFILL + SEAL + 5 * STEP)
+
+
+def test_recording_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generate(monkeypatch, recorded=True)
+    assert made.graph_s == pytest.approx(RECORD)
+    second = PREFILL + SEAL + STEP + RECORD
+    assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
+
+
+def test_waiting_is_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for name in ("cpu", "cuda:1"):
+        wait_for(torch.device(name))
+    assert waited == [torch.device("cuda:1")]
