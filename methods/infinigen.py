@@ -1,11 +1,12 @@
 """InfiniGen: a layer's tokens are guessed from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
 
 Once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that few columns
-hold most of them. A prompt keeps, for the columns its own queries use most, its skewed keys on the device. At each
-step layer l's query projection is applied to the input of layer l-1; the guessed query against the partial keys tells
-which tokens come within `alpha` of the largest logit of a query head. Their mean count over the KV heads, limited by
-the budget, is how many tokens every KV head fetches; the released code takes one mean for all sequences of a batch,
-here each has its own and does not depend on its neighbours.
+hold most of them. A prompt keeps, for the columns in which its own queries or keys are largest, its skewed keys on the
+device (the released code for RoPE takes this union, from one fixed prompt; its OPT runtime the queries' columns alone,
+from each prompt). At each step layer l's query projection is applied to the input of layer l-1; the guessed query
+against the partial keys tells which tokens come within `alpha` of the largest logit of a query head. Their mean count
+over the KV heads, limited by the budget, is how many tokens every KV head fetches; the released code takes one mean for
+all sequences of a batch, here each has its own and does not depend on its neighbours.
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
 would destroy the logits. For grouped heads a token's score is its best margin among the group, which is the paper's
@@ -51,11 +52,14 @@ class InfiniGen(Method):
         window="none",
         on_device="partial keys, their basis, generated tokens; the dense layers whole",
         on_host="K and V of the prompt, but for the dense layers",
-        index_cost="{partial_ratio} of a key's columns; a second query projection per step; skewing once per model",
+        index_cost=(
+            "{partial_ratio} of a key's columns, up to twice that for their union; a second query projection per step; "
+            "skewing once per model"
+        ),
         budget="the most tokens a step may fetch; what it needs may be less",
         deviations=(
-            "skewed after the rotation, for models with RoPE; each sequence of a batch has its own count; no limited "
-            "host pool; generated tokens are always read"
+            "skewed after the rotation, for models with RoPE; columns chosen for each prompt; each sequence of a batch "
+            "has its own count; no limited host pool; generated tokens are always read"
         ),
     )
 
