@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,16 @@ def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
     """`method` with the parameters that `comm` and `windows` stand for."""
     method = method.with_windows(**vars(settings.windows))
     return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
+
+
+def without_effect(settings: Settings, method: Method) -> Iterator[str]:
+    """What of `windows` and `budget_rule` changes nothing for `method`, in words."""
+    name = type(method).__name__
+    given = {key for key, value in vars(settings.windows).items() if value is not None}
+    for key in sorted(given - method.window_names.keys()):
+        yield f"windows.{key} changes nothing for {name}, which has no such parameter"
+    if settings.budget_rule == "paper" and not method.paper_leaves_out:
+        yield f"budget_rule=paper changes nothing for {name}, whose budget leaves nothing out"
 
 
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:

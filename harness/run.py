@@ -30,6 +30,7 @@ from harness.preparation import (
     limit_threads,
     method_of,
     prepare,
+    without_effect,
 )
 from harness.provenance import provenance, source_hash
 from harness.records import Record
@@ -101,6 +102,9 @@ class Job:
         task.require(wanted.data.folder())
         info = model.describe()
         method = method_of(wanted, method, info)
+        if method.uses_budget:
+            for words in without_effect(wanted, method):
+                say_once(words)
         settings = effective(wanted, method, info)
         check_device(settings.device)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):

@@ -10,6 +10,7 @@ import pytest
 
 from harness.compose import built, composed
 from harness.config import CommonWindows, Results, Settings, SettingsError
+from harness.notices import say_once
 from harness.report import main as report
 from harness.run import Job, evaluate
 from methods.full import Full
@@ -88,3 +89,18 @@ def test_the_command_line_takes_them() -> None:
     assert made.windows == CommonWindows(sinks=4, recent_ratio=0.25)
     with pytest.raises(SettingsError, match=r"windows\.sink; did you mean windows.sinks"):
         composed(["windows.sink=4"])
+
+
+def test_what_changes_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    wanted = settings(tmp_path, budget_rule="paper", windows=CommonWindows(sinks=4, recent_ratio=0.25))
+    for method in (Full(), PQ, STREAMING, Quest()):
+        Job.plan(method, niah(), MODEL, wanted)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "note: windows.recent_ratio changes nothing for Streaming, which has no such parameter.",
+        "note: budget_rule=paper changes nothing for Streaming, whose budget leaves nothing out.",
+        "note: windows.recent_ratio changes nothing for Quest, which has no such parameter.",
+        "note: windows.sinks changes nothing for Quest, which has no such parameter.",
+        "note: budget_rule=paper changes nothing for Quest, whose budget leaves nothing out.",
+    ]
