@@ -26,6 +26,7 @@ from harness.sampling import Greedy, Sampler
 from harness.teacher import Forced
 from harness.trace import Tracer
 from harness.wait import wait_for
+from kernels.threads import step_threads
 from methods.base import KVLayer
 from methods.layers import DenseLayer
 
@@ -175,7 +176,11 @@ class Engine:
     def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
         if self.recorder is not None and run.step is None:
             run.record(self.forward, self.recorder, self.tracer is not None)
-        with self.tracer.step(cache) if self.tracer is not None else nullcontext():
+        on_cpu = self.model.device.type == "cpu"
+        with (
+            self.tracer.step(cache) if self.tracer is not None else nullcontext(),
+            step_threads() if on_cpu else nullcontext(),
+        ):
             logits = run.step(token) if run.step is not None else self._step(token, cache)
         run.note_step()
         if cache.watch is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from harness.bench.traffic import bytes_read
 from harness.phases import PHASES
 from harness.tables import Column
 from harness.trace import Stopwatch, clocked
+from kernels.threads import step_threads
 from methods.base import AttnInput, KVLayer, Method, Request
 from methods.budget import Budget, BudgetError
 from methods.full import Full
@@ -55,9 +57,10 @@ class Decoding:
         self.guess: Callable[..., None] | None = getattr(self.layer, "guess", None)
 
     def step(self) -> None:
-        if self.guess is not None:  # a layer that chooses while the one before it runs
-            self.guess(self.next)
-        self.layer.decode(self.next)
+        with step_threads() if self.shape.device.type == "cpu" else nullcontext():
+            if self.guess is not None:  # a layer that chooses while the one before it runs
+                self.guess(self.next)
+            self.layer.decode(self.next)
 
     def rewind(self, tokens: int) -> None:
         """Full forgets what it generated."""

@@ -64,8 +64,10 @@ template <class T> void attention_inputs(const Block& block, const Inputs& in) {
     int64_t outs[] = {block.heads * dim, block.kv_heads * dim, block.kv_heads * dim};
     const Weights* weights[] = {&block.q, &block.k, &block.v};
     E* to[] = {(E*)in.q, (E*)in.k, (E*)in.v};
-#pragma omp parallel
+    Team team;
+#pragma omp parallel num_threads(team.threads)
     {
+        Member member(team);
         static thread_local Buffer<E> own;
         E* normed = room(own, in.batch * padded);
         for (int64_t b = 0; b < in.batch; b++) {
@@ -106,8 +108,10 @@ void block_output(const Block& block, const void* hidden, const void* attended, 
         std::fill(active + b * inner_padded + inner, active + (b + 1) * inner_padded, E(0));
     }
     const E* x = (const E*)hidden;
-#pragma omp parallel
+    Team team;
+#pragma omp parallel num_threads(team.threads)
     {
+        Member member(team);
         static thread_local Buffer<E> own;
         products<T>(block.o, width, from, heads, batch, [&](int64_t row, int64_t b, float y) {
             put(middle + b * width + row, to_float(x[b * width + row]) + round_to<E>(y));
@@ -142,8 +146,10 @@ struct Head {
 template <class T> void token_logits(const Head& head, const void* x, void* out, int64_t batch) {
     using E = typename T::Element;
     int64_t padded = whole_lines(head.channels, T::WIDTH);
-#pragma omp parallel
+    Team team;
+#pragma omp parallel num_threads(team.threads)
     {
+        Member member(team);
         static thread_local Buffer<E> own;
         E* normed = room(own, batch * padded);
         for (int64_t b = 0; b < batch; b++)

@@ -73,12 +73,12 @@ template <class E> struct Reader {
 // Calls f(reader, pair, chunk, first token, last) for every task, in parallel.
 template <class E, class F> void tasks(const Call& call, F f) {
     int64_t chunks = (call.count + CHUNK - 1) / CHUNK;
-#pragma omp parallel for schedule(static) if (call.batch * call.groups * call.count > CHUNK)
-    for (int64_t task = 0; task < call.batch * call.groups * chunks; task++) {
+    int64_t pairs = call.batch * call.groups;
+    each_task(pairs * chunks, pairs * call.count > CHUNK, [&](int64_t task) {
         int64_t chunk = task % chunks;
         Reader<E> reader(call, task / chunks);
         f(reader, task / chunks, chunk, chunk * CHUNK, std::min((chunk + 1) * CHUNK, call.count));
-    }
+    });
 }
 
 template <class E> void scores(const Call& call) {

@@ -173,30 +173,30 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
 
 // The log of the sum of exponentials of each row
 EXPORT void log_sum_exp(const float* logits, float* out, int64_t rows, int64_t count, float scale) {
-#pragma omp parallel for schedule(dynamic) if (rows * count > 4096)
-    for (int64_t row = 0; row < rows; row++)
+    each_task(rows, rows * count > 4096, [&](int64_t row) {
         out[row] = softmax(logits + row * count, count, scale * (float)M_LOG2E).log();
+    });
 }
 
 // logits [P g S] -> weights [P S]
 EXPORT void group_weights(const float* logits, float* out, int64_t pairs, int64_t heads, int64_t count, float scale,
                           int largest) {
-#pragma omp parallel for schedule(dynamic) if (pairs * heads * count > 4096)
-    for (int64_t pair = 0; pair < pairs; pair++)
+    each_task(pairs, pairs * heads * count > 4096, [&](int64_t pair) {
         (largest ? weigh<true> : weigh<false>)(logits + pair * heads * count, out + pair * count, heads, count,
                                                scale * (float)M_LOG2E);
+    });
 }
 
 // logits [P g S] -> margins [P candidates] and counts [P]
 EXPORT void group_margins(const float* logits, float* out, int64_t* counts, int64_t pairs, int64_t heads, int64_t count,
                           int64_t candidates, float reach) {
-#pragma omp parallel for schedule(dynamic) if (pairs * heads * count > 4096)
-    for (int64_t pair = 0; pair < pairs; pair++)
+    each_task(pairs, pairs * heads * count > 4096, [&](int64_t pair) {
         counts[pair] = margins(logits + pair * heads * count, out + pair * candidates, heads, count, candidates, reach);
+    });
 }
 
 // Rows of scores `stride` apart -> indices [rows k], in no order
 EXPORT void top_k(const float* scores, int64_t* out, int64_t rows, int64_t count, int64_t stride, int64_t k) {
-#pragma omp parallel for schedule(dynamic) if (rows * count > 8192)
-    for (int64_t row = 0; row < rows; row++) largest_of(scores + row * stride, count, k, out + row * k);
+    each_task(rows, rows * count > 8192,
+              [&](int64_t row) { largest_of(scores + row * stride, count, k, out + row * k); });
 }

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int64_t AHEAD = 1 << 13;  // bytes asked for before they are copied
+constexpr int64_t TASK = 1 << 15;   // bytes of a task
 
 struct Call {  // strides in bytes
     char* x;
@@ -23,13 +24,14 @@ struct Call {  // strides in bytes
 template <class F> void each(const int64_t* numbers, F f) {
     Call call;
     std::memcpy(&call, numbers, sizeof call);
-    int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1;
-#pragma omp parallel for schedule(static) if (total * call.width > 1 << 16)
-    for (int64_t i = 0; i < total; i++) {
-        const char* later = call.row(std::min(i + ahead, total - 1));
-        for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
-        f(call.row(i), call.block + i * call.width, call.width);
-    }
+    int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, some = TASK / call.width + 1;
+    each_task((total + some - 1) / some, total * call.width > 2 * TASK, [&](int64_t task) {
+        for (int64_t i = task * some; i < std::min(total, (task + 1) * some); i++) {
+            const char* later = call.row(std::min(i + ahead, total - 1));
+            for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
+            f(call.row(i), call.block + i * call.width, call.width);
+        }
+    });
 }
 
 }  // namespace

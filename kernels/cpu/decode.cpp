@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int HEADS = 8;    // of a group, at a time
+constexpr int64_t TASKS = 64, FEWEST = 512;  // so many parts of all rows, none of fewer rows than this
 
 struct Segment {  // strides in bytes
     const char *k, *v;
@@ -206,19 +207,19 @@ void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::
 }
 
 template <class T> void run(const Call& call, const typename T::Element* q, typename T::Element* out, float* lse) {
-    int64_t pairs = call.batch * call.groups, threads = omp_get_max_threads(), tokens = 0;
+    int64_t pairs = call.batch * call.groups, tokens = 0;
     for (int64_t i = 0; i < call.num_segments; i++) tokens += call.segments[i].count;
-    int64_t parts = threads / std::gcd(pairs, threads), length = (tokens + parts - 1) / parts;
-    int64_t tasks = pairs * parts;
+    // by the shape alone, so that a result does not depend on the number of threads
+    int64_t parts = std::clamp<int64_t>(TASKS / pairs, 1, (tokens + FEWEST - 1) / FEWEST);
+    int64_t length = (tokens + parts - 1) / parts, tasks = pairs * parts;
     Buffer<float> sums(tasks * call.heads * call.dim);
     std::vector<State> states(tasks * call.heads);
     for (size_t i = 0; i < states.size(); i++) states[i] = {-INFINITY, f32{}, sums.data() + i * call.dim};
-#pragma omp parallel for schedule(static) if (tasks * length * call.heads > 1024)
-    for (int64_t task = 0; task < tasks; task++) {
+    each_task(tasks, tasks * length * call.heads > 1024, [&](int64_t task) {
         int64_t pair = task / parts, first = std::min(task % parts * length, tokens);
         Rows rows(call, pair, first, std::min(length, tokens - first), call.dim * sizeof(*q));
         attend_rows<T>(call, rows, q + pair * call.heads * call.dim, states.data() + task * call.heads);
-    }
+    });
     for (int64_t i = 0; i < pairs * call.heads; i++)
         join<T>(states.data() + i / call.heads * parts * call.heads + i % call.heads, parts, call.heads, call.dim,
                 out + i * call.dim, lse ? lse + i : nullptr);

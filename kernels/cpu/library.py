@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch  # first: its OpenMP runtime is then the one the libraries share  # noqa: F401
@@ -27,12 +28,26 @@ def load(name: str) -> ctypes.CDLL:
     """The library of `name`.cpp, from the cache or freshly built; ImportError says why there can be none."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
+    team()
+    return _load(name)
+
+
+@cache
+def team() -> ctypes.CDLL:
+    """The one state of all libraries (team.cpp): they find its functions among the global names."""
+    library = _load("team", ctypes.RTLD_GLOBAL)
+    library.kv_team_size.argtypes = [ctypes.c_int64]
+    library.kv_team_report.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+def _load(name: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
     compiler = _compiler()
     built = _folder() / f"{name}-{_key(name, compiler)}.so"
     if not built.exists():
         _build(SOURCES / f"{name}.cpp", built, compiler)
     try:
-        return ctypes.CDLL(str(built))
+        return ctypes.CDLL(str(built), mode)
     except OSError as error:
         raise ImportError(f"cannot load {built}: {error}") from error
 

@@ -8,6 +8,8 @@
 
 namespace {
 
+constexpr int64_t CHUNK = 1 << 15;  // tokens of a task
+
 struct Call {
     const void *q, *centroids, *codes;  // [P g m d'], [P m C d'], [P S m]
     float* out;
@@ -199,20 +201,18 @@ template <int W, class Code> struct Weights {
 };
 
 template <int W, class Code> void scores(const Call& call) {
-    int64_t threads = omp_get_max_threads(), splits = threads / std::gcd(call.pairs, threads);
-    int64_t length = (call.count + splits - 1) / splits;
-#pragma omp parallel for schedule(static) if (call.pairs * call.count > 4096)
-    for (int64_t task = 0; task < call.pairs * splits; task++)
-        score<W, Code>(call, task / splits, task % splits * length,
-                       std::min((task % splits + 1) * length, call.count));
+    int64_t chunks = (call.count + CHUNK - 1) / CHUNK;  // each builds the table of its KV head anew
+    each_task(call.pairs * chunks, call.pairs * call.count > 4096, [&](int64_t task) {
+        int64_t first = task % chunks * CHUNK;
+        score<W, Code>(call, task / chunks, first, std::min(first + CHUNK, call.count));
+    });
 }
 
 template <int W, class Code> void weights(const Call& call, float scale) {
-#pragma omp parallel for schedule(dynamic) if (call.pairs * call.count > 4096)
-    for (int64_t pair = 0; pair < call.pairs; pair++) {
+    each_task(call.pairs, call.pairs * call.count > 4096, [&](int64_t pair) {
         auto codes = (const Code*)call.codes + pair * call.count * call.parts;
         Weights<W, Code>{call, Table<W>(call, pair), codes, scale}.run(call.out + pair * call.count);
-    }
+    });
 }
 
 // Calls f(W, an example of a code).

@@ -35,6 +35,7 @@ inline u32 words_of(const bf16* row, int64_t next) {
 }
 
 constexpr int ROWS = 32;        // of a block
+constexpr int64_t CHUNK = 512;  // rows of a task
 constexpr int STEP_WORDS = 16;  // of a product of tiles
 inline int64_t padded(int64_t words) { return (words + STEP_WORDS - 1) / STEP_WORDS * STEP_WORDS; }
 
@@ -117,15 +118,13 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
 }
 
 template <class T, int H> void run(const Call& call) {
-    int64_t pairs = call.batch * call.groups, threads = omp_get_max_threads();
-    int64_t splits = threads / std::gcd(pairs, threads), length = (call.count + splits - 1) / splits;
-#pragma omp parallel for schedule(static) if (pairs * call.count > 64)
-    for (int64_t task = 0; task < pairs * splits; task++) {
-        int64_t pair = task / splits, first = task % splits * length;
+    int64_t pairs = call.batch * call.groups, chunks = (call.count + CHUNK - 1) / CHUNK;
+    each_task(pairs * chunks, pairs * call.count > 64, [&](int64_t task) {
+        int64_t pair = task / chunks, first = task % chunks * CHUNK;
         auto own = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
         auto basis = arrange<T, H>(own, call.rank, call.dim);
-        rebuild<T, H>(call, basis, pair, first, std::min(first + length, call.count));
-    }
+        rebuild<T, H>(call, basis, pair, first, std::min(first + CHUNK, call.count));
+    });
 }
 
 template <class T> void run(const Call& call) {

@@ -20,8 +20,7 @@ template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
     int64_t blocks = (in.count + TOKENS - 1) / TOKENS, tasks = in.batch * in.groups * blocks;
     int rest = in.row_bytes - (L - 1) * LINE;
-#pragma omp parallel for schedule(static) if (tasks > 64)
-    for (int64_t task = 0; task < tasks; task++) {
+    each_task(tasks, tasks > 64, [&](int64_t task) {
         int64_t pair = task / blocks, first = task % blocks * TOKENS;
         const char* base = in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
         const char *rows[TOKENS], *ahead[TOKENS];
@@ -39,7 +38,7 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
             for (int64_t h = 0; h < in.heads; h++)
                 std::copy_n(&last[h * TOKENS], in.count - first, to + h * in.count);
         }
-    }
+    });
 }
 
 template <class T, int L> void products_of(const void* q, const Rows& in, float* out) {
@@ -65,8 +64,8 @@ constexpr int MOST_COLUMNS = 16;
 // The same by tiles: rows are loaded as they lie, unless they end inside a line. W heads, those past the last are zero.
 template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float* out) {
     int64_t chunks = (in.count + CHUNK - 1) / CHUNK, steps = (in.row_bytes + LINE - 1) / LINE;
-#pragma omp parallel for schedule(static) if (in.batch * in.groups * in.count > 2048)
-    for (int64_t task = 0; task < in.batch * in.groups * chunks; task++) {
+    int64_t pairs = in.batch * in.groups;
+    each_task(pairs * chunks, pairs * in.count > 2048, [&](int64_t task) {
         int64_t pair = task / chunks, first = task % chunks * CHUNK, last = std::min(first + CHUNK, in.count);
         Buffer<uint32_t> columns(steps * 16 * W);
         for (int64_t h = 0; h < in.heads; h++)
@@ -97,7 +96,7 @@ template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float
                 }
             }
         }
-    }
+    });
 }
 
 void products_by_tiles(const void* q, const Rows& in, float* out) {

@@ -1,8 +1,6 @@
 // Sixteen-lane vectors in the compiler's own vector extension: it maps them to AVX-512, to pairs of AVX2 or to NEON
 // registers. Only what the extension cannot say is written with intrinsics, each beside a plain form.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -12,6 +10,8 @@
 #include <memory>
 #include <numeric>
 #include <vector>
+
+#include "team.hpp"
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif

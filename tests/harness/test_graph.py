@@ -22,6 +22,7 @@ from methods.base import Attended, AttnInput, Method
 from methods.clock import Clock, RecordingError
 from methods.full import Full
 from methods.layers import DenseLayer
+from methods.shadowkv import ShadowKV
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small
 from tests.recorder import Tape
 from tests.tiny import ARCHITECTURES, prompt, tiny
@@ -31,7 +32,7 @@ methods = pytest.mark.parametrize("name", NAMES)
 
 def repeatable(name: str) -> Method:
     method = small(name)
-    return replace(method, hit_cache=False) if name == "shadowkv" else method  # type: ignore[call-arg]
+    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
 
 
 def generate(kv: Attachment, ids: Tensor, recorded: bool, **how: Any) -> tuple[Generation, Engine]:

@@ -1,0 +1,37 @@
+"""How many CPU threads a decode step uses: fewer while another process keeps one of the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from time import monotonic_ns
+
+import torch
+
+
+@contextmanager
+def step_threads() -> Iterator[None]:
+    """torch's own operations inside use no more threads than the compiled ones (kernels/cpu/team.cpp): a parallel
+    region lasts until its last thread is done, and one without a core takes some milliseconds to come back."""
+    all_threads = torch.get_num_threads()
+    threads = _team_size()(monotonic_ns())
+    if threads >= all_threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(all_threads)
+
+
+@cache
+def _team_size() -> Callable[[int], int]:
+    try:
+        from kernels.cpu import library
+
+        size: Callable[[int], int] = library.team().kv_team_size
+    except ImportError:  # no compiler: torch's operations alone, which nobody watches
+        return lambda now: torch.get_num_threads()
+    return size
