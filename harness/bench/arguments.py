@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
+import torch
+
 from harness.bench.measure import DTYPES
 from harness.models.base import ModelError, check_device
 
@@ -20,6 +22,14 @@ def device(text: str) -> str:
         return check_device(text)
     except ModelError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+def current(name: str) -> torch.device:
+    """That device, made the current one where it is a numbered GPU: kernels are launched on no other."""
+    chosen = torch.device(name)
+    if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
+        torch.cuda.set_device(chosen)
+    return chosen
 
 
 def add_shape(parser: ArgumentParser) -> None:

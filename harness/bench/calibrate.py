@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the table and the figures")
     options = parser.parse_args(words)
     report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, table)
-    for what, unit, value, tries in speeds(torch.device(options.device), options.seconds):
+    for what, unit, value, tries in speeds(arguments.current(options.device), options.seconds):
         row = {"what": what, "unit": unit, "value": value, **marks(tries)}
         report.add(row, f"{what}: {value:,.1f} {unit}")
     report.finish()

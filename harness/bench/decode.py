@@ -200,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.graphs and not options.device.startswith("cuda"):
         raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
     methods.chosen(options.methods)  # a wrong name is found now
-    limits = calibrate.calibrate(torch.device(options.device))
+    limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)

@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     methods.chosen(options.methods)  # a wrong name is found now
-    limits = calibrate.calibrate(torch.device(options.device))
+    limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "

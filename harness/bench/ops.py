@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    limits = calibrate.calibrate(torch.device(options.device))
+    limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
     title = (
         f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "

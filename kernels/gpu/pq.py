@@ -107,8 +107,7 @@ def _look_up(
     found = tl.zeros([FOLD, BLOCK], tl.float32)
     for part in range(PARTS):
         code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
-        row = (this * PARTS + part) * CLUSTERS + code
-        found += tl.load(table + row * FOLD + head[:, None])
+        found += tl.load(table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None]))
     found = tl.where(live, found * scale, float("-inf"))
     of_head = this * HEADS + head
     if scores is not None:

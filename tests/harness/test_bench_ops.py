@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from harness.bench import __main__ as bench
 from harness.bench import ops as bench_ops
+from harness.bench.arguments import current
 from harness.bench.calibrate import Limits
 from harness.bench.measure import Cold, interleaved
 from harness.bench.op_cases import Case, Inputs, cases
@@ -71,6 +72,14 @@ def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     full, prefill = case("segment_attention"), case("prefill_attention")
     assert bench_ops.limit_s(full, SHAPE, LIMITS) == pytest.approx(2 * 2 * 600 * 64 * 4 / 10e9)
     assert bench_ops.limit_s(prefill, SHAPE, LIMITS) == pytest.approx(4 * 4 * 64 * 40 * 41 / 2 / 100e9)
+
+
+def test_a_gpu_that_is_named_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Triton's kernels would refuse everything on it."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert [current(name).index for name in ("cpu", "cuda", "cuda:1")] == [None, None, 1]
+    assert made == [torch.device("cuda:1")]
 
 
 def test_calls_run_in_turn_and_the_order_turns_round() -> None:

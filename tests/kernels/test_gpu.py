@@ -165,6 +165,15 @@ def test_column_sums_of_a_long_prompt_take_linear_memory(dtype: torch.dtype) -> 
     assert_close(few, last, atol=0.02 * last.max().item(), rtol=0)
 
 
+def test_merging_more_than_two_to_the_31_elements() -> None:
+    """Two parts of 64 heads over LONG queries: the last ones lie beyond the reach of an int32."""
+    outs = [torch.empty(1, 64, LONG + 1, 128, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
+    lses = [3 * torch.randn(outs[0].shape[:3], device="cuda") for _ in outs]
+    got = ops.merge_attention(outs, lses)[:, -1:, -50:]
+    wanted = reference.merge_attention([out[:, -1:, -50:] for out in outs], [lse[:, -1:, -50:] for lse in lses])
+    assert_close(got.float(), wanted.float(), atol=4 * torch.finfo(torch.bfloat16).eps, rtol=0)
+
+
 def test_no_decode_operation_waits_for_the_host(dtype: torch.dtype) -> None:
     steps, q = list(decode_steps(5000, dtype)), query(22, dtype)
     for _, step in steps:
