@@ -1,0 +1,157 @@
+"""The words of a command line, checked against conf/ before Hydra composes: every one sets something that is there.
+
+Hydra by itself lets `+` add a key that nothing reads, `~` remove one, and a second `seed=` replace the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+
+from harness.catalogue import CONF, GROUPS, Entry, config_dirs, entries
+from harness.config import SettingsError
+from harness.plugins import suggestion
+
+SWEEP = ("-m", "--multirun")
+Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """`words` for Hydra; `jobs` of the sweep; `partial`: parameters, by group, that only some of the chosen have."""
+
+    words: list[str]
+    jobs: int
+    partial: Mapping[str, frozenset[str]]
+
+
+def checked(overrides: Sequence[str], arguments: Sequence[str]) -> Overrides:
+    """`overrides` of the command line `arguments`; raises `SettingsError` where one would set nothing."""
+    parsed = _parse(overrides)
+    _refuse_twice(parsed)
+    if not any(flag in arguments for flag in SWEEP):
+        _refuse_sweeps(parsed)
+    groups = {group: {entry.name: entry for entry in entries(group, config_dirs(arguments))} for group in GROUPS}
+    chosen = {group: _chosen(group, parsed, known) for group, known in groups.items()}
+    words = [_checked(override, chosen, groups, arguments) for override in parsed]
+    return Overrides(words, prod(map(_points, parsed)), {group: _partial(group, parsed, chosen) for group in GROUPS})
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        words = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"Cannot read the command line: {words}; write key=value, lists as key=[1,2], text with spaces or commas "
+            "as key='\"a, b\"'."
+        ) from error
+
+
+def _refuse_twice(parsed: Sequence[Override]) -> None:
+    keys = [override.key_or_group for override in parsed]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise SettingsError(f"{key} is set {keys.count(key)} times: give it once, or sweep it with -m {key}=A,B.")
+
+
+def _refuse_sweeps(parsed: Sequence[Override]) -> None:
+    for override in parsed:
+        if override.is_sweep_override():
+            raise SettingsError(
+                f"{override.input_line} names several values: add -m to run them one after the other (a list is "
+                "written in brackets, as in dense_layers=[0,1])."
+            )
+
+
+def _chosen(group: str, parsed: Sequence[Override], known: Mapping[str, Entry]) -> list[Entry]:
+    asked = [override for override in parsed if override.key_or_group == group]
+    names = _values(asked[0], list(known)) if asked else [_defaults()[group]]
+    for name in names:
+        if name not in known:
+            raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)}")
+    return [known[name] for name in names]
+
+
+def _values(override: Override, known: list[str]) -> list[str]:
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return list(value.filter(known))
+    if override.is_choice_sweep():
+        return [str(item) for item in override.sweep_iterator()]
+    return ["" if value is None else str(value)]
+
+
+def _points(override: Override) -> int:
+    """Jobs that one word stands for."""
+    if not override.is_sweep_override():
+        return 1
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return len(value.filter([entry.name for entry in entries(override.key_or_group)]))
+    return len(list(override.sweep_iterator())) if override.is_discrete_sweep() else 1
+
+
+def _checked(
+    override: Override, chosen: Chosen, groups: Mapping[str, Mapping[str, Entry]], arguments: Sequence[str]
+) -> str:
+    """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them."""
+    key, line = override.key_or_group, str(override.input_line)
+    group, _, name = key.partition(".")
+    if key == "hydra/launcher" and override.value() != "basic":
+        raise SettingsError(
+            f"hydra/launcher={override.value()} cannot serve: the jobs of a sweep share a loaded model, Full's run "
+            "and one table, and so run one after the other; leave it out."
+        )
+    if override.is_hydra_override() or group == "hydra":
+        return line
+    if override.is_delete():
+        raise SettingsError(f"{line} would remove a setting: set it instead, as in {key}=VALUE.")
+    if group in GROUPS and name:
+        _require_parameter(group, name.partition(".")[0], chosen[group], groups[group])
+        return f"++{line.lstrip('+')}"
+    if key in GROUPS or key in settings():
+        return line.lstrip("+")
+    if any((folder / key).is_dir() for folder in (CONF, *config_dirs(arguments))):
+        return line  # another group of the user's, as in +experiment=table_2
+    owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.keys() for entry in chosen[kind])]
+    raise SettingsError(f"There is no setting {key}{suggestion(key, owners or [*settings(), *GROUPS])}")
+
+
+def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Mapping[str, Entry]) -> None:
+    if any(name in entry.keys() for entry in chosen):
+        return
+    names = ",".join(entry.name for entry in chosen)
+    subject = f"{group}={names} has no parameter {name}" if len(chosen) == 1 else f"None of {names} has {group}.{name}"
+    others = [entry.name for entry in known.values() if name in entry.keys()]
+    elsewhere = f" (that is {' and '.join(others)}'s)" if others else ""
+    own = sorted({key for entry in chosen for key in entry.keys() if key != "_target_"})
+    raise SettingsError(f"{subject}{elsewhere}{suggestion(name, own).replace('mean ', f'mean {group}.')}")
+
+
+def _partial(group: str, parsed: Sequence[Override], chosen: Chosen) -> frozenset[str]:
+    named = {o.key_or_group.split(".")[1] for o in parsed if o.key_or_group.startswith(f"{group}.")}
+    return frozenset(name for name in named if not all(name in entry.keys() for entry in chosen[group]))
+
+
+@cache
+def settings() -> tuple[str, ...]:
+    """Every setting beside method, task and model, dotted, and the groups they stand in."""
+    config = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    own = {key: value for key, value in config.items() if key not in ("defaults", "hydra")}
+    nested = [f"{key}.{name}" for key, value in own.items() if isinstance(value, dict) for name in value]
+    return (*own, *nested)
+
+
+def _defaults() -> dict[str, str]:
+    """The method, task and model of conf/config.yaml."""
+    listed = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: str(line[group]) for line in listed if isinstance(line, dict) for group in GROUPS if group in line}
