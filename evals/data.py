@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,32 @@ class Rows:
 
 
 def require(sources: Iterable[Source], root: Path | None) -> None:
-    """Raise `TaskError` for the first of `sources` that no place has."""
-    for source in sources:
-        _locate(source, root)
+    """Raise one `TaskError` that names all of `sources` that no place has; the hub is asked until it fails once."""
+    absent = [source for source in sources if _find(source, root) is None]
+    for place, source in enumerate(absent):
+        try:
+            _from_hub(source, root)
+        except TaskError as error:
+            others = [other for other in absent[place + 1 :] if not _is_cached(other)]
+            raise TaskError(f"{error}{_too(others, _command(source))}") from error
+
+
+def _too(others: Sequence[Source], known: str) -> str:
+    """The end of an error about one source, for the others that are missing."""
+    if not others:
+        return ""
+    names = ", ".join(other.name for other in others)
+    commands = [c for c in dict.fromkeys(map(_command, others)) if c not in (known, "")]
+    remedy = f"; for them `{' && '.join(commands)}`" if commands else ""
+    return f". Missing, too: {names}{remedy}"
+
+
+def _command(source: Source) -> str:
+    return hub.command(source.hub_repo, source.hub_file, source.hub_revision) if source.hub_repo else ""
+
+
+def _is_cached(source: Source) -> bool:
+    return bool(source.hub_repo) and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
 
 
 def open_rows(source: Source, env: TaskEnv) -> Rows:
@@ -79,6 +102,12 @@ def rows_of(content: Content, name: str) -> Rows:
     if not rows:
         raise TaskError(f"{name}: {content.origin} holds no rows: fetch it again")
     return Rows(rows, content.origin, content.sha256)
+
+
+def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
+    """The error for a file that holds fewer rows than asked for."""
+    remedy = f"set task.samples={count}" if count else "fetch or write it again"
+    return TaskError(f"{place} holds {count} {what} and task.samples={samples} asks for more: {remedy}")
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
@@ -138,7 +167,7 @@ def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
     except hub.HubError as error:
         raise TaskError(
             f"{source.name} was not found {sought} nor in the hub's cache, and {error}: "
-            f"put the file there, or run `{hub.command(*place)}` where the hub can be reached"
+            f"put the file there, or run `{_command(source)}` where the hub can be reached"
         ) from error
     return path, f"hub:{source.hub_repo}@{commit}:{source.hub_file}"
 

@@ -22,7 +22,7 @@ class HubError(ValueError):
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
     """Path of the file in the cache and the commit it belongs to. What is cached costs no network."""
-    path = _cached(repo, file, revision) or _download(repo, file, revision)
+    path = cached(repo, file, revision) or _download(repo, file, revision)
     if not _is_whole(path):
         raise HubError(f"its download {path.resolve()} is damaged (delete that file first)")
     return path, path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
@@ -33,7 +33,8 @@ def command(repo: str, file: str, revision: str) -> str:
     return f"hf download {repo} {file} --repo-type dataset --revision {revision}"
 
 
-def _cached(repo: str, file: str, revision: str) -> Path | None:
+def cached(repo: str, file: str, revision: str) -> Path | None:
+    """The file where an earlier download left it."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, file, revision=revision, repo_type="dataset")

@@ -18,17 +18,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from harness.catalogue import CONF, GROUPS, names
+from harness.catalogue import CONF, GROUPS
 from harness.config import RunConfig, Settings
-from harness.errors import check_overrides, default_keys, explain, is_known, sentence
+from harness.errors import explain, is_known, sentence
 from harness.notices import say_once
+from harness.overrides import Overrides, asks_hydra, read
 
 INTERRUPTED = 130
-SWEEP = ("-m", "--multirun")
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
 _on_device: list[str] = []  # methods for which placement=host was asked in vain
 _projects: set[str] = set()  # of Weights & Biases
+_read: list[Overrides] = []  # the command line's words, once they are checked
 _together: list[tuple[Any, Any, Any, Settings, dict[str, str]]] = []  # jobs that wait for a shared prefill
 
 
@@ -45,12 +46,14 @@ def compose_and_run(config: DictConfig) -> None:
 def _job(config: DictConfig) -> None:
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     from harness import plugins
-    from harness.config import settings_of
+    from harness.config import refuse_unknown, settings_of
 
     settings = settings_of(plain)
-    task = plugins.build(plain["task"], "task")
+    refuse_unknown(plain)
+    partial = _read[0].partial
+    task = plugins.build(plain["task"], "task", partial["task"])
     task.require(settings.data.folder())  # before torch is imported
-    method, model = (plugins.build(plain[kind], kind) for kind in ("method", "model"))
+    method, model = (plugins.build(plain[kind], kind, partial[kind]) for kind in ("method", "model"))
     if settings.placement == "host" and not method.offloads and type(method).__name__ not in _on_device:
         _on_device.append(type(method).__name__)
     if settings.results.wandb:
@@ -96,8 +99,7 @@ def _fail(message: str) -> None:
 
 
 def main() -> int:
-    arguments = sorted(sys.argv[1:], key=lambda argument: argument not in SWEEP)  # -m may stand anywhere
-    sys.argv[1:] = arguments
+    arguments = sys.argv[1:]
     say_once.cache_clear()
     _finished.clear()
     _failed.clear()
@@ -106,9 +108,10 @@ def main() -> int:
     _together.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
-    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     try:
-        check_overrides(overrides, {group: names(group, arguments) for group in ("method", "task", "model")})
+        if not asks_hydra(arguments):
+            _read[:] = [read(arguments)]
+            sys.argv[1:] = _read[0].words
         compose_and_run()
         if _together:
             _run_together()
@@ -116,7 +119,7 @@ def main() -> int:
         print(f"\ninterrupted; to go on: python -m harness {shlex.join(arguments)}", file=sys.stderr)
         return INTERRUPTED
     except HydraException as error:
-        _fail(explain(error, default_keys(CONF, overrides)))
+        _fail(explain(error))
     except ValueError as error:
         _fail(sentence(error))
     if _on_device:

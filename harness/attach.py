@@ -46,6 +46,7 @@ class Attachment:
         self.stale_by = stale_by
         self.placement: Placement = placement
         self.specs = layer_specs(model)
+        method.check_model(self.specs[0])
         self.prepared = self._prepare(calibration)
         self._handed_out: list[ref[LoopCache]] = []
 

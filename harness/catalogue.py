@@ -15,6 +15,10 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("method", "task", "model")
 
 
+class NameTaken(ValueError):
+    """Two yaml files of one group have the same name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One yaml file of a group."""
@@ -53,16 +57,20 @@ class Entry:
         target: str | None = self.values().get("_target_")
         return target
 
+    @property
+    def settable(self) -> frozenset[str]:
+        """What the command line can set: the yaml's keys, and what the class's own body declares beside them."""
+        own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
+        declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
+        return frozenset(self.values()).union(declared)
+
     def card(self) -> str:
         """Docstring of the module that defines the plug-in, read without importing it."""
         return ast.get_docstring(self._module()) or ""
 
     def facts(self) -> dict[str, str]:
         """The lines of the `card` that the plug-in's class declares, with the yaml's values in their places."""
-        name = str(self.target).rpartition(".")[2]
-        classes = [node for node in self._module().body if isinstance(node, ast.ClassDef) and node.name == name]
-        fields = [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
-        cards = [node.value for node in fields if ast.unparse(node.target) == "card"]
+        cards = [node.value for node in self._annotated() if ast.unparse(node.target) == "card"]
         written = cards[0].keywords if cards and isinstance(cards[0], ast.Call) else []
         values = {key: plain(value) for key, value, _ in self.parameters()}
         return {str(line.arg): str(ast.literal_eval(line.value)).format_map(values) for line in written}
@@ -75,6 +83,11 @@ class Entry:
         own: dict[str, Any] = yaml.safe_load(self.file.read_text(encoding="utf-8"))
         return own
 
+    def _annotated(self) -> list[ast.AnnAssign]:
+        name = str(self.target).rpartition(".")[2]
+        classes = [node for node in self._module().body if isinstance(node, ast.ClassDef) and node.name == name]
+        return [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
+
     def _module(self) -> ast.Module:
         spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
         source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
@@ -82,15 +95,16 @@ class Entry:
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
-    found = {
-        file.stem: Entry(file.stem, file) for folder in folders for file in sorted((folder / group).glob("*.yaml"))
-    }
+    """Raises `NameTaken` where two folders hold a file of the same name: Hydra would read the first alone."""
+    found: dict[str, Entry] = {}
+    for file in (file for folder in folders for file in sorted((folder / group).glob("*.yaml"))):
+        first = found.setdefault(file.stem, Entry(file.stem, file))
+        if first.file.resolve() != file.resolve():
+            raise NameTaken(
+                f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "
+                f"would run in its place: rename yours, and use {group}=NEWNAME."
+            )
     return [found[name] for name in sorted(found)]
-
-
-def names(group: str, arguments: Sequence[str] = ()) -> list[str]:
-    """What `group` may be, with `--config-dir` (-cd) of the command line looked at too."""
-    return [entry.name for entry in entries(group, (CONF, *config_dirs(arguments)))]
 
 
 def config_dirs(arguments: Sequence[str]) -> list[Path]:

@@ -12,24 +12,26 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness import plugins
-from harness.catalogue import CONF, GROUPS, names
-from harness.config import RunConfig, Settings, SettingsError, settings_of
-from harness.errors import check_overrides, default_keys, explain
+from harness.catalogue import CONF, GROUPS
+from harness.config import RunConfig, Settings, SettingsError, refuse_unknown, settings_of
+from harness.errors import explain
+from harness.overrides import checked
 
 
 def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
     """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
     ConfigStore.instance().store("schema", RunConfig)
-    flags = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
-    check_overrides(list(overrides), {group: names(group, flags) for group in GROUPS})
+    words = checked(overrides, config_dirs).words
     path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     extra = [f"hydra.searchpath=[{path}]"] if path else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=[*overrides, *extra])
+            config = compose("config", overrides=[*words, *extra])
     except HydraException as error:
-        raise SettingsError(explain(error, default_keys(CONF, list(overrides)))) from error
-    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+        raise SettingsError(explain(error)) from error
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    refuse_unknown(plain)
+    return plain
 
 
 def built(config: dict[str, Any]) -> tuple[Any, Any, Any, Settings]:

@@ -124,12 +124,20 @@ class Settings:
                 f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
             )
         self._check_windows(self.windows)
+        self._check_texts()
         self._check_generation(self.generation)
 
     def _check_windows(self, windows: CommonWindows) -> None:
         self._at_least(0, **{"windows.sinks": windows.sinks})
         if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
             raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
+
+    def _check_texts(self) -> None:
+        """An empty text is a slip, as when a shell variable was not set."""
+        texts = {"results.root": self.results.root, "results.wandb": self.results.wandb, "data.root": self.data.root}
+        for name, text in texts.items():
+            if text is not None and not text.strip():
+                raise SettingsError(f"{name} is empty: give it a value, or leave it out.")
 
     def _check_generation(self, generation: Generation) -> None:
         self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
@@ -138,6 +146,10 @@ class Settings:
             raise SettingsError(f"generation.temperature={generation.temperature} is negative: 0 is greedy, 1 samples.")
         if not 0 < generation.top_p <= 1:
             raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
+        if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
+            raise SettingsError(
+                "Greedy picking has no use for top_k and top_p: set generation.temperature above 0, too."
+            )
 
     @staticmethod
     def _at_least(least: int, **values: int | None) -> None:
@@ -153,6 +165,12 @@ class RunConfig(Settings):
     method: Any = None
     task: Any = None
     model: Any = None
+
+
+def refuse_unknown(config: Mapping[str, Any]) -> None:
+    """Raise on a key that nothing reads. It came from a yaml file: harness/overrides.py checks the command line."""
+    for name in config.keys() - {known.name for known in fields(RunConfig)}:
+        raise SettingsError(f"There is no setting {name}: take it out of your yaml file.")
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
-from harness.catalogue import Entry
-from harness.config import NESTED, Settings, SettingsError
+from harness.config import NESTED, Settings
 from harness.plugins import spell, suggestion
-
-GROUPS = ("method", "task", "model")
 
 
 def is_known(error: BaseException) -> bool:
@@ -45,82 +37,21 @@ def _no_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
 
 
-def check_overrides(overrides: list[str], options: Mapping[str, list[str]]) -> None:
-    """Refuse unknown methods, tasks and models by name, for every point of a sweep, before anything runs."""
-    for override in parse(overrides):
-        if override.key_or_group == "hydra/launcher" and override.value() != "basic":
-            raise SettingsError(
-                f"hydra/launcher={override.value()} cannot serve: the jobs of a sweep share a loaded model, Full's run "
-                "and one table, and so run one after the other; leave it out."
-            )
-        for group in GROUPS:
-            if override.key_or_group != group:
-                continue
-            for value in _values(override):
-                if value not in options[group]:
-                    raise SettingsError(f"There is no {group} {value!r}{suggestion(value, options[group])}")
-
-
-def parse(overrides: list[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        words = re.split(r"\n", str(error))[0]
-        raise SettingsError(f"Cannot read the command line: {words}; write key=value, lists as key=[1,2].") from error
-
-
-def _values(override: Override) -> Iterator[str]:
-    value = override.value()
-    if override.is_choice_sweep():
-        yield from (str(item) for item in override.sweep_iterator())
-    elif value is not None:
-        yield str(value)
-
-
-def explain(error: HydraException, keys: list[str]) -> str:
-    """Hydra's complaint about one override, with the nearest key or the type that was wanted."""
+def explain(error: HydraException) -> str:
+    """Hydra's complaint about one override, with the type that was wanted."""
     if isinstance(error, MissingConfigException):
         return f"Cannot find {error.missing_cfg_file}{suggestion(str(error.missing_cfg_file), error.options or [])}"
-    if isinstance(error, OverrideParseException):
-        return f"Cannot read {error.override!r}: write key=value, lists as key=[1,2]."
-    unknown = re.search(r"Could not override '([^']+)'", str(error))
-    if unknown:
-        group, _, name = unknown[1].rpartition(".")
-        beside = [key.rpartition(".")[2] for key in keys if group and key.rpartition(".")[0] == group]
-        if beside:
-            return f"There is no setting {unknown[1]}{suggestion(name, beside).replace('mean ', f'mean {group}.')}"
-        return f"There is no setting {unknown[1]}{suggestion(unknown[1], [*keys, *GROUPS])}"
     merging = re.search(r"Error merging override (\S+)", str(error))
     if isinstance(error, ConfigCompositionException) and merging:
-        return f"{merging[1]} has the wrong type{_wanted(merging[1].partition('=')[0])}."
+        shown = merging[1].lstrip("+")
+        key, _, value = shown.partition("=")
+        return f"{shown} has the wrong type{_wanted(key)}." if value else f"{key} is empty{_wanted(key)}."
     return sentence(error)
-
-
-def default_keys(conf: Path, overrides: list[str]) -> list[str]:
-    """Every key the command line could have set, given the groups that it names."""
-    chosen = {"method": "pqcache", "task": "niah", "model": "smollm2"}
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if name in chosen:
-            chosen[name] = value.partition(",")[0]
-    keys = flatten(yaml.safe_load((conf / "config.yaml").read_text()))
-    for group, name in chosen.items():
-        file = conf / group / f"{name}.yaml"
-        if file.is_file():
-            keys += [f"{group}.{key}" for key in Entry(name, file).values()]
-    return [key for key in keys if not key.startswith(("defaults", "hydra")) and "_target_" not in key]
 
 
 def _wanted(key: str) -> str:
     """ ": it should be a whole number" for a setting whose type is known."""
-    *parents, name = key.lstrip("+~").split(".")
+    *parents, name = key.split(".")
     owner = NESTED.get(parents[0]) if parents else Settings
     hint = get_type_hints(owner).get(name) if owner else None
     return f": it should be {spell(hint)}" if hint else ""
-
-
-def flatten(config: Any, prefix: str = "") -> list[str]:
-    """All keys of a nested mapping, dotted."""
-    if not isinstance(config, Mapping):
-        return [prefix[:-1]]
-    return [key for name, value in config.items() for key in flatten(value, f"{prefix}{name}.")] or [prefix[:-1]]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.compose import built, composed
 from harness.errors import is_known, sentence
-from harness.preparation import Item, budget_of, check_budget, effective, prepare
+from harness.preparation import Item, budget_of, check_budget, check_fit, effective, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +32,7 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     method, task, model, wanted = built(composed(overrides, config_dirs))
     task.require(wanted.data.folder())
     info = model.describe()
+    check_fit(wanted, method, info)
     settings = effective(wanted, method, info)
     items = prepare(task, model, settings, strict=False)
     for item in items[:shown]:

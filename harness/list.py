@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
-from harness.catalogue import CONF, GROUPS, Entry, config_dirs, entries, plain
+from harness.catalogue import CONF, GROUPS, Entry, NameTaken, config_dirs, entries, plain
 from harness.plugins import suggestion
 
 USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [--config-dir DIR] | --markdown"
@@ -21,6 +22,14 @@ What must be known before two of them are compared, with the defaults of conf/me
 
 
 def main(arguments: Sequence[str]) -> int:
+    try:
+        return _main(arguments)
+    except NameTaken as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(arguments: Sequence[str]) -> int:
     folders = (CONF, *config_dirs(arguments))
     asked = [argument for argument in arguments if argument.partition("=")[0] in GROUPS]
     if "-h" in arguments or "--help" in arguments:
@@ -108,4 +117,5 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
     sys.exit(main(sys.argv[1:]))

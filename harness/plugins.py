@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -24,13 +24,18 @@ class PluginError(ValueError):
     """A method, task or model cannot be built from its configuration; the message says what to change."""
 
 
-def build(config: Mapping[str, Any], kind: str) -> Any:
-    """The object that `config` describes. `kind` (method, task, model) is the word for it in errors."""
+def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -> Any:
+    """The object that `config` describes. `kind` (method, task, model) is the word for it in errors.
+
+    `partial`: parameters of a sweep that its other plug-ins have; dropped where this one has none of that name.
+    """
     values = dict(config)
     target = values.pop(TARGET, None)
     cls = _find(target, kind)
     hints = get_type_hints(cls)
     known = {field.name: hints[field.name] for field in fields(cls) if field.init}
+    for name in set(partial) - known.keys():
+        values.pop(name, None)
     for name in values.keys() - known.keys():
         raise PluginError(f"{kind}.{name} is no parameter of {cls.__name__}{suggestion(name, known)}")
     for name in required(cls):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evals.base import Example, Task, TaskEnv
-from harness.alignment import AlignedBudget, aligned
+from harness.alignment import AlignedBudget, aligned, shapes
 from harness.config import CommonWindows, Settings, SettingsError
 from harness.models.base import ModelInfo, ModelSource, choose_device
 from harness.models.embedded import cache_root
@@ -17,7 +17,7 @@ from harness.prompt import Prompt, Tokenizer, Tools, render
 from harness.prompt_lint import Finding, lint
 from harness.teacher import forced_ids
 from methods.base import Method
-from methods.budget import Budget, PaperBudget
+from methods.budget import Budget, PaperBudget, check_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,20 @@ def without_effect(settings: Settings, method: Method) -> Iterator[str]:
         yield f"budget_rule=paper changes nothing for {name}, whose budget leaves nothing out"
 
 
+def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
+    """Refuse what suits the model or the machine ill, before any weights are loaded."""
+    cpus = os.cpu_count() or 1
+    if settings.threads is not None and settings.threads > cpus:
+        raise SettingsError(f"threads={settings.threads} is more than this machine's {cpus} CPUs: choose up to that.")
+    method.check_model(shapes(info)[0])
+    check_layers("dense_layers", settings.dense_layers, info.num_layers)
+    if settings.layer_budgets and len(settings.layer_budgets) != info.num_layers:
+        raise SettingsError(
+            f"layer_budgets names {len(settings.layer_budgets)} layers and {info.name} has {info.num_layers}: give "
+            "one each."
+        )
+
+
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     """The settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that equal
     runs have one identity."""
@@ -83,10 +97,6 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
     if settings.budget is None or not method.uses_budget:
         return None
     layers = settings.layer_budgets
-    if layers and len(layers) != info.num_layers:
-        raise SettingsError(
-            f"layer_budgets names {len(layers)} layers and {info.name} has {info.num_layers}: give one each."
-        )
     budget = Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
     if settings.budget_rule == "paper":
         return PaperBudget(budget.asked, budget.dense_layers, budget.per_layer, count=method.paper_tokens)
@@ -142,6 +152,30 @@ def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, s
                 method.check(budget, length, layer)
 
 
+def check_batches(items: Sequence[Item], settings: Settings) -> None:
+    """Refuse examples that would run together and differ in a length, before any work."""
+    for start in range(0, len(items) if settings.batch > 1 else 0, settings.batch):
+        check_alike(items[start : start + settings.batch], settings)
+
+
+def check_alike(batch: Sequence[Item], settings: Settings) -> None:
+    """Raise where the examples of one batch differ in a length; the message says which and by how much."""
+    lengths = {
+        "prompt tokens": [len(item.prompt.ids) for item in batch],
+        "new tokens at most": [item.new_tokens for item in batch],
+        "new tokens at least": [item.example.min_new_tokens for item in batch],
+    }
+    if settings.protocol == "context":
+        lengths["tokens before the question"] = [item.prompt.split or 0 for item in batch]
+    for what, counts in lengths.items():
+        if len(set(counts)) > 1:
+            other = next(place for place, count in enumerate(counts) if count != counts[0])
+            raise SettingsError(
+                f"batch={settings.batch} runs examples of equal length together, and {batch[0].example.id} has "
+                f"{counts[0]} {what} where {batch[other].example.id} has {counts[other]}: use batch=1."
+            )
+
+
 def calibration_text(source: ModelSource, tokens: int = 4096) -> list[int]:
     """Token ids of ordinary text for methods that calibrate themselves: the end of Python's help topics, so that it
     is not the beginning that haystacks are cut from."""
@@ -156,7 +190,7 @@ def limit_threads(settings: Settings) -> None:
     import torch
 
     if settings.threads is not None:
-        torch.set_num_threads(min(settings.threads, os.cpu_count() or settings.threads))
+        torch.set_num_threads(settings.threads)
 
 
 def _refuse_twins(items: Sequence[Item]) -> None:

@@ -25,7 +25,9 @@ from harness.preparation import (
     Item,
     budget_of,
     calibration_text,
+    check_batches,
     check_budget,
+    check_fit,
     effective,
     limit_threads,
     method_of,
@@ -102,6 +104,7 @@ class Job:
         task.require(wanted.data.folder())
         info = model.describe()
         method = method_of(wanted, method, info)
+        check_fit(wanted, method, info)
         if method.uses_budget:
             for words in without_effect(wanted, method):
                 say_once(words)
@@ -112,6 +115,7 @@ class Job:
         budget = budget_of(settings, method, info)
         items = items or prepare(task, model, settings)
         check_budget(items, method, budget, settings, info.num_layers)
+        check_batches(items, settings)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
         identity = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT} | {

@@ -10,12 +10,11 @@ import torch
 from tqdm import tqdm
 
 from harness.attach import Attachment
-from harness.config import SettingsError
 from harness.engine import Engine, Generation, Stop, after, never
 from harness.graph import CudaGraphs
 from harness.memory import PeakMeter
 from harness.models.base import LoadedModel, ModelSource
-from harness.preparation import Item
+from harness.preparation import Item, check_alike
 from harness.records import Record
 from harness.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.stops import StopRule
@@ -66,13 +65,7 @@ class Runner:
         return {"own_forward": self.engine.plain_reason, "plain_steps": self.engine.plain_steps}
 
     def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
-        lengths = {len(item.prompt.ids) for item in batch}
-        alike = {(item.prompt.split, item.new_tokens, item.example.min_new_tokens) for item in batch}
-        if len(lengths) > 1 or len(alike) > 1:
-            raise SettingsError(
-                f"batch={len(batch)} needs prompts of equal length, with questions and answers of equal length, and "
-                f"these have {min(lengths)} to {max(lengths)} tokens: use batch=1."
-            )
+        check_alike(batch, self.settings)
         context = batch[0].prompt.split if self.settings.protocol == "context" else None
         ids = torch.tensor([item.prompt.ids for item in batch])
         return self.engine.generate(ids, context_tokens=context, **self.ending(batch, max_new_tokens))

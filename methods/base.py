@@ -236,6 +236,9 @@ class Method(ABC):
         """
         return self
 
+    def check_model(self, spec: LayerSpec) -> None:  # noqa: B027 (most methods suit every model)
+        """Raise `ValueError` where a parameter does not suit a model with such layers; no weights are needed."""
+
     def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
         """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
         if budget is None or sealed <= self.smallest_budget:

@@ -8,7 +8,7 @@ generated ones come on top and are reported. `PaperBudget` counts as a method's 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -26,6 +26,16 @@ def _tokens(asked: int | float, sealed: int) -> int:
     return min(sealed, asked if isinstance(asked, int) else max(1, int(asked * sealed)))
 
 
+def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
+    """Raise `BudgetError` where `layers`, the value of `name`, names one that the model does not have."""
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise BudgetError(
+                f"{name}={list(layers)} names layer {layer}, and the model has layers 0 to {num_layers - 1}: choose "
+                "among those."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A float in (0, 1] is a share of the prompt, an int >= 1 a number of tokens (all, from the prompt's length on).
@@ -38,10 +48,11 @@ class Budget:
     per_layer: tuple[int | float, ...] = ()
 
     def __post_init__(self) -> None:
-        for asked in (self.asked, *self.per_layer):
+        named = [("budget", self.asked), *((f"layer_budgets[{i}]", asked) for i, asked in enumerate(self.per_layer))]
+        for name, asked in named:
             if not _legal(asked):
                 raise BudgetError(
-                    f"budget={asked} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
+                    f"{name}={asked} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
                     "number of tokens (a whole number from 1, like 512)."
                 )
 

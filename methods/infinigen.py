@@ -33,6 +33,7 @@ from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
 from methods import costs
 from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.budget import check_layers
 from methods.card import Card
 from methods.layers import Plan, SelectLayer
 
@@ -89,7 +90,7 @@ class InfiniGen(Method):
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
-        spec, width = case.spec, max(1, int(self.partial_ratio * case.spec.head_dim))
+        spec, width = case.spec, int(self.partial_ratio * case.spec.head_dim)
         if self.column_rule == "union":
             width = min(2 * width, spec.head_dim)
         partial = width * (case.capacity + spec.head_dim) * case.element_bytes + costs.FP32 * spec.head_dim
@@ -103,6 +104,14 @@ class InfiniGen(Method):
             return None
         inputs = zip(specs, observe(self.calibration_tokens), strict=True)
         return tuple(skewing(x.q, spec.num_kv_heads) for spec, x in inputs)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
+        if int(self.partial_ratio * spec.head_dim) < 1:
+            raise ValueError(
+                f"partial_ratio={self.partial_ratio} is less than one column of a key of {spec.head_dim}: choose at "
+                f"least {1 / spec.head_dim:.4g}."
+            )
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         if request.budget is not None:
@@ -148,7 +157,7 @@ class InfiniGenLayer(SelectLayer):
         return Plan(sinks=0, local=0, top=budget)
 
     def index(self, keys: Tensor) -> None:
-        width = max(1, int(self.method.partial_ratio * self.spec.head_dim))
+        width = int(self.method.partial_ratio * self.spec.head_dim)
         chosen = _largest(self.query_mass, width)
         if self.method.column_rule == "union":
             chosen |= _largest(self._skewed(keys.float()).abs().sum(2), width)

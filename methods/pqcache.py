@@ -155,12 +155,13 @@ class PQCache(Windowed):
             )
         return replace(self, m=m, b=6 if share <= 1 / 128 else 8)
 
+    def check_model(self, spec: LayerSpec) -> None:
+        if spec.head_dim % self.m:
+            raise ValueError(
+                f"m={self.m} does not divide the model's head size {spec.head_dim}: choose a divisor of it."
+            )
+
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        for spec in specs:
-            if spec.head_dim % self.m:
-                raise ValueError(
-                    f"m={self.m} does not divide the model's head size {spec.head_dim}: choose a divisor of it."
-                )
         return [PQLayer(spec, request, self) for spec in specs]
 
 

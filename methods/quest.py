@@ -27,6 +27,7 @@ from kernels import ops
 from kernels.reference import Segment
 from methods import costs
 from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.budget import check_layers
 from methods.card import Card
 from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
 
@@ -73,6 +74,9 @@ class Quest(Method):
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
         return costs.dense(case) + Cost(ceil(case.sealed / self.page_size) * case.row_bytes)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
 
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         if request.budget is not None:

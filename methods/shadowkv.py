@@ -127,6 +127,14 @@ class ShadowKV(Method):
         device = Cost(resident + factors + index + hits + stored) + costs.angles(case)
         return device + costs.offload(case, stored, plan.top * values)
 
+    def check_model(self, spec: LayerSpec) -> None:
+        channels = spec.num_kv_heads * spec.head_dim
+        if self.rank > channels:
+            raise ValueError(
+                f"rank={self.rank} is more than the {channels} channels of this model's keys: choose up to that, or "
+                "a share of them like 0.15625."
+            )
+
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
         angles = Angles(request)
         return [ShadowLayer(spec, request, self, angles) for spec in specs]

@@ -88,10 +88,11 @@ class SparQ(Windowed):
             )
         return replace(self, r=r)
 
+    def check_model(self, spec: LayerSpec) -> None:
+        if self.r > spec.head_dim:
+            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose up to that.")
+
     def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        for spec in specs:
-            if self.r > spec.head_dim:
-                raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose up to that.")
         return [SparQLayer(spec, request, self) for spec in specs]
 
 

@@ -32,7 +32,7 @@ ALLOWED = {
     },
 }  # fmt: skip
 TRANSFORMERS = {f"harness/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}  # and its models/
-HYDRA = {"harness/__main__.py", "harness/compose.py", "harness/errors.py"}  # engine and benchmarks do without
+HYDRA = {f"harness/{name}.py" for name in ("__main__", "compose", "errors", "overrides")}
 METHODS_KNOWN_TO_THE_HARNESS = {f"methods.{name}" for name in ("base", "budget", "clock", "full", "layers", "stores")}
 
 

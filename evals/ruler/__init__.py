@@ -56,6 +56,9 @@ class Ruler(Task):
         if self.haystack not in haystack.NAMES:
             raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
 
+        if self.source is not None and not self.source.strip():
+            raise TaskError("task.source is empty: name a folder or file of the official scripts, or leave it out")
+
     def require(self, data_root: Path | None) -> None:
         if self.source is None:
             require([qa.SOURCES[task] for task in self.tasks if FAMILIES[task] == "qa"], data_root)

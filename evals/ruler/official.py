@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.base import TaskError
+from evals.data import too_few
 from evals.ruler.templates import FAMILIES, TEMPLATES, Prompt
 
 
@@ -26,7 +27,7 @@ class OfficialFile:
         lines = _decoded(content, self.path).split("\n")  # other line separators may stand inside a record
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if samples > len(numbered):
-            raise TaskError(f"{self.path} has {len(numbered)} records: set task.samples={len(numbered)} or less")
+            raise too_few(str(self.path), "records", len(numbered), samples)
         stamp = f"official file {hashlib.sha256(content).hexdigest()[:16]}"
         return [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from evals.base import TaskEnv, TaskError, TextTools
-from evals.data import Row, Source, open_content, rows_of
+from evals.data import Row, Source, open_content, rows_of, too_few
 from evals.ruler.fitting import Generator, TooShort
 from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, Prompt
 from evals.ruler.vocabulary import Streams
@@ -133,7 +133,7 @@ class QuestionAnswering(Generator):
     def prompts(self, samples: int) -> list[Prompt]:
         available = len(self.corpus.questions)
         if samples > available:
-            raise TaskError(f"{self.corpus.origin} has {available} questions: set task.samples={available} or less")
+            raise too_few(self.corpus.origin, "questions", available, samples)
         return super().prompts(samples)
 
     def smallest(self, index: int) -> Prompt:

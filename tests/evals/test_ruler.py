@@ -273,7 +273,7 @@ def test_questions_of_squad_and_hotpotqa(tmp_path: Path, length: int) -> None:
     assert examples[8].question.endswith("Question: which 1-0?")
     assert all(f"T1\nSentence {i}-1. It is person {i}." in found.context for i, found in enumerate(examples[10:]))
     assert task.provenance()["qa_1"]["origin"] == "local:squad/dev-v2.0.json"
-    with pytest.raises(TaskError, match=r"hotpotqa\.json has 12 questions"):
+    with pytest.raises(TaskError, match=r"hotpotqa\.json holds 12 questions .*: set task\.samples=12"):
         ruler(tasks=["qa_2"], samples=13).examples(env(data_root=tmp_path))
 
 

@@ -122,7 +122,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 def test_missing_files_and_records_are_named(tmp_path: Path) -> None:
     write(tmp_path / "4096" / "niah_single_1.jsonl", NIAH)
-    with pytest.raises(TaskError, match=r"has 1 records: set task\.samples=1"):
+    with pytest.raises(TaskError, match=r"holds 1 records .*: set task\.samples=1"):
         read(tmp_path, ["niah_single_1"], samples=2)
     with pytest.raises(TaskError, match=r"no vt at 4096 .*it holds 4096/niah_single_1\.jsonl"):
         read(tmp_path, ["niah_single_1", "vt"])

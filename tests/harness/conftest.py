@@ -1,0 +1,31 @@
+"""The command line as a fixture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.__main__ import main
+from tests.fast import MODEL_ARGS, TASK_ARGS
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command in this process, with a tiny model unless it names another; exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        named = {argument.partition("=")[0] for argument in arguments}
+        model = [] if "model" in named else [a for a in MODEL_ARGS if a.partition("=")[0] not in named]
+        task = [] if "task" in named else [a for a in TASK_ARGS if a.partition("=")[0] not in named]
+        root = [] if "results.root" in named else [f"results.root={tmp_path / 'runs'}"]
+        monkeypatch.setattr(sys, "argv", ["harness", *model, *task, *root, *arguments])
+        code = main()
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
