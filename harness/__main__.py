@@ -1,7 +1,7 @@
 """`python -m harness method=pqcache task=niah`: the command line. Hydra composes, everything below takes plain values.
 
-A job never raises what a user can cause: it prints one sentence, the other jobs of a sweep go on, and the exit code
-is 1 at the end.
+A job that fails prints one sentence, the other jobs of a sweep go on, and the exit code is 1 at the end. The traceback
+of an error that nobody foresaw is in a file that the sentence names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.catalogue import CONF, GROUPS
 from harness.config import RunConfig, Settings
-from harness.errors import explain, is_known, sentence
+from harness.errors import explain, sentence, told
 from harness.notices import say_once
 from harness.overrides import Overrides, asks_hydra, read
 
@@ -38,9 +38,7 @@ def compose_and_run(config: DictConfig) -> None:
     try:
         _job(config)
     except Exception as error:
-        if not is_known(error):
-            raise
-        _fail(sentence(error))
+        _fail(told(error))
 
 
 def _job(config: DictConfig) -> None:
@@ -81,7 +79,8 @@ def _presets() -> dict[str, str]:
 def _run_together() -> None:
     from harness.together import Wanted, evaluate_together
 
-    _finished.extend(result.folder for result in evaluate_together([Wanted(*job) for job in _together]))
+    made = evaluate_together([Wanted(*job) for job in _together], lambda error: _fail(told(error)))
+    _finished.extend(result.folder for result in made)
 
 
 def _publish() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+import tempfile
+import traceback
 from typing import get_type_hints
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -30,6 +32,21 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full ({error.filename or 'results.root'}): free some space and run the same command again."
     return " ".join(str(error).split())
+
+
+def told(error: BaseException) -> str:
+    """One sentence for any error; of one that nobody foresaw, its kind and where the traceback lies."""
+    if is_known(error):
+        return sentence(error)
+    notes: list[str] = getattr(error, "__notes__", [])
+    where = notes[0] if notes else f"The traceback is in {_kept(error)}."  # a run that failed keeps it in its folder
+    return f"{type(error).__name__}: {sentence(error).rstrip('.')}. {where}"
+
+
+def _kept(error: BaseException) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="kv-harness-", suffix=".txt", delete=False) as file:
+        file.writelines(traceback.format_exception(error))
+    return file.name
 
 
 def _no_memory(error: BaseException) -> bool:

@@ -60,6 +60,24 @@ def write_atomically(path: Path, text: str) -> None:
     beside.replace(path)
 
 
+def drop_temporary(folder: Path) -> None:
+    """Removes what `write_atomically` had begun in a process that was killed; one that lives may be writing still."""
+    for path in folder.glob(".*.*"):
+        pid = path.suffix[1:]
+        if pid.isdigit() and (int(pid) == os.getpid() or not _lives(int(pid))):
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # someone else's
+        return True
+    return True
+
+
 def drop_half_line(path: Path) -> None:
     """Cuts off a last line without its newline, which a crash in the middle of a write leaves."""
     if path.exists():

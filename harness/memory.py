@@ -10,11 +10,12 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMeter:
-    """`start` resets the peaks; `host_bytes` and `device_bytes` read them. Null where the system keeps none."""
+    """`start` resets the peaks; `host_bytes` and `device_bytes` read them. Null before `start`, and where the
+    system keeps none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = False
+        self._host = self._device = False
 
     def start(self) -> None:
         try:
@@ -24,6 +25,7 @@ class PeakMeter:
             self._host = False
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            self._device = True
 
     @property
     def host_bytes(self) -> int | None:
@@ -35,5 +37,5 @@ class PeakMeter:
 
     @property
     def device_bytes(self) -> int | None:
-        """The most memory torch had allocated on the CUDA device; null on the CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        """The most memory torch had allocated on the CUDA device since `start`; null on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self._device else None

@@ -21,7 +21,12 @@ DISTRIBUTIONS = ("torch", "transformers", "triton", "datasets", "numpy", "scipy"
 
 def now() -> str:
     """ISO 8601, UTC, whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return when(datetime.now(UTC).timestamp())
+
+
+def when(seconds: float) -> str:
+    """The same of a file's time stamp."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def source_hash(plugins: Sequence[Path] = (), root: Path = ROOT) -> str:

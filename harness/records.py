@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -114,14 +115,8 @@ class Record:
             raise RecordError(f"example {self.id!r} cannot be written as JSON: {error}") from error
 
     @classmethod
-    def from_json(cls, line: str | bytes, where: str) -> Record:
+    def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
         """`where` names file and line in the error."""
-        try:
-            plain = json.loads(line)
-        except ValueError as error:
-            raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
-        if not isinstance(plain, dict):
-            raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
         unknown, missing = plain.keys() - set(FIELDS), REQUIRED - plain.keys()
         if unknown or missing:
             found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
@@ -130,6 +125,17 @@ class Record:
             return cls(**plain)
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
+
+
+def parse(line: str | bytes, where: str) -> dict[str, Any]:
+    """The mapping that one line holds; `where` names file and line in the error."""
+    try:
+        plain = json.loads(line)
+    except ValueError as error:
+        raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
+    if not isinstance(plain, dict):
+        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
+    return plain
 
 
 FIELDS = tuple(field.name for field in fields(Record))

@@ -22,7 +22,7 @@ from harness.models.base import ModelSource
 from harness.preparation import prepare
 from harness.provenance import now, source_hash
 from harness.records import Record, StoreError
-from harness.store import RESCORED, StoredRun, find, load, read_records
+from harness.store import StoredRun, find, load, read_records, write_rescored
 from harness.summary import mean_score
 
 
@@ -53,9 +53,9 @@ def rescore(folder: Path, data_root: str | None = None) -> str:
     task, examples = _regenerated(run.config, data_root)
     lock = FolderLock(folder)
     try:
-        lines = list(_scores(read_records(folder), task, examples))
+        lines = list(_scores(read_records(folder, run.info), task, examples))
         section = _section(run, task, lines)
-        files.write_lines(folder / RESCORED, lines)
+        write_rescored(folder, lines, run.info)
         files.write_json(folder / "run.json", run.info | {"rescored": section})
     finally:
         lock.release()
@@ -87,7 +87,7 @@ def _scores(
 
 def _section(run: StoredRun, task: Task, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What run.json says: both versions with their means, and every rescoring before this one."""
-    records = read_records(run.folder)
+    records = read_records(run.folder, run.info)
     present = [replace(record, score=line["score"]) for record, line in zip(records, lines, strict=True)]
     changed = sum(a.score != b.score for a, b in zip(records, present, strict=True))
     before = run.info.get("rescored")

@@ -25,8 +25,6 @@ STAMPS = {
     "!": "see the notes",
 }
 
-SPLIT = ("sinks", "n_init", "recent_ratio", "local_ratio")  # parameters of methods
-
 
 def score_table(comparison: Comparison) -> list[Column]:
     """The main table: what it scored, at which share of the prompt, how fast, with how many bytes."""
@@ -126,8 +124,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if found := comparison.detectable:
         span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
         yield f"a difference to Full must be about {span} points to be found with 80 % power"
-    if splits := _splits(comparison.entries):
-        yield f"the budget's split: {splits}"
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield "budget_rule=paper: sinks and windows that the method's paper does not count come on top; see `attended`"
     if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
@@ -147,17 +143,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _merged_warnings(comparison.entries)
     yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
-
-
-def _splits(entries: Sequence[Entry]) -> str:
-    """Sinks and shares of the window, and the rows that have them; of methods without such parameters, nothing."""
-    rows: dict[str, dict[str, None]] = defaultdict(dict)
-    for entry in entries:
-        method = entry.run.config.get("method")
-        own = method if isinstance(method, Mapping) else {}
-        if split := " ".join(f"{key}={own[key]}" for key in SPLIT if key in own):
-            rows[split][entry.label] = None
-    return "; ".join(f"{split} ({', '.join(labels)})" for split, labels in rows.items())
 
 
 def _scorer(run: StoredRun) -> str:

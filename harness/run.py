@@ -150,25 +150,16 @@ class Job:
         return Run.place(Path(self.settings.results.root), self.identity, *self._names())
 
     def open(self) -> Run:
+        """Waits for another process that is at the same run; what it finishes need not be run again."""
         root = Path(self.settings.results.root)
-        return Run.open(root, self.config, self.identity, *self._names())
+        return Run.open(root, self.config, self.identity, *self._names(), wait=True)
 
     def run(self, full: Evaluation | None) -> Evaluation:
         """Generate what is not there yet. Ctrl-C and errors leave a folder that the same command continues."""
-        run = self.open()
-        status, error = "failed", None
-        try:
+        with self.open() as run:
             if pending := self.pending(run):
                 self._generate(run, pending)
-            status = "complete"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            run.close(status, error)
+            run.close("complete")
         return self.evaluation(full)
 
     def pending(self, run: Run) -> list[Item]:
@@ -197,8 +188,8 @@ class Job:
             runner = Runner(self, attachment, loaded)
             runner.warm_up(pending)
             for record in progress(runner.records(pending), self.label, pending, self.settings.progress):
+                run.note(**runner.notes)  # first, so that no kill leaves a record without them
                 run.append(record)
-        run.note(backends=ops.used_backends(), **runner.notes)
 
     @property
     def label(self) -> str:

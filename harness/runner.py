@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from harness.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.stops import StopRule
 from harness.teacher import Forced
 from harness.trace import Tracer, profile_file
+from kernels import ops
 
 if TYPE_CHECKING:
     from harness.run import Job
@@ -39,6 +40,7 @@ class Runner:
             recorder=CudaGraphs(loaded.model.device) if job.settings.graphs == "on" else None,
         )
         self.peaks = PeakMeter(loaded.model.device)
+        self._backends: dict[str, set[str]] = {}
         if job.settings.trace == "on":
             self.engine.tracer = Tracer(loaded.model.device, profile_file(job.folder))
 
@@ -51,18 +53,30 @@ class Runner:
         self.engine.tracer = tracer
 
     def records(self, pending: Sequence[Item]) -> Iterator[Record]:
-        size = self.settings.batch
-        for start in range(0, len(pending), size):
-            batch = pending[start : start + size]
-            self.peaks.start()
-            generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
-            for place, item in enumerate(batch):
-                yield self.record(item, generation, place)
+        """Batches are cut from all examples, so that one that a kill tore in two is run again as it was."""
+        size, wanted = self.settings.batch, {item.example.id for item in pending}
+        for start in range(0, len(self.job.items), size):
+            batch = self.job.items[start : start + size]
+            asked = [place for place, item in enumerate(batch) if item.example.id in wanted]
+            if asked:
+                self.peaks.start()
+                generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
+                self.used(ops.used_backends())
+                yield from (self.record(batch[place], generation, place) for place in asked)
+
+    def used(self, backends: Mapping[str, Sequence[str]]) -> None:
+        """Backends of operations that ran for this job."""
+        for name, found in backends.items():
+            self._backends.setdefault(name, set()).update(found)
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What run.json says of how the engine ran."""
-        return {"own_forward": self.engine.plain_reason, "plain_steps": self.engine.plain_steps}
+        """What run.json says of how the engine ran, as far as is known by now."""
+        return {
+            "own_forward": self.engine.plain_reason,
+            "plain_steps": self.engine.plain_steps,
+            "backends": {name: sorted(found) for name, found in self._backends.items()},
+        }
 
     def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
         check_alike(batch, self.settings)

@@ -16,7 +16,7 @@ from harness.notices import SLOW_FP16
 from harness.phases import PARTS
 from harness.records import Record
 
-SCHEMA = 6
+SCHEMA = 5
 ALPHA = 0.05
 TELLING = 100  # tokens of answers that are not fully right
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose

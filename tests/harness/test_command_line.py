@@ -27,6 +27,56 @@ def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: 
     assert "20%" in out
 
 
+BROKEN = """from dataclasses import dataclass
+from methods.streaming import Streaming
+@dataclass(frozen=True, kw_only=True)
+class Broken(Streaming):
+    when: str
+    def at_communication(self, share, head_dim):
+        return self
+    def check(self, budget, length, layer=0):
+        if self.when == "planned":
+            raise KeyError("no such head")
+        super().check(budget, length, layer)
+    def start(self, specs, request):
+        raise KeyError("no such head")
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder for --config-dir that adds the method `broken`."""
+    name = f"broken_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    yaml = f"_target_: {name}.Broken\nsinks: 4\npositions: cache\nwhen: started\n"
+    (tmp_path / "conf" / "method" / "broken.yaml").write_text(yaml)
+    return str(tmp_path / "conf")
+
+
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_a_method_that_raises_fails_its_own_job_alone(cli: Cli, tmp_path: Path, broken: str, shared: str) -> None:
+    sweep = ["-m", f"--config-dir={broken}", "method=broken,streaming", f"shared_prefill={shared}"]
+    code, out, err = cli(*sweep)
+    assert code == 1
+    (text,) = (tmp_path / "runs").glob("*/error.txt")
+    assert f"error: KeyError: 'no such head'. The traceback is in {text}." in err
+    assert "Traceback" not in err
+    assert "Traceback" in text.read_text()
+    assert "in start" in text.read_text()
+    assert "streaming" in out
+
+
+def test_an_error_before_there_is_a_folder_keeps_its_traceback(cli: Cli, tmp_path: Path, broken: str) -> None:
+    code, _, err = cli(f"--config-dir={broken}", "method=broken", "method.when=planned", "baseline=off")
+    assert code == 1
+    path = Path(err.rpartition("The traceback is in ")[2].strip().rstrip("."))
+    assert "in check" in path.read_text()
+    path.unlink()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_methods_that_keep_nothing_on_the_host_are_named(cli: Cli) -> None:
     code, out, err = cli("-m", "method=streaming,pqcache", "placement=host", "baseline=off")
     assert code == 0, err

@@ -61,7 +61,7 @@ def test_new_scores_are_shown_and_the_first_ones_kept(results: Path, capsys: pyt
     section = run_json(place)["rescored"]
     assert (section["first"]["task_version"], section["first"]["mean"]) == ("1", 0.0)
     assert (section["present"]["task_version"], section["present"]["mean"], section["changed"]) == ("2", 0.25, 1)
-    assert [record.score for record in store.read_records(place)] == [0.0, 0.0]
+    assert [record.score for record in store.read_records(place, run_json(place))] == [0.0, 0.0]
     shown = store.load(place).records
     assert [(record.score, record.details["letters"]) for record in shown] == [
         (0.5, len(shown[0].output)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.files import read_json, write_json
 from harness.lock import is_locked
-from harness.records import Record, RecordError
+from harness.records import Record, RecordError, parse
+from harness.seals import CHECKSUM, RUN
 from harness.store import FolderInUse, Run, StoreError, find, load, read_records
 from tests.fake_records import config, record, write_run
 
@@ -27,6 +30,16 @@ for name in "abc":
 (run.folder / "examples.jsonl").open("ab", buffering=0).write(b'{"id": "d", "output": "half a l')
 print("written", flush=True)
 time.sleep(60)
+"""
+
+WAITER = """
+import sys
+from pathlib import Path
+from harness.store import Run
+from tests.fake_records import config, record
+with Run.open(Path(sys.argv[1]), config("quest"), {"x": 1}, "niah", "quest", wait=True) as run:
+    run.append(record("d"))
+    run.close("complete")
 """
 
 
@@ -47,15 +60,15 @@ def writer(tmp_path: Path):
 
 def test_a_record_survives_its_file() -> None:
     original = record("ä\u2028", details={"em": 0.5}, context_tokens=7, prompt_ids=[1, 2], data={"depth": 0.25})
-    assert Record.from_json(original.to_json(), "here") == original
+    assert Record.from_plain(parse(original.to_json(), "here"), "here") == original
     assert "\n" not in original.to_json()
 
 
 def test_a_record_of_before_the_union_still_loads() -> None:
     line = json.loads(record(union_prompt=7.0).to_json())
-    assert Record.from_json(json.dumps(line), "here").union_share == 0.07
+    assert Record.from_plain(line, "here").union_share == 0.07
     del line["union_prompt"]
-    assert Record.from_json(json.dumps(line), "here").union_share is None
+    assert Record.from_plain(line, "here").union_share is None
 
 
 def test_times_of_a_record() -> None:
@@ -178,15 +191,23 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [record("a"), record("b"), record("c")])
     path = folder / "examples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
+    foreign = (write_run(tmp_path, [record("b")], seed=7) / "examples.jsonl").read_text()
     for damage, complaint in [
         (lines[1][:40] + "\n", "not a JSON line"),
         (lines[0], "'a' a second time"),
-        (lines[1].replace('"seal_s"', '"seal"'), "unknown key 'seal', no 'seal_s'"),
+        (lines[1].replace('"seal_s"', '"seal"'), "example 'b' was changed after it was written"),
+        (
+            lines[1].replace('"tokens":[0', '"tokens":[7'),
+            "restore the line, or delete it to have the example run again",
+        ),
+        (lines[1].partition(',"run"')[0] + "}\n", "example 'b' lacks its run or its checksum"),
+        (foreign, "example 'b' belongs to another run"),
     ]:
         path.write_text(lines[0] + damage + lines[2])
-        with pytest.raises(StoreError, match="line 2") as caught:
-            write_run(tmp_path, [])
-        assert complaint in str(caught.value)
+        for reading in (lambda: write_run(tmp_path, []), lambda: load(folder)):
+            with pytest.raises(StoreError, match=r"examples\.jsonl, line 2") as caught:
+                reading()
+            assert complaint in str(caught.value)
         assert not is_locked(folder)
 
 
@@ -197,7 +218,7 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path) -> None:
         run.append(record("b", data={"path": Path("x")}))
     run.append(record("c"))
     run.close("complete")
-    assert [r.id for r in read_records(run.folder)] == ["a", "c"]
+    assert [r.id for r in read_records(run.folder, run.info)] == ["a", "c"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -215,3 +236,86 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("a: [")
     with pytest.raises(StoreError, match=r"config\.yaml"):
         load(folder)
+
+
+def older(folder: Path) -> None:
+    """What a version without seals left: lines and run.json alike."""
+    path = folder / "examples.jsonl"
+    plain = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in p.items() if k not in (RUN, CHECKSUM)}) + "\n" for p in plain))
+    info = {k: v for k, v in read_json(folder / "run.json").items() if k not in ("sealed", "began_with")}
+    write_json(folder / "run.json", info)
+
+
+def test_a_run_from_before_there_were_seals_is_read_and_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [record("a"), record("b")], "full", "interrupted")
+    sealed = load(folder).records
+    older(folder)
+    assert load(folder).records == sealed
+    write_run(tmp_path, [record("c")])
+    assert [r.id for r in load(folder).records] == list("abc")
+    lines = (folder / "examples.jsonl").read_text().splitlines(keepends=True)
+    foreign = (write_run(tmp_path, [record("b")], seed=7) / "examples.jsonl").read_text()
+    (folder / "examples.jsonl").write_text(lines[0] + foreign)
+    with pytest.raises(StoreError, match="line 2: example 'b' belongs to another run"):
+        load(folder)
+
+
+def test_numbers_and_order_of_keys_survive_the_seal(tmp_path: Path) -> None:
+    """The checksum is over what a line means: another program may write it anew."""
+    folder = write_run(tmp_path, [record("a", data={9: 0.1, 10: [1e-300, "\u2028ä"]}, seal_s=1 / 3)])
+    before = load(folder).records
+    path = folder / "examples.jsonl"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items())), indent=None) + "\n")
+    assert load(folder).records == before
+
+
+def test_a_session_without_records_keeps_what_the_last_one_said(tmp_path: Path) -> None:
+    """Killed between the last record and the close: provenance and backends stay with the records that they made."""
+    with opened(tmp_path) as run:
+        run.note(provenance={"machine": "first"}, backends={"sdpa": ["cpu"]})
+        run.append(record("a"))
+    for _ in range(2):
+        with opened(tmp_path) as run:
+            run.note(provenance={"machine": "second"}, backends={})
+    opened(tmp_path).close("complete")
+    stored = load(run.folder)
+    assert (stored.status, stored.info["provenance"], stored.info["backends"]) == (
+        "complete", {"machine": "first"}, {"sdpa": ["cpu"]},
+    )  # fmt: skip
+    assert "earlier" not in stored.info
+
+
+def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, writer: subprocess.Popen) -> None:
+    folder = write_run(tmp_path, [record("a")])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = {pid: folder / f".summary.json.{pid}" for pid in (dead.pid, os.getpid(), writer.pid)}
+    for path in left.values():
+        path.write_text("half")
+    write_run(tmp_path, [])
+    assert {pid for pid, path in left.items() if path.exists()} == {writer.pid}
+
+
+def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen) -> None:
+    waiting = subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+    assert waiting.stderr is not None
+    assert f"waiting for process {writer.pid} on" in waiting.stderr.readline().decode()
+    writer.kill()
+    assert waiting.wait() == 0, waiting.stderr.read()
+    stored = load(find([tmp_path])[0])
+    assert (stored.status, [r.id for r in stored.records]) == ("complete", list("abcd"))
+
+
+def test_ctrl_c_ends_the_wait(tmp_path: Path, writer: subprocess.Popen) -> None:
+    waiting = subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+    assert waiting.stderr is not None
+    assert b"waiting for" in waiting.stderr.readline()
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait() != 0
+    assert b"KeyboardInterrupt" in waiting.stderr.read()
+
+
+def test_no_process_waits_for_itself(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(FolderInUse):
+        Run.open(tmp_path, config("quest"), {"x": 1}, "niah", "quest", wait=True)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from harness.config import Results, Settings, SettingsError
+from harness.files import read_json
 from harness.run import evaluate
+from harness.store import load
 from harness.together import Wanted, evaluate_together
+from methods.base import KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
+from methods.streaming import Streaming
 from tests.fast import MODEL, PQ, STREAMING, niah
 
 ORACLE = Oracle(sinks=4, recent_ratio=0.5)
@@ -65,3 +71,51 @@ def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
         evaluate_together([Wanted(infllm, niah(), MODEL, settings(tmp_path, shared_prefill=True))])
     with pytest.raises(SettingsError, match="use batch=1"):
         evaluate_together([Wanted(Full(), niah(), MODEL, settings(tmp_path, shared_prefill=True, batch=2))])
+
+
+def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path) -> None:
+    wanted = [Wanted(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=True)) for m in (PQ, Full())]
+    pq, full = (read_json(made.folder / "run.json")["backends"] for made in evaluate_together(wanted)[::-1])
+    assert "prefill_attention" in pq
+    assert "prefill_attention" in full
+    assert "kmeans" in pq
+    assert "kmeans" not in full
+
+
+class Broken(Streaming):
+    """Fails in the phase that `fails` names."""
+
+    fails: ClassVar[str] = ""
+
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        layers = super().start(specs, request)
+        if self.fails == "start":
+            raise KeyError("start")
+        if self.fails in ("absorb", "attend"):
+            setattr(layers[-1], self.fails, self._fail)
+        return layers
+
+    def _fail(self, *_: object) -> None:
+        raise KeyError(self.fails)
+
+
+@pytest.mark.parametrize("phase", ["start", "absorb", "attend"])
+def test_a_job_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    monkeypatch.setattr(Broken, "fails", phase)
+    broken = Broken(sinks=4, positions="cache")
+    task, failed = niah(depths=2), []
+    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=True)) for m in (broken, Full(), PQ)]
+    made = evaluate_together(wanted, failed.append)
+    assert [(one.summary["method"], one.summary["status"], len(one.records)) for one in made] == [
+        ("full", "complete", 2),
+        ("pqcache", "complete", 2),
+    ]
+    assert [type(error) for error in failed] == [KeyError]
+    (text,) = tmp_path.glob("*/error.txt")
+    assert f"KeyError: '{phase}'" in text.read_text()
+    stored = load(text.parent)
+    assert (stored.status, stored.info["error"]) == ("failed", f"KeyError: '{phase}'")
+    monkeypatch.setattr(Broken, "fails", "")
+    again = evaluate_together(wanted)
+    assert [one.summary["status"] for one in again] == ["complete"] * 3
+    assert not text.exists()

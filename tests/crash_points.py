@@ -1,0 +1,140 @@
+"""Kills a run at every point where it touches the disk: `python -m tests.crash_points FOLDER SHARED BATCH`.
+
+Each kill is a fork that ends with `os._exit` at its n-th write, sync, rename or the like, writes torn in two. Then the
+same run goes on to its end, and what it left is printed as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.config import Results, Settings
+from harness.files import read_json
+from harness.run import evaluate
+from harness.store import load
+from harness.together import Wanted, evaluate_together
+from tests.fast import MODEL, STREAMING, niah
+
+TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
+KILLED = 137
+
+
+def run(root: Path, shared: bool, batch: int) -> None:
+    settings = Settings(
+        results=Results(root=str(root)), progress=False, device="cpu", shared_prefill=shared, batch=batch, warmup=0
+    )
+    task = niah(lengths=[200], depths=2, max_new_tokens=3, needle="passkey")
+    if shared:
+        evaluate_together([Wanted(STREAMING, task, MODEL, settings)])
+    else:
+        evaluate(STREAMING, task, MODEL, settings)
+
+
+class Death:
+    """Counts what is done to the disk, and ends the process at the `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def step(self, torn: Callable[[], object] = lambda: None) -> None:
+        self.left -= 1
+        if not self.left:
+            torn()
+            os._exit(KILLED)
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.step()
+            return function(*arguments, **named)
+
+        return counted
+
+    def install(self, root: Path) -> None:
+        for name in ("fsync", "replace", "mkdir", "unlink", "ftruncate"):
+            setattr(os, name, self.wrap(getattr(os, name)))
+        really = builtins.open
+
+        def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+            if ("r" in mode and "+" not in mode) or not str(file).startswith(str(root)):
+                return really(file, mode, *arguments, **named)
+            self.step()
+            return self.watched(really(file, mode, *arguments, **named))
+
+        builtins.open = opened  # type: ignore[assignment]
+        io.open = opened  # type: ignore[assignment]
+
+    def watched(self, file: Any) -> Any:
+        write, truncate = file.write, file.truncate
+
+        def torn(data: Any) -> None:
+            write(data[: len(data) // 2])
+            file.flush()
+
+        def counted(data: Any) -> Any:
+            self.step(lambda: torn(data))
+            return write(data)
+
+        file.write, file.truncate = counted, self.wrap(truncate)
+        return file
+
+
+def killed(root: Path, at: int, shared: bool, batch: int) -> bool:
+    """Whether the run still lived to see its `at`-th step."""
+    child = os.fork()
+    if not child:
+        Death(at).install(root)
+        run(root, shared, batch)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+
+
+def left(root: Path) -> dict[str, Any]:
+    """What a reader finds, without clocks."""
+    found = {}
+    for folder in sorted(root.iterdir()):
+        stored = load(folder)
+        records = [
+            {name: value for name, value in json.loads(record.to_json()).items() if name not in TIMES}
+            for record in stored.records
+        ]
+        origin = stored.info["provenance"]
+        found[folder.name] = {
+            "status": stored.status,
+            "records": records,
+            "info": sorted(set(stored.info) - {"earlier"}),
+            "continued": len(stored.info.get("earlier", [])),
+            "says": [
+                stored.info["backends"],
+                origin["git"],
+                origin["machine"]["cpu"],
+                len(origin["machine"]["load_average"]),
+            ],
+            "config": stored.config | {"results": None},
+            "summary": sorted(read_json(folder / "summary.json")),
+            "files": sorted(path.name for path in folder.iterdir()),
+        }
+    return found
+
+
+def main(folder: Path, shared: bool, batch: int) -> None:
+    torch.set_num_threads(1)
+    run(folder / "whole", shared, batch)  # loads the model, for all forks
+    print(json.dumps(left(folder / "whole")), flush=True)
+    at = 1
+    while killed(root := folder / f"killed-{at}", at, shared, batch):
+        run(root, shared, batch)
+        print(json.dumps(left(root)), flush=True)
+        at += 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "shared", int(sys.argv[3]))
