@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.clashes import refuse_clashes
+from harness.clashes import settle_clashes
 
 if TYPE_CHECKING:
     from harness.attach import attached
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "attached", "evaluate"]
 _HOMES = {"attached": "harness.attach", "evaluate": "harness.run", "Engine": "harness.engine"}
 
-refuse_clashes()
+settle_clashes()
 
 
 def __getattr__(name: str) -> Any:
