@@ -207,7 +207,8 @@ class _Run:
         self.began = began
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.last = torch.empty(0)
-        self.prompt_reads: list[float] = []
+        self.prompt_reads: list[float] = []  # of each step, summed over the layers that know
+        self.device_reads: list[Tensor] = []  # [layers B] of each step, of those whose count is on the device
         self.other_reads: list[float] = []
         self.moved_before = 0
         self.step: RepeatedStep | None = None
@@ -242,9 +243,17 @@ class _Run:
         return not all(self.out.stops)
 
     def note_step(self) -> None:
-        reads = [layer.attended for layer in self.cache.layers]
-        self.prompt_reads.append(sum(r.prompt for r in reads) / len(reads))
-        self.other_reads.append(sum(r.generated for r in reads) / len(reads))
+        """Between two steps nothing waits for the device."""
+        prompt, generated = zip(*(layer.reading for layer in self.cache.layers), strict=True)
+        self.prompt_reads.append(sum(count for count in prompt if not isinstance(count, Tensor)))
+        if unread := [count for count in prompt if isinstance(count, Tensor)]:
+            self.device_reads.append(torch.stack(unread))  # a copy
+        self.other_reads.append(sum(generated) / len(generated))
+
+    def mean_prompt_reads(self) -> float:
+        """Over layers and steps."""
+        unread = torch.cat(self.device_reads).double().mean(1).sum().item() if self.device_reads else 0.0
+        return (sum(self.prompt_reads) + unread) / (len(self.prompt_reads) * len(self.cache.layers))
 
     def finish(self) -> Generation:
         """The last token has its time: what is measured here is in no clock."""
@@ -259,7 +268,7 @@ class _Run:
         out.kv = footprint(self.cache.layers)
         out.nll = self.sampler.mean_nll() if isinstance(self.sampler, Forced) else None
         if steps:
-            out.attended_prompt = sum(self.prompt_reads) / steps
+            out.attended_prompt = self.mean_prompt_reads()
             out.attended_total = out.attended_prompt + sum(self.other_reads) / steps
             out.moved_bytes_per_step = (self._moved() - self.moved_before) / steps
         traffic = self.cache.layers[0].request.traffic

@@ -158,6 +158,12 @@ class KVLayer(ABC):
     @abstractmethod
     def attended(self) -> Attended: ...
 
+    @property
+    def reading(self) -> tuple[float | Tensor, float]:
+        """`attended` without waiting, for use between steps: where only the device knows how many prompt tokens were
+        read, they are a tensor [B] that the next step may overwrite."""
+        return self.attended
+
     @abstractmethod
     def read_positions(self) -> Tensor | None:
         """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""

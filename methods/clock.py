@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def queues(device: torch.device) -> bool:
+    """Whether work is launched there and done later, so that to read a value is to wait for all of it."""
+    return device.type != "cpu"
+
+
 class RecordingError(RuntimeError):
     """A step did something that cannot be repeated as it was recorded; the message says what."""
 

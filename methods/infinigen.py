@@ -35,6 +35,7 @@ from methods import costs
 from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
 from methods.budget import check_layers
 from methods.card import Card
+from methods.clock import queues
 from methods.layers import Plan, SelectLayer
 
 
@@ -123,13 +124,14 @@ class InfiniGen(Method):
         return [*layers]
 
 
-Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step may not wait for them
+Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
 
 
 class InfiniGenLayer(SelectLayer):
     """No sinks and no window: the whole budget is the limit of what the layer before may choose.
 
-    While the clock runs, counts stay on the device: so many rows as the limit are chosen, and the first n' read.
+    On a GPU, and while the clock runs, counts stay on the device: as many rows as the limit are chosen, and the first
+    n' read. With placement=host they are read in each step, for only n' rows are to be moved.
     """
 
     method: InfiniGen
@@ -224,7 +226,7 @@ class InfiniGenLayer(SelectLayer):
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
             ranks = ops.group_weights(logits[..., : self.sealed], 1.0, "sum")
-        if self.request.clock.running:
+        if self.request.clock.running or (self.middle is None and queues(self.request.device)):
             return ranks.topk(limit).indices, asked  # best first
         counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))
@@ -245,6 +247,12 @@ class InfiniGenLayer(SelectLayer):
             return whole
         counts = self.counts.tolist() if isinstance(self.counts, Tensor) else self.counts
         return whole._replace(prompt=sum(counts) / len(counts))
+
+    @property
+    def reading(self) -> tuple[float | Tensor, float]:
+        if self.plan is None or self.rows is None or not isinstance(self.counts, Tensor):
+            return self.attended
+        return self.counts, super().attended.generated
 
     def read_positions(self) -> Tensor | None:
         """-1 where a sequence reads fewer tokens than another."""

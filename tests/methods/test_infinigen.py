@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -248,6 +249,29 @@ def test_host_fetches_what_it_reads_and_agrees_also_in_a_further_turn() -> None:
         text.seal(layers, again, again + 19)
         outs.append(torch.cat([*steps, text.decode(layers, again + 19)[2]], 2))
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("group_rank", ["margin_max", "prob_sum"])
+def test_counts_that_stay_on_the_device_choose_the_same(
+    group_rank: Literal["margin_max", "prob_sum"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a step does not read how many tokens it asks for."""
+    text, method = Sequences(SHAPES[1], PROMPT + STEPS, LAYERS), replace(METHOD, group_rank=group_rank)
+    listed = sealed(text, method)
+    steps = [text.decode(listed, t)[2] for t in range(PROMPT, PROMPT + STEPS)]
+    monkeypatch.setattr("methods.infinigen.queues", lambda device: True)
+    on_device = sealed(text, method)
+    torch.testing.assert_close([text.decode(on_device, t)[2] for t in range(PROMPT, PROMPT + STEPS)], steps)
+    for one, other in zip(listed[1:], on_device[1:], strict=True):
+        assert one.attended == other.attended
+        counts, generated = other.reading
+        assert isinstance(counts, Tensor)
+        assert (counts.tolist(), generated) == (one.counts, STEPS)
+        wanted, got = one.read_positions(), other.read_positions()
+        assert wanted is not None
+        assert got is not None
+        width = wanted.shape[2]
+        assert torch.equal(got.sort(-1, descending=True).values[..., :width], wanted.sort(-1, descending=True).values)
 
 
 def test_a_selection_serves_further_steps_where_that_is_allowed() -> None:

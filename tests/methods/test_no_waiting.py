@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engine import Engine
+from harness.sampling import Greedy
 from kernels.dispatch import use_backend
 from tests.methods.test_contract import NAMES, attach, small, turn
 from tests.tiny import prompt
 
 WAITS = {
-    "infinigen": "how many tokens its margins ask for is the shape of what it reads",
     "shadowkv": "how many chunks the last step did not have is the shape of what it loads",
 }
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -56,6 +57,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @torch.inference_mode()
 def steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("methods.infinigen.queues", lambda device: True)  # as on a GPU
     with attach(small(name), 0.5) as kv:
         cache = kv.cache(capacity=110)
         turn(kv, cache, prompt(80), steps=2)
@@ -63,11 +65,44 @@ def steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with nothing_read(monkeypatch):
             for _ in range(3):
                 kv.model(token, past_key_values=cache, use_cache=True)
+                assert len([layer.reading for layer in cache.layers]) == 3
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*MUST_WAIT}))
 def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(name, monkeypatch)
+
+
+class Noting(Greedy):
+    """How many values were read from one token to the next."""
+
+    def __init__(self) -> None:
+        self.reads, self.seen = 0, list[int]()
+
+    def pick(self, logits: Tensor) -> Tensor:
+        self.seen.append(self.reads)
+        self.reads = 0
+        return super().pick(logits)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*MUST_WAIT}))
+def test_the_engine_reads_a_steps_token_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("methods.infinigen.queues", lambda device: True)
+    sampler = Noting()
+
+    def counted(plain: Any) -> Any:
+        def read(*args: Any, **how: Any) -> Any:
+            sampler.reads += 1
+            return plain(*args, **how)
+
+        return read
+
+    with attach(small(name), 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
+        for reading in READS:
+            patch.setattr(Tensor, reading, counted(getattr(Tensor, reading)))
+        made = Engine(kv).generate(prompt(80), max_new_tokens=6, sampler=sampler)
+    assert made.attended_prompt
+    assert sampler.seen[2:] == [1] * 4  # the seal lies in the second token's time
 
 
 @pytest.mark.parametrize("name", MUST_WAIT)
