@@ -20,10 +20,11 @@ CHOICES = {
     "baseline": ("run", "reuse", "off"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
+    "memory_check": ("on", "off"),
     "graphs": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
-WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run")
+WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check")
 
 
 class SettingsError(ValueError):
@@ -97,6 +98,7 @@ class Settings:
     fidelity: int = 0
     trace: str = "off"
     graphs: str = "off"
+    memory_check: str = "on"
     dry_run: bool = False
     progress: bool = True
     generation: Generation = field(default_factory=Generation)

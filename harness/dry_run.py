@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from evals.base import Task
+from harness.capacity import free_bytes, refusal, size
 from harness.config import Settings
 from harness.models.base import ModelSource
 from harness.run import Job
 from harness.store import find, load
-from harness.tables import BYTES, scaled
 from methods.base import Method
 
 SHOWN = 2  # prompts printed
@@ -30,8 +30,9 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings) -> No
     notes = sorted({finding.message for item in job.items for finding in item.findings})
     rows = [
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
-        ("weights", f"{_bytes(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
-        ("KV cache", f"{_bytes(longest * info.kv_bytes_per_token(settings.dtype))} for Full at its longest"),
+        ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
+        ("KV cache", f"{size(longest * info.kv_bytes_per_token(settings.dtype))} for Full at its longest"),
+        ("memory", _memory(job)),
         ("time", _expected(job, sum(lengths))),
         ("folder", str(job.folder)),
         *(("lint", note) for note in notes),
@@ -39,9 +40,11 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings) -> No
     print("\n".join(f"{name:<9} {text}" for name, text in rows))
 
 
-def _bytes(size: int) -> str:
-    (value,), unit = scaled([float(size)], BYTES)
-    return f"{value} {unit}"
+def _memory(job: Job) -> str:
+    """What the run itself would be refused with, or that it fits."""
+    need, free = job.need(), free_bytes(job.settings.device)
+    fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
+    return refusal(need, job.settings, free) or fits
 
 
 def _expected(job: Job, tokens: int) -> str:

@@ -14,7 +14,16 @@ from harness.plugins import TARGET
 from harness.store import StoredRun
 from harness.summary import model_name
 
-NOT_NAMED = ("budget", "results", "data", "baseline", "progress", "dry_run", "warmup")  # no part of a label
+NOT_NAMED = (
+    "budget",
+    "results",
+    "data",
+    "baseline",
+    "progress",
+    "dry_run",
+    "memory_check",
+    "warmup",
+)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads")
 ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash

@@ -16,6 +16,7 @@ import torch
 from evals.base import Task
 from harness import plugins
 from harness.attach import Attachment
+from harness.capacity import Need, needed, refuse
 from harness.config import WITHOUT_EFFECT, Settings
 from harness.files import write_json
 from harness.hf import routed
@@ -36,7 +37,7 @@ from harness.preparation import (
 )
 from harness.provenance import provenance, source_hash
 from harness.records import Record
-from harness.runner import Runner, load, progress
+from harness.runner import Runner, is_loaded, load, progress
 from harness.store import Run
 from harness.store import load as load_run
 from harness.summary import summarise
@@ -137,10 +138,23 @@ class Job:
 
     def finished(self) -> Evaluation | None:
         """What a complete earlier run left; None where there is none."""
-        if not self.folder.is_dir():
-            return None
+        return self.evaluation() if self.is_done() else None
+
+    def is_done(self) -> bool:
+        """Whether the folder holds every example already."""
+        if not (self.folder / "run.json").is_file():
+            return False
         found = {record.id for record in load_run(self.folder).records}
-        return self.evaluation() if found >= {item.example.id for item in self.items} else None
+        return found >= {item.example.id for item in self.items}
+
+    def refuse_memory(self) -> None:
+        """Raise `SettingsError` where a model that is still to be loaded, its cache or its prefill cannot fit."""
+        if not self.is_done():
+            refuse(self.need(), self.settings)
+
+    def need(self) -> Need:
+        loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
+        return needed(self.model.describe(), self.settings, self.items, loaded=loaded)
 
     def _names(self) -> tuple[str, str]:
         return _name(self.config["task"]), _name(self.config["method"])
@@ -156,6 +170,7 @@ class Job:
 
     def run(self, full: Evaluation | None) -> Evaluation:
         """Generate what is not there yet. Ctrl-C and errors leave a folder that the same command continues."""
+        self.refuse_memory()
         with self.open() as run:
             if pending := self.pending(run):
                 self._generate(run, pending)

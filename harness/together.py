@@ -137,6 +137,8 @@ def _evaluate(jobs: Sequence[Job], on_error: OnError) -> list[Evaluation]:
     ordered = sorted(
         jobs, key=lambda job: job.folder
     )  # two processes that wait for each other's folders do not lock up
+    for job in jobs:
+        job.refuse_memory()
     with ExitStack() as closing:
         members = [_Member(job, closing.enter_context(job.open()), on_error) for job in ordered]
         _generate(members)

@@ -1,0 +1,128 @@
+"""What does not fit is refused before anything is loaded or written, with the setting that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness import capacity
+from harness.capacity import Need, needed, refusal
+from harness.config import Results, Settings, SettingsError
+from harness.run import evaluate
+from harness.together import Wanted, evaluate_together
+from methods.full import Full
+from tests.fast import MODEL, PQ, niah
+
+GIB = 2**30
+EIGHT_B = replace(MODEL, shape="llama-3.1-8b", layers=None)
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the report: 21.6 GiB."""
+    monkeypatch.setattr("harness.capacity.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.dry_run.free_bytes", lambda device: int(21.6 * GIB))
+
+
+def never(*_: object) -> None:
+    raise AssertionError("weights were loaded")
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("shared", [False, True])
+def test_8b_in_fp32_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr("harness.models.random.Random.build", never)
+    settings = Settings(results=Results(root=str(tmp_path)), device="cpu", shared_prefill=shared)
+    with pytest.raises(
+        SettingsError, match=r"weights 29\.9 GiB.* in fp32 and 21\.6 GiB are free.*dtype=bf16 \(15"
+    ) as told:
+        if shared:
+            evaluate_together([Wanted(PQ, niah(), EIGHT_B, settings)])
+        else:
+            evaluate(PQ, niah(), EIGHT_B, settings)
+    assert "memory_check=off" in str(told.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        evaluate(PQ, niah(), EIGHT_B, replace(settings, memory_check="off"))
+
+
+@pytest.mark.usefixtures("free")
+def test_the_dry_run_says_the_same(cli: Cli) -> None:
+    code, out, err = cli("model.shape=llama-3.1-8b", "model.layers=null", "dry_run=true", "device=cpu")
+    assert code == 0, err
+    assert "weights 29.9 GiB" in out
+    assert "use dtype=bf16" in out
+    code, out, err = cli("dry_run=true", "device=cpu")
+    assert "21.6 GiB free on cpu" in out
+
+
+def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False)
+    first = evaluate(Full(), niah(), MODEL, settings)
+    monkeypatch.setattr("harness.capacity.free_bytes", lambda device: 0)
+    assert evaluate(Full(), niah(), MODEL, settings) == first
+    with pytest.raises(SettingsError, match="a smaller model"):
+        evaluate(Full(), niah(depths=2), MODEL, replace(settings, dtype="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("need", "changes", "helps"),
+    [
+        (Need(10, 0, 0), {"dtype": "fp32"}, "use dtype=bf16 (5.00 B);"),
+        (Need(10, 0, 0), {"dtype": "bf16"}, "use a smaller model;"),
+        (Need(1, 9, 0), {"dtype": "bf16", "batch": 2}, "use a smaller batch or fewer tokens;"),
+        (Need(1, 9, 0), {"dtype": "bf16", "device": "cuda"}, "use placement=host or fewer tokens;"),
+        (Need(1, 2, 9), {"dtype": "bf16"}, "use prefill_chunk=2048 or fewer tokens;"),
+    ],
+)
+def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None:
+    settings = Settings(**{"device": "cpu"} | changes)
+    assert refusal(need, settings, need.total) is None
+    assert refusal(need, settings, None) is None
+    assert helps in str(refusal(need, settings, 8))
+
+
+def test_what_is_there_or_elsewhere_is_not_counted() -> None:
+    from harness.preparation import prepare
+
+    info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
+    items = prepare(niah(), MODEL, settings)
+    whole = needed(info, settings, items)
+    longest = max(len(item.prompt.ids) + item.new_tokens for item in items)
+    assert (whole.weights, whole.kv) == (info.weight_bytes("fp32"), longest * info.kv_bytes_per_token("fp32"))
+    assert needed(info, settings, items, loaded=True) == replace(whole, weights=0)
+    assert needed(info, replace(settings, placement="host"), items) == replace(whole, kv=0)
+    chunked = needed(info, replace(settings, prefill_chunk=100), items)
+    assert chunked.activations == pytest.approx(whole.activations / 4)
+
+
+@pytest.mark.parametrize(("version", "controller"), [(2, ""), (1, "memory")])
+def test_the_smallest_limit_above_this_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, controller: str
+) -> None:
+    names = ("memory.max", "memory.current", "inactive_file") if version == 2 else (
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+    )  # fmt: skip
+    root = tmp_path / "cgroup"
+    inner = root / controller / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for folder, limit in ((inner.parent, "3000"), (inner, "max")):
+        (folder / names[0]).write_text(limit)
+        (folder / names[1]).write_text("2500")
+        (folder / "memory.stat").write_text(f"anon 7\n{names[2]} 100\n")
+    (tmp_path / "own").write_text(f"5:{controller}:/outer/inner\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   50 kB\n")
+    monkeypatch.setattr(capacity, "CGROUPS", root)
+    monkeypatch.setattr(capacity, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    assert capacity.free_bytes("cpu") == 600
+    (inner.parent / names[0]).write_text("max")
+    assert capacity.free_bytes("cpu") == 50 * 1024
+    (tmp_path / "meminfo").unlink()
+    assert capacity.free_bytes("cpu") is None
