@@ -1,31 +1,37 @@
-"""Statistics of scores: intervals, exact paired tests, Holm's correction, what difference could be seen at all.
+"""Statistics of scores: intervals, paired tests, Holm's correction, and the smallest difference a test can find.
 
-The statistic is always the mean of group means, as in the summary; examples are resampled within their group.
+The statistic is always the mean of group means. Interval and test of a difference are one: p is below 0.05 exactly
+where the 95 % interval leaves out 0. Both hold at any number of examples (tests/evals/test_coverage.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from evals import bounded
+
 Floats = NDArray[np.float64]
 
-RESAMPLES = 10_000
-EXACT_FLIPS = 16  # up to 2^16 sign patterns are enumerated, beyond them as many as RESAMPLES are drawn
-_CHUNK = 1 << 20  # draws held at a time
+ALPHA = 0.05
+POWER = 0.8
+# Scores of which no two are alike, as perplexities: so many must be seen before an unseen one is taken to be near them.
+DENSE = 20
+_EXACT = 128  # numbers of losses that a power is worked out at one by one; beyond them, at as many more
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
     low: float
     high: float
-    kind: Literal["wilson", "bootstrap", "adjusted_wald"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +39,36 @@ class Paired:
     """A method against a baseline on the same examples."""
 
     diff: float  # method - baseline
-    ci: Interval | None  # None where a group is too small to tell
+    ci: Interval
     p: float
-    test: Literal["mcnemar_exact", "sign_flip_exact", "sign_flip_monte_carlo"]
-    detectable: float | None  # difference that such a comparison finds with 80 % power
 
 
-def interval(scores: Sequence[float], groups: Sequence[str], *, level: float = 0.95, seed: int = 0) -> Interval | None:
-    """Of the mean of group means: Wilson where all scores are 0 or 1, else a percentile bootstrap.
-
-    None where there is no score, or a group with one score that is neither 0 nor 1.
+def interval(scores: Sequence[float], groups: Sequence[str], *, level: float = 1 - ALPHA) -> Interval | None:
+    """Of the mean of group means; Clopper and Pearson's where all scores are 0 or 1. None without a score.
 
     >>> interval([1, 1, 1, 0], ["a"] * 4)
-    Interval(low=0.30064184258240184, high=0.9544127391902995, kind='wilson')
+    Interval(low=0.194120..., high=0.993690...)
     """
-    parts = _split(scores, groups)
-    if not parts:
+    values = _finite(scores)
+    if not len(values):
         return None
-    if _are_binary(parts):
-        return _wilson(_mean(parts), _effective_n(parts), level)
-    return _bootstrap(parts, level, seed)
+    reach = _span(values) if _is_dense(values) else (0.0, 1.0)
+    sample = _Sample(values, _weights(groups, len(values)), max(0.0, reach[0]), min(1.0, reach[1]))
+    return sample.interval((1 - level) / 2)
 
 
-def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], *, seed: int = 0) -> Paired:
-    """Two-sided test that method and baseline are exchangeable on each example, with the difference's 95 % interval.
+def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str]) -> Paired:
+    """Two-sided test of a mean difference of 0, and the 95 % interval that inverts it.
 
-    McNemar's exact test, on all pairs together, where all scores are 0 or 1; else sign flips of the differences.
+    McNemar's exact test where all scores are 0 or 1 and all groups equally large.
     """
-    ours, theirs = _split(scores, groups), _split(baseline, groups)
-    if not ours:
-        raise ValueError("a paired comparison needs at least one example that both runs scored")
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    p, test = _test(ours, theirs, differences, seed)
-    binary = test == "mcnemar_exact"
-    ci = _adjusted_wald(differences, 0.95) if binary else _bootstrap(differences, 0.95, seed)
-    return Paired(_mean(differences), ci, p, test, _detectable(differences, power=0.8, alpha=0.05))
+    sample = _differences(scores, baseline, groups)
+    return Paired(sample.mean, sample.interval(ALPHA / 2, pivot=0.0), sample.p)
 
 
-def p_value(scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> float:
+def p_value(scores: Sequence[float], baseline: Sequence[float]) -> float:
     """`paired`'s p for one group, without its interval."""
-    ours, theirs = (_split(values, [""] * len(values)) for values in (scores, baseline))
-    return _test(ours, theirs, [a - b for a, b in zip(ours, theirs, strict=True)], seed)[0]
+    return _differences(scores, baseline, [""] * len(scores)).p
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -89,108 +84,141 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def smallest_detectable(
-    differences: Sequence[float], groups: Sequence[str], *, power: float = 0.8, alpha: float = 0.05
+def detectable(
+    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], *, comparisons: int = 1
 ) -> float | None:
-    """Smallest true mean difference that a two-sided paired test finds with probability `power` (normal theory).
+    """Smallest true loss that `paired` finds with 80 % power, as the first of so many `comparisons` under Holm.
 
-    None where the spread is unknown: a group of one, or no difference at all.
+    The test's own power, worked out for examples that lose what examples differ by here, on top of as many that win and
+    lose by chance as went against the trend. None where the test could not find it if every example were lost.
     """
-    return _detectable(_split(differences, groups), power, alpha)
+    sample = _differences(scores, baseline, groups)
+    size = round(1 / float((sample.weights**2).sum()))
+    reach = max(-sample.low, sample.high)
+    for step in (sample.step, 1.0):
+        found = _smallest_rate(size, step / reach, sample.churn / step**2, ALPHA / comparisons)
+        if found is not None:
+            return step * found
+    return None
 
 
-def _split(scores: Sequence[float], groups: Sequence[str]) -> list[Floats]:
-    """One array a group, groups in the order of their first example."""
-    if len(scores) != len(groups):
-        raise ValueError(f"{len(scores)} scores for {len(groups)} groups: give each example one of both")
-    parts: dict[str, list[float]] = {}
-    for score, group in zip(scores, groups, strict=True):
-        parts.setdefault(group, []).append(float(score))
-    arrays = [np.array(part) for part in parts.values()]
-    if not all(np.isfinite(part).all() for part in arrays):
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Values of one mean; `low` and `high` are the ends beyond which no value can lie."""
+
+    values: Floats
+    weights: Floats
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return float(np.clip(self.weights @ self.values, self.values.min(), self.values.max()))
+
+    @property
+    def mirrored(self) -> _Sample:
+        return replace(self, values=-self.values, low=-self.high, high=-self.low)
+
+    @property
+    def p(self) -> float:
+        """Two-sided, of a mean of 0."""
+        side = self if self.mean < 0 else self.mirrored
+        return min(1.0, 2 * side.upper_p(0.0)) if self.mean else 1.0
+
+    @property
+    def step(self) -> float:
+        """What examples that differ differ by; 1 where none does."""
+        return float(self.weights @ self.values**2 / total) if (total := self.weights @ abs(self.values)) else 1.0
+
+    @property
+    def churn(self) -> float:
+        """Mean square of the values against the trend."""
+        return min(float(self.weights @ np.maximum(side, 0) ** 2) for side in (self.values, -self.values))
+
+    def upper_p(self, mean: float) -> float:
+        return float(bounded.upper_p(self.values, self.weights, mean, self.high))
+
+    def interval(self, level: float, pivot: float | None = None) -> Interval:
+        """Leaves out as much as `level` on either side; `pivot` is left out exactly where its own p says so."""
+        return Interval(-self.mirrored._upper(level, pivot), self._upper(level, pivot))
+
+    def _upper(self, level: float, pivot: float | None) -> float:
+        start, stop = self.mean, self.high
+        if pivot is not None and start < pivot:
+            if self.upper_p(pivot) < level:
+                end = bounded.upper_end(self.values, self.weights, self.high, level, (start, pivot))
+                return min(end, math.nextafter(pivot, -math.inf))
+            start = pivot
+        return bounded.upper_end(self.values, self.weights, self.high, level, (start, stop))
+
+
+def _differences(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str]) -> _Sample:
+    ours, theirs = _finite(scores), _finite(baseline)
+    if not len(ours):
+        raise ValueError("a paired comparison needs at least one example that both runs scored")
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} scores against {len(theirs)}: give each example one of both")
+    values = ours - theirs
+    low, high = _span(values) if all(map(_is_dense, (ours, theirs, values))) else (-1.0, 1.0)
+    return _Sample(values, _weights(groups, len(ours)), max(-1.0, low), min(1.0, high))
+
+
+def _finite(scores: Sequence[float]) -> Floats:
+    values = np.asarray(scores, dtype=float)
+    if not np.isfinite(values).all():
         raise ValueError("a score is not finite: statistics need finite scores")
-    return arrays
+    return values
 
 
-def _mean(parts: Sequence[Floats]) -> float:
-    return float(np.mean([part.mean() for part in parts]))
+def _weights(groups: Sequence[str], size: int) -> Floats:
+    """Of each example in the mean of group means."""
+    if len(groups) != size:
+        raise ValueError(f"{size} scores for {len(groups)} groups: give each example one of both")
+    sizes = Counter(groups)
+    return np.array([1 / (len(sizes) * sizes[group]) for group in groups])
 
 
-def _detectable(differences: Sequence[Floats], power: float, alpha: float) -> float | None:
-    if not differences or min(map(len, differences)) < 2:
+def _is_dense(values: Floats) -> bool:
+    """Whether the values show no point on which many more might lie: 0, 1 or any other."""
+    return len(values) >= DENSE and len(np.unique(values)) == len(values) and not np.isin(values, (0, 1)).any()
+
+
+def _span(values: Floats) -> tuple[float, float]:
+    """Half as far again as the values, and 0 with them, reach."""
+    low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+    return low - (high - low) / 2, high + (high - low) / 2
+
+
+def _smallest_rate(size: int, step: float, churn: float, alpha: float) -> float | None:
+    """Share of `size` examples that must lose `step`; besides, a share `churn` wins by chance, and as many lose."""
+    if _power(1.0, size, step, churn, alpha) < POWER:
         return None
-    variance = sum(float(part.var(ddof=1)) / len(part) for part in differences) / len(differences) ** 2
-    factor = float(stats.norm.ppf(1 - alpha / 2) + stats.norm.ppf(power))
-    return factor * math.sqrt(variance) if variance > 0 else None
+    low, high = 0.0, 1.0
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _power(middle, size, step, churn, alpha) >= POWER else (middle, high)
+    return high
 
 
-def _are_binary(parts: Sequence[Floats]) -> bool:
-    return all(bool(((part == 0) | (part == 1)).all()) for part in parts)
+def _power(rate: float, size: int, step: float, churn: float, alpha: float) -> float:
+    churn = min(churn, (1 - rate) / 2)
+    first, last = stats.binom.ppf([1e-6, 1 - 1e-6], size, churn + rate)
+    lost = np.arange(int(first), int(last) + 1)
+    most, wins = _most_won(size, round(step, 3), alpha)[lost], churn / (1 - churn - rate) if churn else 0.0
+    found: Any = stats.binom.pmf(lost, size, churn + rate) * stats.binom.cdf(most, size - lost, wins)
+    return float(found.sum())
 
 
-def _effective_n(parts: Sequence[Floats]) -> float:
-    """Independent examples worth the mean of group means: all of them where groups are equally large."""
-    return len(parts) ** 2 / sum(1 / len(part) for part in parts)
-
-
-def _wilson(share: float, n: float, level: float) -> Interval:
-    z = float(stats.norm.ppf((1 + level) / 2))
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return Interval(max(0.0, centre - half), min(1.0, centre + half), "wilson")
-
-
-def _bootstrap(parts: Sequence[Floats], level: float, seed: int) -> Interval | None:
-    if min(map(len, parts)) < 2:
-        return None
-    rng = np.random.default_rng(seed)
-    means = np.mean([_resampled_means(part, rng) for part in parts], axis=0)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(low), float(high), "bootstrap")
-
-
-def _resampled_means(part: Floats, rng: np.random.Generator) -> Floats:
-    step = max(1, _CHUNK // len(part))
-    counts = [min(step, RESAMPLES - start) for start in range(0, RESAMPLES, step)]
-    return np.concatenate([part[rng.integers(len(part), size=(count, len(part)))].mean(axis=1) for count in counts])
-
-
-def _adjusted_wald(differences: Sequence[Floats], level: float) -> Interval:
-    """Of a difference of paired shares, one pair added to either kind of discordance (Bonett and Price 2012)."""
-    n = _effective_n(differences) + 2
-    better = (_mean([(part > 0).astype(float) for part in differences]) * (n - 2) + 1) / n
-    worse = (_mean([(part < 0).astype(float) for part in differences]) * (n - 2) + 1) / n
-    half = float(stats.norm.ppf((1 + level) / 2)) * math.sqrt((better + worse - (better - worse) ** 2) / n)
-    return Interval(max(-1.0, better - worse - half), min(1.0, better - worse + half), "adjusted_wald")
-
-
-def _test(
-    ours: Sequence[Floats], theirs: Sequence[Floats], differences: Sequence[Floats], seed: int
-) -> tuple[float, Literal["mcnemar_exact", "sign_flip_exact", "sign_flip_monte_carlo"]]:
-    return _mcnemar(differences) if _are_binary([*ours, *theirs]) else _sign_flip(differences, seed)
-
-
-def _mcnemar(differences: Sequence[Floats]) -> tuple[float, Literal["mcnemar_exact"]]:
-    better = sum(int((part > 0).sum()) for part in differences)
-    worse = sum(int((part < 0).sum()) for part in differences)
-    test: Any = stats.binomtest(better, better + worse) if better + worse else None
-    return (float(test.pvalue) if test else 1.0), "mcnemar_exact"
-
-
-def _sign_flip(
-    differences: Sequence[Floats], seed: int
-) -> tuple[float, Literal["sign_flip_exact", "sign_flip_monte_carlo"]]:
-    """Share of sign patterns whose mean of group means is at least as far from 0 as the one seen."""
-    terms = np.concatenate([part / len(part) for part in differences])
-    terms = terms[terms != 0]  # a flip of a zero changes nothing
-    seen = abs(terms.sum()) * (1 - 1e-12) - 1e-15  # ties count, whatever the order of summation
-    if len(terms) <= EXACT_FLIPS:
-        patterns = (np.arange(1 << len(terms))[:, None] >> np.arange(len(terms))) & 1
-        return float((abs((1 - 2 * patterns) @ terms) >= seen).mean()), "sign_flip_exact"
-    rng = np.random.default_rng(seed)
-    rows = max(1, _CHUNK // len(terms))
-    hits = 0
-    for start in range(0, RESAMPLES, rows):
-        signs = 1 - 2 * rng.integers(2, size=(min(rows, RESAMPLES - start), len(terms)))
-        hits += int((abs(signs @ terms) >= seen).sum())
-    return (hits + 1) / (RESAMPLES + 1), "sign_flip_monte_carlo"
+@lru_cache(maxsize=256)
+def _most_won(size: int, step: float, alpha: float) -> Floats:
+    """For each number of losses the most wins beside which the test still finds a loss; -1 where it never does."""
+    lost = np.arange(min(size, _EXACT) + 1)
+    if size > _EXACT:
+        lost = np.union1d(lost, np.geomspace(_EXACT, size, _EXACT).round().astype(int))
+    low, high = np.full(len(lost), -1), lost.copy()  # as many wins as losses are never a loss
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        values = np.array([-step, step, 1.0])
+        p = 2 * bounded.tail(values, np.stack([lost, middle, np.ones_like(lost)], axis=-1).astype(float))
+        low, high = np.where(p < alpha, middle, low), np.where(p < alpha, high, middle)
+    return np.floor(np.interp(np.arange(size + 1), lost, low))

@@ -57,17 +57,21 @@ class Comparison:
     entries: list[Entry]
 
     @property
-    def significant(self) -> set[int]:
-        """Rows whose difference to Full holds after Holm's correction over this table."""
-        tested = [(i, entry.summary["full"]["p"]) for i, entry in enumerate(self.entries) if entry.summary["full"]]
-        adjusted = stats.holm([p for _, p in tested])
-        return {i for (i, _), p in zip(tested, adjusted, strict=True) if p < ALPHA}
+    def tested(self) -> list[int]:
+        """Rows that are held against Full."""
+        return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
 
     @property
-    def detectable(self) -> list[float]:
-        """Per run held against Full, the difference it could have shown."""
-        found = [detectable(e.run.records, e.full.records) for e in self.entries if e.full is not None]
-        return sorted(value for value in found if value is not None)
+    def significant(self) -> set[int]:
+        """Rows whose difference to Full holds after Holm's correction over this table."""
+        adjusted = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
+        return {i for i, p in zip(self.tested, adjusted, strict=True) if p < ALPHA}
+
+    @property
+    def detectable(self) -> list[tuple[Entry, float | None]]:
+        """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
+        rows, count = [self.entries[i] for i in self.tested], len(self.tested)
+        return [(row, detectable(row.run.records, row.full.records, count)) for row in rows if row.full is not None]
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:

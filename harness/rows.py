@@ -121,9 +121,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
     yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
     if comparison.significant or any(entry.significant_groups for entry in comparison.entries):
         yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
-    if found := comparison.detectable:
-        span = " to ".join(dict.fromkeys(f"{100 * value:.1f}" for value in (found[0], found[-1])))
-        yield f"a difference to Full must be about {span} points to be found with 80 % power"
+    yield from _power(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield "budget_rule=paper: sinks and windows that the method's paper does not count come on top; see `attended`"
     if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
@@ -143,6 +141,17 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _merged_warnings(comparison.entries)
     yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+
+
+def _power(comparison: Comparison) -> Iterator[str]:
+    """Which differences the tests of this table could find at all."""
+    found, count = comparison.detectable, len(comparison.tested)
+    over = f"after Holm's correction over {count} rows" if count > 1 else "in this one comparison"
+    if sizes := [100 * size for _, size in found if size is not None]:
+        span = " to ".join(dict.fromkeys((f"{min(sizes):.1f}", f"{max(sizes):.1f}")))
+        yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
+    if few := ", ".join(entry.title for entry, size in found if size is None):
+        yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
 
 
 def _scorer(run: StoredRun) -> str:
@@ -175,8 +184,13 @@ def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
 def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
     if value is None:
         return ""
-    ends = f"[{percent(ci[0], 0, sign)}, {percent(ci[1], 0, sign)}]" if ci else ""
-    return f"{percent(value, 1, sign)} {ends}".strip()
+    return f"{percent(value, 1, sign)} {_ends(ci, sign)}".strip() if ci else percent(value, 1, sign)
+
+
+def _ends(ci: Sequence[float], sign: bool) -> str:
+    """Without decimals, unless an end of a difference would then read 0 and is not."""
+    places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
+    return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
 
 
 def _count(entry: Entry) -> str:

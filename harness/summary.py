@@ -16,8 +16,8 @@ from harness.notices import SLOW_FP16
 from harness.phases import PARTS
 from harness.records import Record
 
-SCHEMA = 5
-ALPHA = 0.05
+SCHEMA = 6
+ALPHA = stats.ALPHA
 TELLING = 100  # tokens of answers that are not fully right
 FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
 
@@ -78,10 +78,10 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
 
-def detectable(records: Sequence[Record], full: Sequence[Record]) -> float | None:
-    """The difference to Full that these examples would show with 80 % power."""
-    ours, theirs, groups = _columns(paired(records, full))
-    return stats.smallest_detectable([a - b for a, b in zip(ours, theirs, strict=True)], groups)
+def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: int) -> float | None:
+    """The loss against Full that these examples would show with 80 % power, as one of so many comparisons."""
+    pairs = paired(records, full)
+    return stats.detectable(*_columns(pairs), comparisons=comparisons) if pairs else None
 
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:

@@ -87,7 +87,10 @@ def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
 
 
 def probability(p: float | None) -> str:
-    return "" if p is None else "<.001" if p < 0.001 else f"{p:.3f}"
+    """Three decimals; four where three would leave open which side of 0.05 it lies on."""
+    if p is None:
+        return ""
+    return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
 
 
 def _wrapped(column: Column, width: int) -> Column:

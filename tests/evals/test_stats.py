@@ -1,4 +1,4 @@
-"""Statistics against scipy, closed forms and brute force."""
+"""Statistics against scipy, closed forms and brute force. What they cover and find is simulated in test_coverage.py."""
 
 from __future__ import annotations
 
@@ -12,47 +12,78 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from evals import stats
+from evals import bounded, stats
 
 ONE = ["a"]
+QUARTERS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(stats).failed == 0
+    assert doctest.testmod(stats, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+class TestTail:
+    @pytest.mark.parametrize(("won", "lost"), [(0, 1), (0, 6), (3, 8), (40, 70), (500, 520)])
+    def test_equal_steps_are_a_binomial(self, won: int, lost: int) -> None:
+        got = bounded.tail(np.array([[1.0, -1.0]]), np.array([[won + 1.0, lost]]))[0]
+        assert got == pytest.approx(scipy_stats.binom.cdf(won, won + lost, 0.5), rel=1e-6)
+
+    def test_uneven_values_and_shapes_are_those_of_a_simulation(self) -> None:
+        values, shapes = np.array([0.3, -0.2, 0.05, -0.5, 0.8]), np.array([1, 2.3, 0.4, 1, 1])
+        drawn = np.random.default_rng(0).gamma(shapes, size=(400_000, 5)) @ values
+        assert bounded.tail(values[None], shapes[None])[0] == pytest.approx((drawn >= 0).mean(), abs=0.004)
+
+    def test_one_sign_alone_is_certain(self) -> None:
+        values = np.array([[0.0, -1.0], [0.0, 1.0], [0.0, 0.0], [-1.0, -2.0]])
+        assert bounded.tail(values, np.ones((4, 2))).tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 class TestInterval:
     @pytest.mark.parametrize(("right", "n"), [(0, 1), (0, 20), (7, 20), (20, 20), (499, 500)])
-    def test_wilson_is_scipys(self, right: int, n: int) -> None:
+    def test_right_and_wrong_are_clopper_and_pearson(self, right: int, n: int) -> None:
         ours = stats.interval([1.0] * right + [0.0] * (n - right), ONE * n)
-        theirs = scipy_stats.binomtest(right, n).proportion_ci(method="wilson")
+        theirs = scipy_stats.binomtest(right, n).proportion_ci()
         assert ours is not None
-        assert ours.kind == "wilson"
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-8)
 
-    def test_equal_groups_pool_and_unequal_ones_weigh_less(self) -> None:
+    def test_partial_scores_are_gaffkes(self) -> None:
+        """A quantile of means over Dirichlet shares of the scores and one more at the end."""
+        scores = [0.0, 0.25, 0.25, 0.5, 1.0, 0.75]
+        shares = np.random.default_rng(0).dirichlet(np.ones(7), size=400_000)
+        got = stats.interval(scores, ONE * 6)
+        assert got is not None
+        assert got.high == pytest.approx(np.quantile(shares @ np.array([*scores, 1.0]), 0.975), abs=0.002)
+        assert got.low == pytest.approx(np.quantile(shares @ np.array([*scores, 0.0]), 0.025), abs=0.002)
+
+    def test_equal_groups_pool_and_a_small_one_widens(self) -> None:
         scores = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
         assert stats.interval(scores, list("aaabbb")) == stats.interval(scores, ONE * 6)
-        unequal = stats.interval(scores, list("abbbbb"))  # worth 4 / (1 + 1/5) = 3.33 examples
-        assert unequal is not None
-        centre = (0.8 + 1.959963984540054**2 / (2 * 10 / 3)) / (1 + 1.959963984540054**2 / (10 / 3))
-        assert (unequal.low + unequal.high) / 2 == pytest.approx(centre, abs=1e-9)
+        pooled, uneven = (stats.interval([1.0, 0.0] * 20, groups) for groups in (ONE * 40, ["a"] * 4 + ["b"] * 36))
+        assert pooled is not None
+        assert uneven is not None
+        assert uneven.high - uneven.low > 1.3 * (pooled.high - pooled.low)
 
-    def test_bootstrap_has_the_width_of_the_normal_theory(self) -> None:
-        rng = np.random.default_rng(3)
-        scores = [*rng.uniform(0, 1, 400), *rng.uniform(0.4, 0.6, 100)]
-        got = stats.interval(scores, ["a"] * 400 + ["b"] * 100)
+    def test_many_scores_have_the_width_of_the_normal_theory(self) -> None:
+        scores = np.random.default_rng(3).choice(5, 3000) / 4
+        got = stats.interval(list(scores), ONE * 3000)
         assert got is not None
-        assert got.kind == "bootstrap"
-        error = math.sqrt(np.var(scores[:400]) / 400 + np.var(scores[400:]) / 100) / 2
-        assert got.high - got.low == pytest.approx(2 * 1.96 * error, rel=0.05)
-        assert got == stats.interval(scores, ["a"] * 400 + ["b"] * 100)
-        assert got != stats.interval(scores, ["a"] * 400 + ["b"] * 100, seed=1)
+        assert got.high - got.low == pytest.approx(2 * 1.96 * scores.std() / math.sqrt(3000), rel=0.02)
 
-    def test_too_little_to_tell(self) -> None:
+    def test_scores_of_which_no_two_are_alike_need_no_room_up_to_1(self) -> None:
+        scores = list(np.exp(-np.random.default_rng(0).normal(2.5, 0.3, 40)))
+        dense, alike = stats.interval(scores, ONE * 40), stats.interval([*scores[1:], scores[1]], ONE * 40)
+        assert dense is not None
+        assert alike is not None
+        assert dense.high < np.mean(scores) + 0.02
+        assert alike.high > np.mean(scores) + 0.04
+
+    def test_a_score_each(self) -> None:
         assert stats.interval([], []) is None
-        assert stats.interval([0.5], ["a"]) is None
-        assert stats.interval([0.5, 0.4, 0.3], ["a", "a", "b"]) is None
+        for score in (0.0, 0.5, 1.0):
+            one = stats.interval([score], ["a"])
+            assert one is not None
+            assert one.low <= score <= one.high
+            assert one.high - one.low >= 0.95
 
     @pytest.mark.parametrize("scores", [[1.0, math.nan], [1.0], [1.0, math.inf]])
     def test_refuses_what_has_no_mean(self, scores: list[float]) -> None:
@@ -63,8 +94,11 @@ class TestInterval:
     def test_bounded_and_around_the_mean(self, pairs: list[tuple[float, str]]) -> None:
         scores, groups = [score for score, _ in pairs], [group for _, group in pairs]
         got = stats.interval(scores, groups)
-        if got is not None:
-            assert 0 <= got.low <= got.high <= 1 + 1e-12
+        assert got is not None
+        mean = np.mean([np.mean([s for s, g in pairs if g == group]) for group in set(groups)])
+        assert 0 <= got.low <= mean + 1e-12
+        assert mean - 1e-12 <= got.high <= 1 + 1e-12
+        assert got.low < got.high
 
 
 class TestPaired:
@@ -72,57 +106,66 @@ class TestPaired:
         full = [1.0] * 8 + [0.0] * 12
         method = [0.0] * 6 + [1.0] * 3 + [0.0] * 11  # 6 lost, 1 won: p = 2 * (C(7,0) + C(7,1)) / 2^7
         got = stats.paired(method, full, ONE * 20)
-        assert (got.test, got.diff) == ("mcnemar_exact", pytest.approx(-0.25))
-        assert got.p == pytest.approx(2 * 8 / 128)
-        assert got.ci is not None
-        better, worse = 2 / 22, 7 / 22
-        half = 1.959963984540054 * math.sqrt((better + worse - (better - worse) ** 2) / 22)
-        assert (got.ci.low, got.ci.high) == pytest.approx((better - worse - half, better - worse + half))
+        assert (got.diff, got.p) == (pytest.approx(-0.25), pytest.approx(2 * 8 / 128))
 
-    def test_same_outputs(self) -> None:
+    @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(1, 3))
+    def test_right_and_wrong_are_mcnemars(self, won: int, lost: int, same: int, groups: int) -> None:
+        if not won + lost:
+            return
+        ours, theirs = [1.0] * won + [0.0] * (lost + same), [0.0] * won + [1.0] * lost + [0.0] * same
+        names = [str(i) for i in range(groups)]
+        got = stats.paired(ours * groups, theirs * groups, sorted(names * len(ours)))
+        known = scipy_stats.binomtest(won * groups, (won + lost) * groups).pvalue
+        assert got.p == pytest.approx(known, rel=1e-6, abs=1e-12)
+
+    def test_same_scores_prove_nothing(self) -> None:
         for scores in ([1.0, 0.0, 1.0], [0.2, 0.3, 0.4]):
             got = stats.paired(scores, scores, ONE * 3)
-            assert (got.diff, got.p, got.detectable) == (0.0, 1.0, None)
-        binary = stats.paired([1.0] * 9, [1.0] * 9, ONE * 9).ci
-        assert binary is not None
-        assert binary.low < 0 < binary.high  # nine equal pairs do not prove that there is no difference
+            assert (got.diff, got.p) == (0.0, 1.0)
+            assert got.ci.low == pytest.approx(-got.ci.high)
+            assert got.ci.high == pytest.approx(1 - 0.025 ** (1 / 3), abs=1e-6)  # what may be unseen in three examples
 
-    @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=2, max_size=12))
-    def test_sign_flips_of_binary_scores_are_mcnemar(self, differences: list[float]) -> None:
-        zeros = [0.0] * len(differences)
-        flips = stats.paired([d / 2 for d in differences], zeros, ONE * len(differences))  # halves: not 0 or 1
-        ours, theirs = [float(d > 0) for d in differences], [float(d < 0) for d in differences]
-        assert flips.p == pytest.approx(stats.paired(ours, theirs, ONE * len(differences)).p)
+    @given(st.lists(st.tuples(QUARTERS, QUARTERS, st.sampled_from("abc")), min_size=1, max_size=40))
+    def test_interval_and_test_never_contradict_each_other(self, rows: list[tuple[float, float, str]]) -> None:
+        self.check(*map(list, zip(*rows, strict=True)))
 
-    def test_exact_flips_are_scipys_permutations(self) -> None:
-        rng = np.random.default_rng(0)
-        a, b = rng.uniform(0, 1, 11), rng.uniform(0, 0.8, 11)
-        theirs = scipy_stats.permutation_test(
-            (a, b), lambda x, y, axis: (x - y).mean(axis=axis), permutation_type="samples", n_resamples=np.inf
-        )
-        got = stats.paired(list(a), list(b), ONE * 11)
-        assert (got.test, got.p) == ("sign_flip_exact", pytest.approx(theirs.pvalue))
+    @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.sampled_from("ab")), min_size=1, max_size=40))
+    def test_nor_where_scores_are_any_numbers(self, rows: list[tuple[float, float, str]]) -> None:
+        self.check(*map(list, zip(*rows, strict=True)))
 
-    def test_groups_weigh_the_same(self) -> None:
-        differences, groups = [0.3, 0.1, -0.2, 0.05, 0.4], ["a", "a", "a", "b", "b"]
-        got = stats.paired(differences, [0.0] * 5, groups)
-        weights = np.array([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2]) / 2
-        seen = float(weights @ differences)
-        signs = itertools.product([1, -1], repeat=5)
-        share = np.mean([abs(weights * np.array(s) @ differences) >= seen - 1e-12 for s in signs])
-        assert (got.diff, got.p) == (pytest.approx(seen), pytest.approx(share))
+    @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 20))
+    def test_nor_where_scores_are_right_and_wrong(self, won: int, lost: int, same: int) -> None:
+        ours, theirs = [1.0] * won + [0.0] * (lost + same), [0.0] * won + [1.0] * lost + [0.0] * same
+        if ours:
+            self.check(ours, theirs, ONE * len(ours))
 
-    def test_monte_carlo_nears_the_t_test(self) -> None:
+    @staticmethod
+    def check(ours: list[float], theirs: list[float], groups: list[str]) -> None:
+        got = stats.paired(ours, theirs, groups)
+        assert (got.p < 0.05) == (got.ci.low > 0 or got.ci.high < 0)
+        assert -1 <= got.ci.low <= got.diff + 1e-9
+        assert got.diff - 1e-9 <= got.ci.high <= 1
+        turned = stats.paired(theirs, ours, groups)
+        assert (turned.p, turned.ci.high) == (pytest.approx(got.p, abs=1e-9), pytest.approx(-got.ci.low, abs=1e-6))
+
+    def test_a_group_of_many_weighs_no_more_than_one_of_few(self) -> None:
+        ours, theirs = [0.0] * 4 + [1.0] * 40, [1.0] * 4 + [0.0] * 10 + [1.0] * 30
+        got = stats.paired(ours, theirs, ["few"] * 4 + ["many"] * 40)
+        assert got.diff == pytest.approx((-1 + 0.25) / 2)
+        assert got.p > 0.05  # four losses alone are p = 0.125, whatever the other group's ten wins
+
+    def test_a_loss_on_every_window_of_a_text_is_found(self) -> None:
         rng = np.random.default_rng(1)
-        differences = rng.normal(0.02, 0.15, 200)
-        got = stats.paired(list(differences), [0.0] * 200, ONE * 200, seed=5)
-        assert got.test == "sign_flip_monte_carlo"
-        assert got.p == pytest.approx(scipy_stats.ttest_1samp(differences, 0).pvalue, abs=0.02)
-        assert got == stats.paired(list(differences), [0.0] * 200, ONE * 200, seed=5)
+        full = np.exp(-rng.normal(2.5, 0.35, 30))
+        got = stats.paired(list(full * np.exp(-rng.uniform(0.02, 0.1, 30))), list(full), ONE * 30)
+        assert got.p < 1e-4
+        assert -0.01 < got.ci.low < got.ci.high < 0
 
     def test_nothing_to_compare(self) -> None:
         with pytest.raises(ValueError, match="at least one example"):
             stats.paired([], [], [])
+        with pytest.raises(ValueError, match="2 scores against 1"):
+            stats.paired([1.0, 0.0], [1.0], ["a", "a"])
 
 
 def test_p_alone_is_that_of_the_whole_comparison() -> None:
@@ -136,13 +179,40 @@ def test_holm_keeps_order_and_never_decreases() -> None:
     assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
 
 
-def test_smallest_detectable_is_detected_in_four_of_five_trials() -> None:
-    rng = np.random.default_rng(2)
-    noise = rng.normal(0, 0.1, 50)
-    noise = (noise - noise.mean()) / noise.std(ddof=1) * 0.1
-    effect = stats.smallest_detectable(list(noise), ONE * 50)
-    assert effect == pytest.approx((1.959964 + 0.841621) * 0.1 / math.sqrt(50), rel=1e-5)
-    trials = rng.normal(effect, 0.1, (4000, 50))
-    z = trials.mean(axis=1) / (0.1 / math.sqrt(50))
-    assert (abs(z) > 1.96).mean() == pytest.approx(0.8, abs=0.02)
-    assert stats.smallest_detectable([0.1], ONE) is None
+class TestDetectable:
+    @pytest.mark.parametrize(("n", "comparisons", "needed"), [(15, 1, 6), (30, 12, 9), (300, 1, 6), (3000, 40, 11)])
+    def test_without_noise_it_is_a_binomial(self, n: int, comparisons: int, needed: int) -> None:
+        """`needed` losses and no win are the fewest that 2 / 2^losses < 0.05 / comparisons allows."""
+        got = stats.detectable([0.0] + [1.0] * (n - 1), [1.0] * n, ONE * n, comparisons=comparisons)
+        assert got is not None
+        assert scipy_stats.binom.sf(needed - 1, n, got) == pytest.approx(0.8, abs=0.005)
+
+    def test_too_few_is_said(self) -> None:
+        for n, comparisons in ((5, 1), (8, 8), (2, 1)):
+            assert 2 / 2**n * comparisons >= 0.05
+            assert stats.detectable([0.0] * n, [1.0] * n, ONE * n, comparisons=comparisons) is None
+        assert stats.detectable([0.0] * 6, [1.0] * 6, ONE * 6) == pytest.approx(0.8 ** (1 / 6), abs=1e-3)
+
+    def test_noise_and_more_comparisons_ask_for_more(self) -> None:
+        full = [1.0, 0.0] * 20
+        quiet = [1.0, 0.0] * 10 + [0.0] * 20
+        noisy = [1.0, 0.0] * 10 + [0.0, 0.0] * 6 + [0.0, 1.0] * 4
+        sizes = [stats.detectable(ours, full, ONE * 40, comparisons=n) for ours in (quiet, noisy) for n in (1, 20)]
+        assert all(sizes)
+        assert sizes[0] < sizes[1] < sizes[3]
+        assert sizes[0] < sizes[2] < sizes[3]
+
+    def test_the_best_of_every_power_is_the_tests_own(self) -> None:
+        """Against all outcomes of twelve examples, one by one."""
+        n, won = 12, 1 / 12
+        got = stats.detectable([1.0] + [0.0] * 3 + [1.0] * 8, [0.0] + [1.0] * 11, ONE * n)
+        assert got is not None
+        power = sum(
+            scipy_stats.multinomial.pmf([wins, losses, n - wins - losses], n, [won, won + got, 1 - 2 * won - got])
+            for wins, losses in itertools.product(range(n + 1), repeat=2)
+            if losses > wins
+            and wins + losses <= n
+            and scipy_stats.binomtest(wins, wins + losses).pvalue < 0.05
+            and 2 * won + got <= 1
+        )
+        assert power == pytest.approx(0.8, abs=0.005)

@@ -48,7 +48,7 @@ def row(text: str, *words: str) -> str:
 
 def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, results)
-    assert row(text, "quest", "10%").split()[:6] == ["quest", "10%", "10.0", "90.0", "[60,", "98]"]
+    assert row(text, "quest", "10%").split()[:6] == ["quest", "10%", "10.0", "90.0", "[55,", "100]"]
     assert "-10.0 [" in row(text, "quest", "10%")
     assert row(text, "quest", "20")
     assert " 4/10" in row(text, "h2o")

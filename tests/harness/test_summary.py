@@ -69,7 +69,7 @@ def test_full_is_paired_over_shared_prompts(good: list[Record]) -> None:
     row = summary(lines, good)
     assert row["full"]["diff"] == pytest.approx(-1 / 3)
     assert row["full"]["mean"] == 1.0
-    assert row["full"]["p"] == 1.0
+    assert row["full"]["p"] == pytest.approx(1.0)
     assert "compared with Full on 3 of 4 examples" in "\n".join(row["warnings"])
     assert against(lines, None) is None
     assert against([record("x")], good) is None
@@ -192,9 +192,10 @@ def test_no_example_is_a_summary_too() -> None:
 
 
 def test_detectable_difference_is_that_of_the_pairs(good: list[Record]) -> None:
-    lines = records([1.0, 0.0] * 6)
-    assert detectable(lines, good) == stats.smallest_detectable([0.0, -1.0] * 6, ["g"] * 12)
-    assert detectable(good, good) is None
+    lines = [*records([1.0, 0.0] * 6), record("e12", score=0.0)]  # of which Full knows twelve
+    assert detectable(lines, good, 3) == stats.detectable([1.0, 0.0] * 6, [1.0] * 12, ["g"] * 12, comparisons=3)
+    assert detectable(lines[:5], good, 1) is None
+    assert detectable([record("x")], good, 1) is None
 
 
 def test_model_has_a_name() -> None:

@@ -1,0 +1,205 @@
+"""By simulation: intervals hold the truth, tests keep their level, and a difference called detectable is detected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from evals import bounded, stats
+
+Floats = NDArray[np.float64]
+Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
+
+SIZES = (2, 3, 5, 10, 20, 40, 100)
+LEAST = 0.93
+
+
+def right(share: float) -> Draw:
+    return lambda rng, shape: (rng.random(shape) < share).astype(float)
+
+
+def quarters(*odds: float) -> Draw:
+    return lambda rng, shape: rng.choice(len(odds), p=odds, size=shape) / 4
+
+
+def f1(zeros: float, ones: float) -> Draw:
+    """No word right, all right, or some."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+        kind = rng.random(shape)
+        return np.where(kind < zeros, 0.0, np.where(kind > 1 - ones, 1.0, rng.beta(2, 3, shape)))
+
+    return draw
+
+
+def perplexity(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    return np.exp(-rng.normal(2.5, 0.35, shape))
+
+
+SCORES: dict[str, tuple[Draw, float]] = {
+    "right 5 %": (right(0.05), 0.05),
+    "right 50 %": (right(0.5), 0.5),
+    "right 90 %": (right(0.9), 0.9),
+    "quarters": (quarters(0.1, 0.2, 0.2, 0.2, 0.3), 0.6),
+    "quarters, mostly all": (quarters(0.05, 0, 0, 0.1, 0.85), 0.925),
+    "F1": (f1(0.25, 0.15), 0.39),
+    "F1, mostly zero": (f1(0.85, 0.05), 0.09),
+    "1/perplexity": (perplexity, float(np.exp(-2.5 + 0.35**2 / 2))),
+}
+
+
+def lost(rng: np.random.Generator, scores: Floats, share: float) -> Floats:
+    return np.where(rng.random(scores.shape) < share, 0.0, scores)
+
+
+def again(draw: Draw, share: float) -> Callable[[np.random.Generator, Floats], Floats]:
+    """As the baseline, but for a share of the examples that came out anew."""
+    return lambda rng, theirs: np.where(rng.random(theirs.shape) < share, draw(rng, theirs.shape), theirs)
+
+
+# baseline, what the method makes of it, the true mean difference
+PAIRS: dict[str, tuple[Draw, Callable[[np.random.Generator, Floats], Floats], float]] = {
+    "one in twenty lost": (right(1.0), lambda rng, theirs: lost(rng, theirs, 0.05), -0.05),
+    "half lost": (right(0.8), lambda rng, theirs: lost(rng, theirs, 0.5), -0.4),
+    "right, as good": (right(0.6), again(right(0.6), 0.3), 0.0),
+    "quarters, as good": (SCORES["quarters"][0], again(SCORES["quarters"][0], 0.5), 0.0),
+    "quarters, a quarter less": (quarters(0, 0, 0, 0, 1), again(quarters(0, 0, 0, 1, 0), 0.4), -0.1),
+    "F1, as good": (SCORES["F1"][0], again(SCORES["F1"][0], 0.5), 0.0),
+    "F1, a tenth lost": (SCORES["F1"][0], lambda rng, theirs: lost(rng, theirs, 0.1), -0.039),
+    "1/perplexity, as good": (perplexity, again(perplexity, 1.0), 0.0),
+}
+
+
+def coverage(
+    draw: Callable[[np.random.Generator, tuple[int, int]], Floats], truth: float, sizes: list[int], **how: int
+) -> float:
+    """Share of samples whose interval, between `low` and 1, holds the truth. Without searching for the ends: the truth
+    lies within where its own p says so, which test_the_ends_are_where_p_says holds."""
+    rng = np.random.default_rng(sum(sizes))
+    weights = np.repeat([1 / (len(sizes) * size) for size in sizes], sizes)
+    values = draw(rng, (how["samples"], len(weights)))
+    mean = np.full(len(values), truth)
+    above = bounded.upper_p(values, weights, mean, 1.0)
+    below = bounded.upper_p(-values, weights, -mean, -float(how["low"]))
+    return float(((above >= 0.025) & (below >= 0.025)).mean())
+
+
+def check_scores(name: str, sizes: list[int], samples: int) -> None:
+    draw, truth = SCORES[name]
+    held = coverage(draw, truth, sizes, samples=samples, low=0)
+    assert held >= LEAST, f"{name}, {sizes} examples: {held:.3f}"
+
+
+def check_pairs(name: str, sizes: list[int], samples: int) -> None:
+    draw, method, truth = PAIRS[name]
+
+    def differences(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+        theirs = draw(rng, shape)
+        return method(rng, theirs) - theirs
+
+    held = coverage(differences, truth, sizes, samples=samples, low=-1)
+    assert held >= LEAST, f"{name}, {sizes} examples: {held:.3f}"
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_lies_in_its_interval(name: str) -> None:
+    """700 samples tell 95 % from 93 % nearly always, and 90 % from 93 % in 99 of 100 cases."""
+    for size in SIZES:
+        check_scores(name, [size], 700)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_difference_lies_in_its_interval(name: str) -> None:
+    for size in SIZES:
+        check_pairs(name, [size], 700)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [2, 5, 20], [10, 10, 10], [10, 40], [100, 3]], ids=str)
+def test_groups_of_any_size(sizes: list[int]) -> None:
+    for name in SCORES:
+        check_scores(name, sizes, 700)
+    for name in PAIRS:
+        check_pairs(name, sizes, 700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_everything_lies_in_its_interval(size: int, groups: int) -> None:
+    for name in SCORES:
+        check_scores(name, [size] * groups, 5000)
+    for name in PAIRS:
+        check_pairs(name, [size] * groups, 5000)
+
+
+@pytest.mark.parametrize("sizes", [[6], [4, 9]], ids=str)
+def test_the_ends_are_where_p_says(sizes: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    groups = [str(i) for i, size in enumerate(sizes) for _ in range(size)]
+    weights = np.repeat([1 / (len(sizes) * size) for size in sizes], sizes)
+    for draw, _ in SCORES.values():
+        values = draw(rng, (len(groups),))
+        got = stats.interval(list(values), groups)
+        assert got is not None
+        inside, outside = (float(bounded.upper_p(values, weights, got.high + d, 1.0)) for d in (-1e-6, 1e-6))
+        assert outside <= 0.025 <= inside or got.high == 1
+        inside, outside = (float(bounded.upper_p(-values, weights, -got.low + d, 0.0)) for d in (-1e-6, 1e-6))
+        assert outside <= 0.025 <= inside or got.low == 0
+
+
+def test_an_interval_without_a_common_score_holds_the_truth() -> None:
+    """Where no two scores are alike the interval is narrower than 0 to 1 allow: the ends themselves are simulated."""
+    rng, samples, held = np.random.default_rng(4), 200, np.zeros(2)
+    groups, truth = ["a"] * stats.DENSE, SCORES["1/perplexity"][1]
+    for _ in range(samples):
+        theirs = perplexity(rng, (stats.DENSE,))
+        worse = theirs * rng.uniform(0.7, 1.0, stats.DENSE)
+        score, pair = stats.interval(list(theirs), groups), stats.paired(list(worse), list(theirs), groups)
+        assert score is not None
+        held += score.low <= truth <= score.high, pair.ci.low <= -0.15 * truth <= pair.ci.high
+        assert pair.ci.high - pair.ci.low < 0.05
+    assert min(held) >= samples * LEAST
+
+
+def test_tables_without_a_difference_rarely_show_one() -> None:
+    """200 tables of six methods that are as good as Full: at most 16 (8 %) mark a row after Holm's correction."""
+    rng, marked = np.random.default_rng(5), 0
+    draw = SCORES["quarters"][0]
+    for _ in range(200):
+        full = draw(rng, (30,))
+        rows = [np.where(rng.random(30) < 0.6, draw(rng, (30,)), full) for _ in range(6)]
+        p = [stats.p_value(list(row), list(full)) for row in rows]
+        marked += min(stats.holm(p)) < stats.ALPHA
+    assert marked <= 16
+
+
+@pytest.mark.parametrize(("size", "comparisons", "churn"), [(15, 1, 0.0), (30, 12, 0.05), (100, 5, 0.1)])
+def test_a_detectable_difference_is_detected(size: int, comparisons: int, churn: float) -> None:
+    """In four of five samples, by a test at the level that Holm leaves to the first of so many."""
+    groups, noise = ["a"] * size, round(churn * size)
+    seen = [1.0] * noise + [0.0] * noise + [0.0] * (size - 2 * noise)
+    found = stats.detectable(
+        seen, [0.0] * noise + [1.0] * noise + [0.0] * (size - 2 * noise), groups, comparisons=comparisons
+    )
+    assert found is not None
+    rng, share = np.random.default_rng(6), noise / size
+    outcomes = rng.choice([1.0, -1.0, 0.0], p=[share, share + found, 1 - 2 * share - found], size=(2000, size))
+    weights = np.full(size, 1 / size)
+    p = 2 * bounded.upper_p(outcomes, weights, np.zeros(2000), 1.0)
+    assert (p < stats.ALPHA / comparisons).mean() == pytest.approx(stats.POWER, abs=0.03)
+
+
+def test_partial_scores_are_detected_about_as_often() -> None:
+    """Quarters that come out anew on a third of the examples, and lose what such examples change by."""
+    rng, size = np.random.default_rng(7), 60
+    draw = SCORES["quarters"][0]
+    full = draw(rng, (2000, size))
+    other = again(draw, 0.35)(rng, full)
+    found = [stats.detectable(list(a), list(b), ["a"] * size) for a, b in zip(other[:30], full[:30], strict=True)]
+    loss = float(np.median([size for size in found if size is not None]))
+    hit = rng.random(full.shape) < loss / 0.6  # examples of 0.6 on average, lost outright
+    p = 2 * bounded.upper_p(np.where(hit, 0.0, other) - full, np.full(size, 1 / size), np.zeros(2000), 1.0)
+    assert 0.7 <= (p < stats.ALPHA).mean() <= 0.9

@@ -1,0 +1,99 @@
+"""Tables of random scores: what they say in one place they do not take back in another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.compare import Comparison, Entry, comparisons
+from harness.rows import notes, score_table
+from harness.store import StoredRun, load
+from harness.summary import summarise
+from harness.tables import probability
+from tests.fake_records import config, record, records, write_run
+
+SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
+INFO = {"status": "complete", "task": "niah", "task_info": {"chance": 0.0, "metric": "recall"}}
+
+
+def random_table(rng: np.random.Generator, folder: Path) -> Comparison:
+    """Full and eight methods, 2 to 40 examples in one to three groups, scores right or wrong or in quarters."""
+    size, groups, levels = rng.integers(2, 41), rng.integers(1, 4), rng.choice([1, 4])
+    full = rng.integers(levels + 1, size=size) / levels
+    scores = [full]
+    for share in rng.random(8):
+        scores.append(
+            np.where(
+                rng.random(size) < share, rng.integers(levels + 1, size=size) / levels * rng.random() // 0.25 / 4, full
+            )
+        )
+    runs = []
+    for values in scores:
+        lines = [
+            record(f"e{i}", group=f"g{i % groups}", score=float(value), **SPARSE) for i, value in enumerate(values)
+        ]
+        runs.append(StoredRun(folder, config("quest"), dict(INFO), lines, "complete"))
+    rows = [summarise(r.records, config=r.config, info=INFO | {"method": "quest"}, full=runs[0].records) for r in runs]
+    return Comparison(
+        "t", "recall", [Entry(r, runs[0], row, "quest") for r, row in zip(runs[1:], rows[1:], strict=True)]
+    )
+
+
+def excludes_zero(ci: list[float]) -> bool:
+    return ci[0] > 0 or ci[1] < 0
+
+
+def test_no_table_contradicts_itself(tmp_path: Path) -> None:
+    rng, marks, seen = np.random.default_rng(0), 0, 0
+    for _ in range(12):
+        table = random_table(rng, tmp_path)
+        cells = {column.head: column.cells for column in score_table(table)}
+        for number, entry in enumerate(table.entries):
+            beside, seen = entry.summary["full"], seen + 1
+            assert (beside["p"] < 0.05) == excludes_zero(beside["ci95"])
+            assert number not in table.significant or excludes_zero(beside["ci95"])
+            marks += number in table.significant
+            ends = [float(end) for end in re.findall(r"[-+0-9.]+", cells["vs full"][number].partition("[")[2])]
+            shown = cells["p"][number].rstrip("*").lstrip("<")
+            assert excludes_zero(ends) == (float(shown) < 0.05)
+    assert 10 < marks < seen  # the rule was tried on both sides
+
+
+@pytest.mark.parametrize(("p", "shown"), [(0.04996, "0.0500"), (0.0504, "0.0504"), (0.049, "0.049"), (0.0001, "<.001")])
+def test_p_shows_its_side_of_the_level(p: float, shown: str) -> None:
+    assert probability(p) == shown
+
+
+def table_of(folder: Path) -> Comparison:
+    [table] = comparisons([load(path.parent) for path in folder.glob("*/run.json")])
+    return table
+
+
+def test_a_table_says_what_it_could_find(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 30))
+    for method in ("quest", "h2o", "sparq"):
+        write_run(tmp_path, records([0.0] * 2 + [1.0] * 28, **SPARSE), method)
+    [told] = [note for note in notes(table_of(tmp_path)) if "80 % power" in note]
+    assert told.startswith("a difference to Full must be about 28.7 points")
+    assert told.endswith("Holm's correction over 3 rows")
+
+
+def test_a_table_of_too_few_examples_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 5))
+    write_run(tmp_path, records([0.0] * 5, **SPARSE), "quest")
+    told = list(notes(table_of(tmp_path)))
+    assert any("too few examples: no difference to Full, however large" in note for note in told)
+    assert not any("80 % power" in note for note in told)
+
+
+def test_a_summary_of_older_statistics_is_made_again(tmp_path: Path) -> None:
+    from harness import files
+
+    write_run(tmp_path, records([1.0] * 4))
+    table = table_of(tmp_path)
+    path, fresh = table.entries[0].run.folder / "summary.json", table.entries[0].summary
+    files.write_json(path, fresh | {"schema": 4, "score": fresh["score"] | {"ci95": [0.9, 1.0]}})
+    assert table_of(tmp_path).entries[0].summary == fresh
