@@ -17,6 +17,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:  # written for the user by convention, as in harness/errors.py
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Stopped: the rows so far are written, and marked as partial.", file=sys.stderr)
+        return 130
     return made
 
 

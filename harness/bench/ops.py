@@ -50,7 +50,7 @@ def measure(case: Case, shape: Shape, limits: calibrate.Limits, rounds: int) -> 
             "reference": None if name == REFERENCE else ratios(times[REFERENCE], spent),
             "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
             "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,
-            **marks(spent, times[REFERENCE], times.get(RIVAL, [])),
+            **marks(spent),
         }
         for name, spent in times.items()
         if name != RIVAL

@@ -92,6 +92,17 @@ def test_a_killed_benchmark_leaves_its_rows_and_says_that_it_is_partial(tmp_path
     assert sum(line.startswith("group_weights") for line in said) == len(made["rows"])
 
 
+def test_an_interrupted_benchmark_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.bench.calibrate.speeds", interrupted)
+    assert bench.main(["calibrate", "--out", str(tmp_path)]) == 130
+    assert "the rows so far are written" in capsys.readouterr().err
+
+
 def test_disturbed_samples_are_marked_in_row_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = report(tmp_path)
     made.add({"what": "calm", **marks([Seconds(1.0), Seconds(2.0)])}, "calm")
