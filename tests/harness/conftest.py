@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.__main__ import main
-from tests.fast import MODEL_ARGS, TASK_ARGS
-
 Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
     """Runs the command in this process, with a tiny model unless it names another; exit code, stdout, stderr."""
+    from harness.__main__ import main  # here: a bare GPU machine, which collects the tests of this folder, has no hydra
+    from tests.fast import MODEL_ARGS, TASK_ARGS
 
     def run(*arguments: str) -> tuple[int, str, str]:
         named = {argument.partition("=")[0] for argument in arguments}
