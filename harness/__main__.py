@@ -23,6 +23,7 @@ from harness.config import RunConfig, Settings
 from harness.errors import explain, sentence, told
 from harness.notices import say_once
 from harness.overrides import Overrides, asks_hydra, read
+from harness.progress import forget, numbered
 
 INTERRUPTED = 130
 _finished: list[Path] = []  # run folders of this command, for the table at the end
@@ -36,7 +37,9 @@ _together: list[tuple[Any, Any, Any, Settings, dict[str, str]]] = []  # jobs tha
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> None:
     try:
-        _job(config)
+        jobs = _read[0].jobs
+        with numbered(HydraConfig.get().job.num + 1 if jobs > 1 else 1, jobs):
+            _job(config)
     except Exception as error:
         _fail(told(error))
 
@@ -97,14 +100,28 @@ def _fail(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
 
 
+def _version() -> str:
+    from importlib.metadata import version
+
+    from harness.provenance import git
+
+    known = git()
+    commit = f", commit {known['commit'][:12]}{' with changes' if known['dirty'] else ''}" if known["commit"] else ""
+    return f"kv-harness {version('kv-harness')}{commit}"
+
+
 def main() -> int:
     arguments = sys.argv[1:]
+    if "--version" in arguments:
+        print(_version())
+        return 0
     say_once.cache_clear()
     _finished.clear()
     _failed.clear()
     _on_device.clear()
     _projects.clear()
     _together.clear()
+    forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
     try:

@@ -119,7 +119,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
 
 def plain(value: object) -> str:
     """A value as it is written on the command line."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{','.join(map(plain, value))}]"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")

@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from harness.catalogue import plain
+
 TARGET = "_target_"
 MISSING = "???"  # yaml's word for a value that the command line has to bring
 SEQUENCES = (list, tuple, Sequence)
@@ -58,6 +60,13 @@ def describe(plugin: Any) -> dict[str, Any]:
     cls = type(plugin)
     values = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.init}
     return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
+
+
+def changed(plugin: Any) -> list[str]:
+    """The parameters that are not at their defaults, as the command line writes them."""
+    defaults = {field.name: field.default for field in fields(plugin) if field.init}
+    given = {name: value for name, value in describe(plugin).items() if name in defaults}
+    return [f"{name}={plain(value)}" for name, value in given.items() if value != defaults[name]]
 
 
 def source_file(plugin: Any) -> str:

@@ -6,7 +6,7 @@ evaluate(PQCache(...), Niah(...), SmolLM2(), budget=0.2).summary["score"]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ from harness.preparation import (
     prepare,
     without_effect,
 )
+from harness.progress import announce, progress
 from harness.provenance import provenance, source_hash
 from harness.records import Record
-from harness.runner import Runner, is_loaded, load, progress
+from harness.runner import Runner, is_loaded, load
 from harness.store import Run
 from harness.store import load as load_run
 from harness.summary import summarise
@@ -172,7 +173,9 @@ class Job:
         """Generate what is not there yet. Ctrl-C and errors leave a folder that the same command continues."""
         self.refuse_memory()
         with self.open() as run:
-            if pending := self.pending(run):
+            pending = self.pending(run)
+            self.announce(pending)
+            if pending:
                 self._generate(run, pending)
             run.close("complete")
         return self.evaluation(full)
@@ -208,7 +211,16 @@ class Job:
 
     @property
     def label(self) -> str:
-        return " ".join(self._names())
+        """Task, method, what of it is not the default, and the budget."""
+        named = self.presets or {}
+        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
+        budget = self.settings.budget
+        asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
+        return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
+
+    def announce(self, pending: Sequence[Item]) -> None:
+        """Says where the run is and what of it was there."""
+        announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
 
     def note(self, run: Run) -> None:
         """What run.json says of this run beside its configuration."""

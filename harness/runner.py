@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from harness.attach import Attachment
 from harness.engine import Engine, Generation, Stop, after, never
@@ -154,16 +153,6 @@ class Runner:
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )
-
-
-def progress(records: Iterator[Record], label: str, pending: Sequence[Item], shown: bool) -> Iterator[Record]:
-    """A bar over prompt tokens, since they are what takes the time."""
-    total = sum(len(item.prompt.ids) for item in pending)
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not shown) as bar:
-        for done, record in enumerate(records, 1):
-            yield record
-            bar.set_postfix_str(f"example {done}/{len(pending)}", refresh=False)
-            bar.update(record.prompt_tokens)
 
 
 _loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}

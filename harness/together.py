@@ -22,9 +22,10 @@ from harness.config import Settings, SettingsError
 from harness.hf import routed
 from harness.models.base import LoadedModel, ModelSource
 from harness.preparation import Item, limit_threads
+from harness.progress import progress
 from harness.records import Record
 from harness.run import Evaluation, Job, Presets, full_presets
-from harness.runner import Runner, load, progress
+from harness.runner import Runner, load
 from harness.store import Run
 from kernels import ops
 from methods.base import AttnInput, KVLayer, Method
@@ -141,6 +142,8 @@ def _evaluate(jobs: Sequence[Job], on_error: OnError) -> list[Evaluation]:
         job.refuse_memory()
     with ExitStack() as closing:
         members = [_Member(job, closing.enter_context(job.open()), on_error) for job in ordered]
+        for member in members:
+            member.job.announce(member.job.pending(member.run))
         _generate(members)
         for member in members:
             if not member.failed:

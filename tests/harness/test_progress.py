@@ -1,0 +1,98 @@
+"""What a command says while it runs: where each run is, how far it is, and which job of how many."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.progress import EVERY_S, numbered, progress
+
+Cli = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
+
+
+def told(err: str) -> list[str]:
+    return [line for line in err.splitlines() if ": new: " in line or "reused" in line or "resumed" in line]
+
+
+def test_a_run_names_its_folder_and_a_repetition_says_that_it_is_reused(cli: Cli, tmp_path: Path) -> None:
+    first = told(cli("method=streaming")[2])
+    (folder,) = (tmp_path / "runs").glob("niah-streaming-*")
+    assert [line.split(": ")[:2] for line in first] == [["niah full", "new"], ["niah streaming 20%", "new"]]
+    assert first[1].endswith(str(folder))
+    again = told(cli("method=streaming")[2])
+    assert [line.split(": ")[1] for line in again] == ["finished, reused"] * 2
+
+
+def test_a_run_that_goes_on_says_from_where(cli: Cli, tmp_path: Path) -> None:
+    cli("method=streaming", "baseline=off")
+    (folder,) = (tmp_path / "runs").glob("niah-streaming-*")
+    lines = (folder / "examples.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "examples.jsonl").write_bytes(b"".join(lines[:3]))
+    (line,) = told(cli("method=streaming", "baseline=off")[2])
+    assert "niah streaming 20%: resumed, 3 of 4 were done: " in line
+
+
+def test_in_a_sweep_jobs_are_counted_and_each_label_is_its_own(cli: Cli) -> None:
+    lines = told(cli("-m", "method=streaming", "method.sinks=4,8", "budget=0.2,0.4", "baseline=off")[2])
+    assert [line.partition(": ")[0] for line in lines] == [
+        "job 1/4 niah streaming 20%",
+        "job 2/4 niah streaming 40%",
+        "job 3/4 niah streaming sinks=8 20%",
+        "job 4/4 niah streaming sinks=8 40%",
+    ]
+
+
+def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
+    """An example takes ten seconds here; nothing of it is waited for."""
+    now = [0.0]
+
+    def records() -> Iterator[Any]:
+        for _ in range(10):
+            now[0] += 10
+            yield SimpleNamespace(prompt_tokens=5)
+
+    with numbered(3, 12):
+        assert len(list(progress(records(), "niah full", [None] * 10, True, clock=lambda: now[0]))) == 10  # type: ignore[list-item]
+    lines = capfd.readouterr().err.split("\n")
+    assert EVERY_S == 30
+    assert lines == [*(f"job 3/12 niah full: {done}/10 examples, {10 * done} s" for done in (3, 6, 9, 10)), ""]
+
+
+def test_a_log_has_no_carriage_returns(cli: Cli) -> None:
+    code, out, err = cli("method=streaming", "progress=true", "baseline=off")
+    assert code == 0
+    assert "\r" not in out + err
+    assert "niah streaming 20%: 4/4 examples" in err
+
+
+def test_version_is_ours(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = cli("--version")
+    assert code == 0
+    assert out.startswith("kv-harness 0.")
+
+
+def test_tab_completion_in_bash(tmp_path: Path) -> None:
+    """As pip installs the command: `eval "$(kv-harness -sc install=bash)"`, then tabs."""
+    command = tmp_path / "kv-harness"
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom harness.__main__ import main\nsys.exit(main())\n")
+    command.chmod(0o755)
+    script = """
+        eval "$(kv-harness -sc install=bash)"
+        for word in meth method=sh method=pqcache\\ task=niah_s; do
+            COMP_LINE="kv-harness $word"; COMP_POINT=${#COMP_LINE}; words=($COMP_LINE); COMP_CWORD=$((${#words[@]} - 1))
+            hydra_bash_completion; echo "${COMPREPLY[@]}"
+        done
+    """
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=ROOT)
+    groups, methods, tasks = (line.split() for line in done.stdout.splitlines())
+    assert groups == ["method.", "method="], done.stderr
+    assert "method=shadowkv" in methods
+    assert tasks == ["task=niah_shadowkv"]
