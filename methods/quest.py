@@ -126,12 +126,19 @@ class QuestLayer(DenseLayer):
 
     @property
     def attended(self) -> Attended:
+        read, generated = self.reading
+        return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
+
+    @property
+    def reading(self) -> tuple[float | Tensor, float]:
         read, generated = super().attended
-        if self.places is not None:
-            read = self.places * self.method.page_size if self.rows is None else self.rows.shape[-1]
-            if self.rows is not None and self._ragged:
-                read = (self.rows < self.sealed).sum(-1).double().mean().item()
-        return Attended(read, generated)
+        if self.places is None:
+            return read, generated
+        if self.rows is None:
+            return self.places * self.method.page_size, generated
+        if self._ragged:
+            return (self.rows < self.sealed).sum(-1).double().mean(1), generated
+        return self.rows.shape[-1], generated
 
     def read_positions(self) -> Tensor | None:
         if self.places is None or self.rows is None:

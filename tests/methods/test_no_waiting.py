@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine import Engine
 from harness.sampling import Greedy
 from kernels.dispatch import use_backend
+from methods.base import Method
 from tests.methods.test_contract import NAMES, attach, small, turn
 from tests.tiny import prompt
 
@@ -85,8 +87,14 @@ class Noting(Greedy):
         return super().pick(logits)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {*MUST_WAIT}))
-def test_the_engine_reads_a_steps_token_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+READY = [pytest.param(small(name), 80, id=name) for name in sorted({*NAMES} - {*MUST_WAIT})]
+RAGGED = pytest.param(replace(small("quest"), last_page=False), 79, id="quest, a short last page")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("method", "length"), [*READY, RAGGED])
+def test_the_engine_reads_a_steps_token_and_nothing_else(
+    method: Method, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("methods.infinigen.queues", lambda device: True)
     sampler = Noting()
 
@@ -97,10 +105,10 @@ def test_the_engine_reads_a_steps_token_and_nothing_else(name: str, monkeypatch:
 
         return read
 
-    with attach(small(name), 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
+    with attach(method, 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
         for reading in READS:
             patch.setattr(Tensor, reading, counted(getattr(Tensor, reading)))
-        made = Engine(kv).generate(prompt(80), max_new_tokens=6, sampler=sampler)
+        made = Engine(kv).generate(prompt(length), max_new_tokens=6, sampler=sampler)
     assert made.attended_prompt
     assert sampler.seen[2:] == [1] * 4  # the seal lies in the second token's time
 
