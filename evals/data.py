@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,18 +89,25 @@ def _is_cached(source: Source) -> bool:
     return bool(source.hub_repo) and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
 
 
-def open_rows(source: Source, env: TaskEnv) -> Rows:
-    """Rows of a .jsonl, .json (one list) or .parquet file."""
-    return rows_of(open_content(source, env), source.name)
+Kinds = Mapping[str, str]  # field that every row must hold -> one of KINDS
+ANY: Kinds = {}
 
 
-def rows_of(content: Content, name: str) -> Rows:
+def open_rows(source: Source, env: TaskEnv, kinds: Kinds = ANY) -> Rows:
+    """Rows of a .jsonl, .json (one list) or .parquet file; one that lacks a field of `kinds` is refused by number."""
+    return rows_of(open_content(source, env), source.name, kinds)
+
+
+def rows_of(content: Content, name: str, kinds: Kinds = ANY) -> Rows:
     try:
         rows = _parse(content)
     except ValueError as error:
         raise TaskError(f"{name}: {content.origin} is cut short or damaged ({error}): fetch it again") from error
     if not rows:
         raise TaskError(f"{name}: {content.origin} holds no rows: fetch it again")
+    for number, row in enumerate(rows, 1):
+        if wrong := _wrong(row, kinds):
+            raise TaskError(f"{name}: row {number} of {content.origin} {wrong}: correct the file, or fetch it again")
     return Rows(rows, content.origin, content.sha256)
 
 
@@ -119,6 +126,27 @@ def open_content(source: Source, env: TaskEnv) -> Content:
     else:
         data = path.read_bytes()
     return Content(data, origin, hashlib.sha256(data).hexdigest())
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str),
+    "a list of texts": _is_texts,
+    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+}
+
+
+def _wrong(row: Row, kinds: Kinds) -> str | None:
+    for field, kind in kinds.items():
+        if row.get(field) is None:
+            return f"lacks {field!r}"
+        if not KINDS[kind](row[field]):
+            return f"has {str(row[field])[:40]!r} as {field!r}, which should be {kind}"
+    return None
 
 
 def _parse(content: Content) -> list[Row]:

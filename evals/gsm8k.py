@@ -14,6 +14,7 @@ from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.data import Row, Source, open_rows, require
 from evals.gsm8k_answers import READERS, final_number
 
+FIELDS = {"question": "text", "answer": "text"}
 # rows of the train split (0-based) that PQCache shows, and the SHA-256 of the prompt file that they make
 PQCACHE_SHOTS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)
 PQCACHE_SHA256 = "840c910d893478051921f2cc46461522157930646af523c97c350746046f0989"
@@ -68,7 +69,7 @@ class Gsm8k(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         shots = self._pqcache_shots(env) if self.prompt == "pqcache" else _lm_eval_shots()
-        test = open_rows(self._source("test"), env)
+        test = open_rows(self._source("test"), env, FIELDS)
         self._opened.update(test=test.provenance, prompt_sha256=_sha256(shots))
         form = FORMS[self.prompt]
         for index, row in enumerate(test.rows[: self.samples]):
@@ -111,7 +112,7 @@ class Gsm8k(Task):
         )
 
     def _pqcache_shots(self, env: TaskEnv) -> str:
-        train = open_rows(self._source("train"), env)
+        train = open_rows(self._source("train"), env, FIELDS)
         if len(train.rows) <= max(PQCACHE_SHOTS):
             raise TaskError(f"{train.origin} has {len(train.rows)} rows, not GSM8K's 7473: fetch it again")
         shots = "\n\n".join(_pqcache_shot(*_fields(train.rows[index])) for index in PQCACHE_SHOTS)
@@ -133,10 +134,7 @@ def _lm_eval_shots() -> str:
 
 
 def _fields(row: Row) -> tuple[str, str]:
-    try:
-        return str(row["question"]), str(row["answer"])
-    except KeyError as error:
-        raise TaskError(f"a row of GSM8K lacks {error}: the file is not GSM8K's") from error
+    return row["question"], row["answer"]
 
 
 def _sha256(text: str) -> str:

@@ -102,7 +102,7 @@ def _text(content: Content) -> str:
     """The raw file; the hub keeps its lines as rows, blank ones empty."""
     if not content.origin.endswith(".parquet"):
         return content.data.decode()
-    return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test").rows)
+    return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows)
 
 
 def _character_start(ids: list[int], at: int, tools: TextTools) -> int:

@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from yaml import MarkedYAMLError
 
 from harness.catalogue import CONF, GROUPS
 from harness.config import RunConfig, Settings
@@ -136,7 +137,7 @@ def main() -> int:
         return INTERRUPTED
     except HydraException as error:
         _fail(explain(error))
-    except ValueError as error:
+    except (ValueError, MarkedYAMLError) as error:
         _fail(sentence(error))
     if _on_device:
         print(f"note: placement=host is placement=device for what keeps nothing there: {', '.join(_on_device)}.")

@@ -15,7 +15,11 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("method", "task", "model")
 
 
-class NameTaken(ValueError):
+class ConfigError(ValueError):
+    """The yaml files cannot be used as they are; the message names file and line."""
+
+
+class NameTaken(ConfigError):
     """Two yaml files of one group have the same name."""
 
 
@@ -80,7 +84,13 @@ class Entry:
         return self.file.parent.name
 
     def _own(self) -> dict[str, Any]:
-        own: dict[str, Any] = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+        try:
+            with open(self.file, encoding="utf-8") as file:  # open, so that errors name it
+                own = yaml.safe_load(file)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError(not_yaml(error)) from error
+        if not isinstance(own, dict):
+            raise ConfigError(f"{self.file} must hold keys and values, among them _target_.")
         return own
 
     def _annotated(self) -> list[ast.AnnAssign]:
@@ -92,6 +102,12 @@ class Entry:
         spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
         source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
         return ast.parse(source)
+
+
+def not_yaml(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    where = f"{mark.name}, line {mark.line + 1}" if mark else "A file of the configuration"
+    return f"{where}: this is no YAML ({error.problem})."
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:

@@ -8,8 +8,10 @@ import tempfile
 import traceback
 from typing import get_type_hints
 
+import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
+from harness.catalogue import not_yaml
 from harness.config import NESTED, Settings
 from harness.plugins import spell, suggestion
 
@@ -17,9 +19,8 @@ from harness.plugins import spell, suggestion
 def is_known(error: BaseException) -> bool:
     """Whether the message was written for the user. ValueError and its kind are ours by convention, down to the
     libraries below us; memory and disk are the machine's."""
-    return isinstance(error, (ValueError, NotImplementedError, OSError, MemoryError, HydraException)) or _no_memory(
-        error
-    )
+    kinds = (ValueError, NotImplementedError, OSError, MemoryError, HydraException, yaml.MarkedYAMLError)
+    return isinstance(error, kinds) or _no_memory(error)
 
 
 def sentence(error: BaseException) -> str:
@@ -31,6 +32,8 @@ def sentence(error: BaseException) -> str:
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full ({error.filename or 'results.root'}): free some space and run the same command again."
+    if isinstance(error, yaml.MarkedYAMLError):
+        return not_yaml(error)
     return " ".join(str(error).split())
 
 

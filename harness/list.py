@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from harness.catalogue import CONF, GROUPS, Entry, NameTaken, config_dirs, entries, plain
+from harness.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries, plain
 from harness.plugins import suggestion
 
 USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [--config-dir DIR] | --markdown"
@@ -24,7 +24,7 @@ What must be known before two of them are compared, with the defaults of conf/me
 def main(arguments: Sequence[str]) -> int:
     try:
         return _main(arguments)
-    except NameTaken as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         runs, unreadable = _load(find(options.folders))
-        tables = comparisons(runs)
+        shown = [run for run in runs if not run.is_empty]
+        tables = comparisons(shown)
         print(_document(tables, options.sort))
+        if len(shown) < len(runs):
+            print(_empty([run for run in runs if run.is_empty]))
         if options.md:
             files.write_atomically(options.md, _document(tables, options.sort, markdown=True) + "\n")
         if options.csv:
@@ -60,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for message in unreadable:
         print(f"left out: {message}", file=sys.stderr)
     return 2 if unreadable else 0
+
+
+def _empty(runs: Sequence[StoredRun]) -> str:
+    """Folders without a row, in one line."""
+    named = ", ".join(f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs)
+    return " ".join(f"without a single example, and so in no table: {named}".split())
 
 
 def print_report(folders: Sequence[Path]) -> None:

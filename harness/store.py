@@ -186,6 +186,11 @@ class StoredRun:
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it ended before its first example."""
+        return not self.records and self.status in ("failed", "interrupted")
+
 
 def find(paths: Iterable[Path]) -> list[Path]:
     """All run folders at or below `paths`, each once."""

@@ -54,13 +54,16 @@ class Corpus:
     sha256: str
 
 
+HUB_FIELDS = {"title": "text", "context": "text", "question": "text", "answers": "an object"}
+
+
 def load(task: str, env: TaskEnv) -> Corpus:
     """The data of `qa_1` or `qa_2`: from the data root, or the hub where it has them."""
     content = open_content(SOURCES[task], env)
     read = _read_squad if task == "qa_1" else _read_hotpotqa
     try:
         rows = content.origin.endswith(".parquet")
-        data = _articles(rows_of(content, SOURCES[task].name).rows) if rows else json.loads(content.data)
+        data = _articles(rows_of(content, SOURCES[task].name, HUB_FIELDS).rows) if rows else json.loads(content.data)
         questions, documents = read(data)
     except (ValueError, KeyError, TypeError) as error:
         name = SOURCES[task].name

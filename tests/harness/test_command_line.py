@@ -68,6 +68,16 @@ def test_a_method_that_raises_fails_its_own_job_alone(cli: Cli, tmp_path: Path, 
     assert "streaming" in out
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_broken_yaml_is_named_by_file_and_line(cli: Cli, broken: str, named: bool) -> None:
+    path = Path(broken) / "method" / "broken.yaml"
+    path.write_text("_target_: methods.full.Full\n\nsinks: [4\n")
+    code, _, err = cli(f"--config-dir={broken}", f"method={'broken' if named else 'full'}", "dry_run=true")
+    assert code == int(named)
+    assert "Traceback" not in err
+    assert (f"error: {path}, line 4: this is no YAML" in err) == named
+
+
 def test_an_error_before_there_is_a_folder_keeps_its_traceback(cli: Cli, tmp_path: Path, broken: str) -> None:
     code, _, err = cli(f"--config-dir={broken}", "method=broken", "method.when=planned", "baseline=off")
     assert code == 1

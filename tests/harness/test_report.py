@@ -290,3 +290,17 @@ def test_pictures_are_small_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         assert min(png_size(path)) > 300
     with pytest.raises(ValueError, match=r"data\.depth"):
         plots.heatmap([record()], tmp_path / "no.png", "nothing")
+
+
+def test_folders_without_an_example_stand_apart_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, [record("a")])
+    failed = write_run(tmp_path, [], "quest", "failed")
+    interrupted = write_run(tmp_path, [], "oracle", "interrupted")
+    assert report.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if failed.name in line]
+    assert line.startswith("without a single example, and so in no table: ")
+    assert f"{interrupted.name} (interrupted)" in line
+    assert "quest" not in out.replace(line, "")
+    assert report.main([str(failed)]) == 0
+    assert "without a single example" in capsys.readouterr().out
