@@ -30,7 +30,7 @@ INTERRUPTED = 130
 _finished: list[Path] = []  # run folders of this command, for the table at the end
 _failed: list[str] = []
 _on_device: list[str] = []  # methods for which placement=host was asked in vain
-_projects: set[str] = set()  # of Weights & Biases
+_projects: dict[str, str | None] = {}  # of Weights & Biases, with the mode of its client
 _read: list[Overrides] = []  # the command line's words, once they are checked
 _together: list[tuple[Any, Any, Any, Settings, dict[str, str]]] = []  # jobs that wait for a shared prefill
 
@@ -58,8 +58,10 @@ def _job(config: DictConfig) -> None:
     method, model = (plugins.build(plain[kind], kind, partial[kind]) for kind in ("method", "model"))
     if settings.placement == "host" and not method.offloads and type(method).__name__ not in _on_device:
         _on_device.append(type(method).__name__)
-    if settings.results.wandb:
-        _projects.add(settings.results.wandb)
+    if settings.results.wandb and settings.results.wandb not in _projects:
+        from harness.tracking import mode_now
+
+        _projects[settings.results.wandb] = mode_now()
     if settings.dry_run:
         from harness.dry_run import show
 
@@ -91,9 +93,12 @@ def _publish() -> None:
     from harness.files import read_json, read_yaml
     from harness.tracking import publish
 
-    for project in _projects:
+    for project, mode in _projects.items():
         for folder in _finished:
-            publish(project, folder, read_yaml(folder / "config.yaml"), read_json(folder / "summary.json"))
+            try:
+                publish(project, folder, read_yaml(folder / "config.yaml"), read_json(folder / "summary.json"), mode)
+            except Exception as error:  # the run is complete whatever becomes of its copy
+                say_once(f"{folder.name} was not sent to Weights & Biases: {told(error).rstrip('.')}")
 
 
 def _fail(message: str) -> None:
