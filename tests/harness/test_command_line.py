@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -121,46 +122,34 @@ def test_help_answers_quickly_and_without_torch() -> None:
     assert time.monotonic() - begin < 60  # a hang, not a speed claim
 
 
-METHOD = '''"""Keep every second token of the prompt's middle: a newcomer's method."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from methods.base import KVLayer, LayerSpec, Method, Request
-from methods.layers import EvictLayer
+def of_contributing(language: str) -> str:
+    """The one block of CONTRIBUTING.md in that language."""
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    return block
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread(Method):
-    """offset: where the spread begins."""
-
-    offset: int
-
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [SpreadLayer(spec, request, self) for spec in specs]
+WITH = of_contributing("python"), of_contributing("yaml")
+WITHOUT = WITH[0].replace("offset: int = 0", "offset: int"), WITH[1]
+BARE = WITH[0], "_target_: mine.spread.Spread\n"
 
 
-class SpreadLayer(EvictLayer):
-    method: Spread
-
-    def keep(self, budget: int) -> Tensor:
-        rows = torch.linspace(self.method.offset, self.store.length - 1, budget).long()
-        return rows.expand(self.request.batch, self.spec.num_kv_heads, -1)
-'''
-
-
-def test_a_newcomers_method_in_a_package_of_his_own(tmp_path: Path) -> None:
-    """CONTRIBUTING's example, to the letter: one file, one yaml, nothing edited here."""
+@pytest.mark.parametrize("files", [WITH, WITHOUT, BARE], ids=["as printed", "no default in Python", "bare yaml"])
+def test_a_newcomers_method_in_a_package_of_his_own(tmp_path: Path, files: tuple[str, str]) -> None:
+    """CONTRIBUTING's example: one file, one yaml, nothing edited here."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "spread.py").write_text(METHOD)
+    (tmp_path / "mine" / "spread.py").write_text(files[0])
     (tmp_path / "conf" / "method").mkdir(parents=True)
-    (tmp_path / "conf" / "method" / "spread.yaml").write_text("_target_: mine.spread.Spread\noffset: 0  # where\n")
-    command = [sys.executable, "-m", "harness", "--config-dir", str(tmp_path / "conf"), "method=spread", *MODEL_ARGS]
+    (tmp_path / "conf" / "method" / "spread.yaml").write_text(files[1])
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "--config-dir",
+        str(tmp_path / "conf"),
+        "method=spread",
+        "method.offset=3",
+        *MODEL_ARGS,
+    ]
     command += [*TASK_ARGS, f"results.root={tmp_path / 'runs'}"]
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1", "HOME": str(Path.home())}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -171,4 +160,4 @@ def test_a_newcomers_method_in_a_package_of_his_own(tmp_path: Path) -> None:
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert "a newcomer's method" in listed.stdout
-    assert "method.offset=0" in listed.stdout
+    assert ("method.offset=0" in listed.stdout) == ("offset" in files[1])

