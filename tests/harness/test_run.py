@@ -262,3 +262,22 @@ def test_fp16_on_a_cpu_is_called_slow(tmp_path: Path, capsys: pytest.CaptureFixt
     made = run(tmp_path, dtype="fp16", device="cpu", task=niah(depths=1))
     assert capsys.readouterr().err.count("ten times slower") == 1  # not once more for Full
     assert any("ten times slower" in warning for warning in made.summary["warnings"])
+
+
+def test_methods_started_together_share_one_full(tmp_path: Path) -> None:
+    methods = ("streaming", "oracle", "quest")
+    arguments = [*MODEL_ARGS, *TASK_ARGS, f"results.root={tmp_path}"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "harness", *arguments, f"method={method}", "budget=0.5"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for method in methods
+    ]
+    said = [process.communicate() for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    infos = {info["method"]: info for info in map(read_json, tmp_path.glob("*/run.json"))}
+    assert infos.keys() == {"full", *methods}
+    assert all(info["status"] == "complete" and "earlier" not in info for info in infos.values())
