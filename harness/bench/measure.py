@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.bench.load import Watch
+from harness.wait import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
@@ -62,10 +63,10 @@ def marks(*samples: Sequence[float]) -> dict[str, Any]:
 
 def seconds(call: Call, device: torch.device) -> Seconds:
     """As a user waits for it: launches, and until the device is done."""
-    _wait(device)
+    wait_for(device)
     watch, began = Watch(), perf_counter()
     call()
-    _wait(device)
+    wait_for(device)
     return Seconds(perf_counter() - began, watch.disturbed())
 
 
@@ -75,7 +76,7 @@ def own_seconds(call: Call, device: torch.device) -> Seconds:
     if device.type != "cuda":
         return seconds(call, device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _wait(device)
+    wait_for(device)
     watch = Watch()
     with torch.cuda.device(device):
         torch.cuda._sleep(PAUSE_CYCLES)
@@ -83,7 +84,7 @@ def own_seconds(call: Call, device: torch.device) -> Seconds:
         call()
         late = began.query()
         ended.record()
-    _wait(device)
+    wait_for(device)
     return Seconds(began.elapsed_time(ended) / 1e3, late and watch.disturbed(), late)
 
 
@@ -112,8 +113,3 @@ def interleaved(
         for name in list(calls)[:: -1 if place % 2 else 1]:
             times[name].append(clock(calls[name]))
     return times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
