@@ -69,7 +69,7 @@ def _per_row(what: str, entries: Sequence[Entry]) -> str:
 
 def _facts(run: StoredRun) -> dict[str, str]:
     known = origin(run)
-    threads = f"{known['threads']} threads" if known["threads"] else ""
+    threads = f"{known['threads']} thread{'s' * (known['threads'] > 1)}" if known["threads"] else ""
     names = dict.fromkeys(filter(None, (known["device_name"], known["cpu"], threads)))
     commit = (known["commit"] or "unknown")[:7] + " (dirty)" * bool(known["dirty"])
     return {

@@ -22,6 +22,7 @@ from harness.store import StoredRun, find, load
 from harness.tables import Column, markdown_table, text_table
 
 WIDTH = 160
+LONGEST = 120  # characters of a picture's name
 # name on the command line -> key in summary.json, best first
 SORTS = {
     "score": ("score.mean", True),
@@ -166,20 +167,25 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
-    from harness import plots
+    from harness import frontier, heatmap
 
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
-        stem = f"{number}-{_slug(table.title)}"
         rows = [entry.summary | {"label": entry.label + _unfinished(entry)} for entry in table.entries]
-        if plots.has_frontier(rows):
-            plots.frontier(rows, path := folder / f"{stem}-frontier.png", table.title)
+        if frontier.has_frontier(rows):
+            path = _picture(folder, f"{number}-{table.title}", "frontier")
+            frontier.frontier(rows, path, table.title)
             yield path
-        for entry in table.entries:
-            if plots.has_heatmap(entry.run.records):
-                path = folder / f"{stem}-{_slug(entry.title)}-heatmap.png"
-                plots.heatmap(entry.run.records, path, f"{entry.title}{_unfinished(entry)}: {table.title}")
+        for place, entry in enumerate(table.entries, 1):
+            for task, needles in heatmap.by_task(entry.run.records).items():
+                path = _picture(folder, f"{number}-{place}-{entry.title}", f"{_slug(task)}-heatmap")
+                heatmap.heatmap(needles, path, f"{entry.title}{_unfinished(entry)}, {task}: {table.title}")
                 yield path
+
+
+def _picture(folder: Path, name: str, kind: str) -> Path:
+    """The numbers in front make names differ, however much of the rest a file system leaves room for."""
+    return folder / f"{_slug(name)[:LONGEST]}-{kind}.png"
 
 
 def _unfinished(entry: Entry) -> str:

@@ -72,10 +72,10 @@ class Niah(Generator):
         context = self._in_essay(size, needles) if self.kind.haystack == "essay" else self._in_lines(size, needles)
         asked = self.streams.python.sample(range(self.kind.keys), self.kind.queries)
         answers = tuple(value for i in asked for value in values[i])
-        depth = context.index(answers[0]) / len(context)
+        depth = 100 * context.index(answers[0]) / len(context)  # percent, as in every task
         query = _enumeration([names[i] for i in asked])
         return self.template.fill(
-            context, answers, data={"depth": round(depth, 4)}, type_needle_v=self.noun, query=query
+            context, answers, data={"depth": round(depth, 2)}, type_needle_v=self.noun, query=query
         )
 
     def _draw(self, kind: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness import plots, report, show, tables
+from harness import report, show, tables
 from harness.compare import alarms, comparisons, reference
 from harness.store import load
 from tests.fake_records import record, records, write_run
@@ -253,7 +252,8 @@ def test_one_unreadable_run_does_not_hide_the_others(results: Path, capsys: pyte
 
 
 def test_reports_import_no_torch() -> None:
-    code = "import sys, harness.report, harness.show, harness.plots; assert not {'torch', 'hydra'} & set(sys.modules)"
+    modules = "harness.report, harness.show, harness.frontier, harness.heatmap"
+    code = f"import sys, {modules}; assert not {{'torch', 'hydra'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -263,33 +263,6 @@ def test_units_and_digits() -> None:
     assert [tables.digits(x) for x in (0.0123, 1.234, 45.67, 9876.5, 0)] == ["0.012", "1.23", "45.7", "9876", "0"]
     assert tables.percent(-0.0001, sign=True) == "0.0"
     assert tables.percent(0.05, sign=True) == "+5.0"
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(content) < 100_000
-    width, height = struct.unpack(">II", content[16:24])
-    return width, height
-
-
-def test_pictures_are_small_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def needles(score: float) -> list:
-        return [
-            record(f"{n}/{d}", score=score, data={"length": n, "depth": d}, attended_prompt=score * 50)
-            for n in range(1024, 13 * 1024, 1024)
-            for d in range(0, 101, 10)
-        ]
-
-    write_run(tmp_path, needles(1.0))
-    write_run(tmp_path, needles(0.5), "quest")
-    text = printed(capsys, tmp_path, "--plots")
-    drawn = [Path(line.removeprefix("drew ")) for line in text.splitlines() if line.startswith("drew ")]
-    assert sorted(path.name.rpartition("-")[2] for path in drawn) == ["frontier.png", "heatmap.png", "heatmap.png"]
-    for path in drawn:
-        assert min(png_size(path)) > 300
-    with pytest.raises(ValueError, match=r"data\.depth"):
-        plots.heatmap([record()], tmp_path / "no.png", "nothing")
 
 
 def test_folders_without_an_example_stand_apart_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

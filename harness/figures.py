@@ -1,0 +1,37 @@
+"""What all pictures of a report share: colours of text and grid, titles, and files that stay small."""
+
+from __future__ import annotations
+
+import textwrap
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image  # matplotlib's own dependency
+
+INK, SOFT, GRID = "#222222", "#666666", "#e3e3e3"
+DPI = 160
+WIDEST = 2400  # pixels
+
+
+def plain(axes: Axes) -> None:
+    """Ticks and labels without ornament."""
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.xaxis.label.set(color=SOFT, fontsize=9)
+    axes.yaxis.label.set(color=SOFT, fontsize=9)
+
+
+def title(figure: Figure, text: str, below: str = "") -> None:
+    """As wide as the figure at most: it breaks at spaces. `below` is a line of its own."""
+    width = int(11 * figure.get_size_inches()[0])
+    lines = [*textwrap.wrap(text, width, break_long_words=False), *([below] if below else [])]
+    if lines:
+        figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Nothing is cut off, whatever stands outside the axes; 256 colours, for a page with many must stay light."""
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
