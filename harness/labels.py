@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import chain, groupby
 from os.path import commonpath, relpath
 from typing import Any
 
+from harness.catalogue import entries
 from harness.config import Settings
 from harness.plugins import TARGET
 from harness.store import StoredRun
@@ -24,7 +25,7 @@ NOT_NAMED = (
     "memory_check",
     "warmup",
 )  # no part of a label
-SAID_BY_TABLE = ("dtype", "device", "threads")
+SAID_BY_TABLE = ("dtype", "device", "threads", "placement")  # in a line above it, or a column
 ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 Flat = dict[str, Any]  # dotted key -> value
@@ -45,12 +46,12 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:
     """One label per row, without its budget: the method's name; where others share it, every setting in which they
-    differ; and settings that are not the default, where the table's rows differ in them. No two rows share both
-    label and budget."""
+    differ; parameters that are not the preset's; and settings that are not the default, where the table's rows differ
+    in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
     settings = [flat({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
-    told = zip(_among_namesakes(names, settings), _unusual(settings), strict=True)
-    full = [" ".join(dict.fromkeys([name, *own, *other])) for name, (own, other) in zip(names, told, strict=True)]
+    told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
+    full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
     seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
     twins = [seen.count(one) > 1 for one in seen]
     marks = [f" {_mark(run, runs)}" if twin else "" for twin, run in zip(twins, runs, strict=True)]
@@ -92,6 +93,16 @@ def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator
     for name, mine in zip(names, settings, strict=True):
         rivals = [theirs for other, theirs in zip(names, settings, strict=True) if other == name]
         yield spelled_out(mine, _differing(rivals))
+
+
+def _changed(run: StoredRun, settings: Flat) -> list[str]:
+    """`key=value` of the method's parameters that are not those of the preset it was typed as."""
+    typed = (run.info.get("presets") or {}).get("method")
+    preset = next((entry for entry in entries("method") if entry.name == typed), None)
+    if preset is None:
+        return []
+    usual = {f"method.{key}": value for key, value in preset.values().items()}
+    return spelled_out(settings, [key for key, value in usual.items() if str(settings.get(key, value)) != str(value)])
 
 
 def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.catalogue import entries
 from harness.compare import comparisons
 from harness.labels import spelled
 from harness.store import find, load
@@ -104,3 +105,21 @@ def test_long_values_stay_short_and_different() -> None:
     assert first != second
     assert len(first) == len(second) == 7
     assert first[0] == "#"
+
+
+def test_a_parameter_that_is_not_the_preset_s_is_named_even_where_no_other_row_has_it(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0, 1.0]))
+    values = next(entry for entry in entries("method") if entry.name == "snapkv_kernel15").values()
+    for window in (values["window"], 8):
+        facts = {"presets": {"method": "snapkv_kernel15"}}
+        method = values | {"window": window}
+        folder = write_run(tmp_path / str(window), records([1.0, 0.0]), "snapkv", method=method, facts=facts)
+        assert rows(folder) == ["snapkv_kernel15 10%" if window != 8 else "snapkv_kernel15 window=8 10%"]
+
+
+def test_the_place_of_the_cache_is_a_column_and_no_name(tmp_path: Path) -> None:
+    write_run(tmp_path, records([0.0, 1.0]), "h2o")
+    quest(tmp_path, placement="host")
+    assert rows(tmp_path) == ["h2o 10%", "quest 10%"]
+    quest(tmp_path, placement="device")
+    assert rows(tmp_path) == ["h2o 10%", "quest placement=device 10%", "quest placement=host 10%"]
