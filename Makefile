@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-gpu demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-gpu docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -80,6 +80,9 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
+
+docs: setup  ## the documentation as a site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and the runs
 	rm -rf $(VENV) results/runs

@@ -1,0 +1,19 @@
+"""A hook of mkdocs: the site's files are the repository's documents, under their paths there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+SHOWN = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/img/*", "results/paper/*", "results/published/**/*")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace what mkdocs found below docs/: links from there to the rest of the repository would be broken."""
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    paths = sorted({path for pattern in SHOWN for path in ROOT.glob(pattern) if path.is_file()})
+    places = [path.relative_to(ROOT).as_posix() for path in paths]
+    return Files([*theme, *(File(place, str(ROOT), config.site_dir, config.use_directory_urls) for place in places)])
