@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple, NoReturn
 from torch import Tensor
 
 from harness.models.base import DTYPE_BYTES, ModelInfo
-from methods.base import Case, LayerSpec, Method, Placement
-from methods.budget import Budget, BudgetError
+from methods.base import Budget, BudgetError, Case, LayerSpec, Method, Placement
 
 FIELDS = {"moved_bytes": "moved_bytes_per_step", "device_bytes": "device_bytes"}
 VERBS = {"moved_bytes": "moves", "device_bytes": "holds on the device"}

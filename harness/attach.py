@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from harness.cache import LoopCache
 from harness.calibration import observer
 from harness.hf import layer_specs, routed
-from methods.base import KVLayer, Method, Placement, Request
-from methods.budget import Budget
+from methods.base import Budget, KVLayer, Method, Placement, Request
 
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, object]] = WeakKeyDictionary()
 

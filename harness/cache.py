@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from methods.base import AttnInput, KVLayer
-from methods.clock import Clock
+from methods.base.clock import Clock
 
 if TYPE_CHECKING:
     from harness.fidelity import Fidelity

@@ -20,7 +20,7 @@ from harness.cache import KVCache
 from methods.base import AttnInput, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import DenseLayer
-from methods.stores import KVStore
+from methods.parts.stores import KVStore
 
 MEASURES = ("recall", "mass", "error")
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from methods.base import KVLayer, LayerSpec, Method, Request
-from methods.stores import Tier
+from methods.parts.stores import Tier
 
 _DIAGNOSTIC = {"positions", "rows", "counts"}  # kept for the record, no part of the cache
 _SHARED = (LayerSpec, Request, Method)  # descriptions and per-model work, not this sequence's state

@@ -1,9 +1,10 @@
 """One decode step, recorded once behind each seal and repeated for every further token: a CUDA graph.
 
 The first step behind a seal runs as always, but already in the form that is recorded: counts lie on the device
-(methods/clock.py), tokens are written and read through them. Then it is recorded, which runs nothing on the device, and
-what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time per output
-token is that of repeats alone. A step that cannot be recorded after all is run one by one, with the reason.
+(methods/base/clock.py), tokens are written and read through them. Then it is recorded, which runs nothing on the
+device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
+per output token is that of repeats alone. A step that cannot be recorded after all is run one by one, with the
+reason.
 """
 
 from __future__ import annotations

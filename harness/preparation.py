@@ -16,8 +16,7 @@ from harness.models.embedded import cache_root
 from harness.prompt import Prompt, Tokenizer, Tools, render
 from harness.prompt_lint import Finding, lint
 from harness.teacher import forced_ids
-from methods.base import Method
-from methods.budget import Budget, PaperBudget, check_layers
+from methods.base import Budget, Method, PaperBudget, check_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ from harness.store import Run
 from harness.store import load as load_run
 from harness.summary import summarise
 from kernels import ops
-from methods.base import Method
-from methods.budget import Budget
+from methods.base import Budget, Method
 from methods.full import Full
 
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose

@@ -1,6 +1,6 @@
 """Every operation in plain torch: the definition the other backends are tested against.
 
-Letters as in methods/base.py. Softmax and its sums run in fp32 whatever the dtype of the inputs.
+Letters as in methods/base/. Softmax and its sums run in fp32 whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
 
     `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
-    device, so that a step can be repeated as it was recorded while the tokens become more (methods/clock.py).
+    device, so that a step can be repeated as it was recorded while the tokens become more (methods/base/clock.py).
     """
 
     k: Tensor  # [B G S D]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods import costs
-from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
+from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Method, Request
 from methods.layers import DenseLayer
+from methods.parts import costs
 
 
 @dataclass(frozen=True, kw_only=True)

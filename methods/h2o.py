@@ -20,18 +20,17 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods import costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
-from methods.card import Card
+from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Request
 from methods.layers import EvictLayer, between_ends
-from methods.windows import Windowed
+from methods.parts import costs
+from methods.parts.windows import Windowed
 
 EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """sinks, recent_ratio: how the budget is split, see methods/windows.py. compensation: see above."""
+    """sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: see above."""
 
     card: ClassVar[Card | None] = Card(
         prefill="dense",

@@ -31,12 +31,10 @@ from kernels import ops
 from kernels.lowrank import directions, gram
 from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
-from methods import costs
-from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.budget import check_layers
-from methods.card import Card
-from methods.clock import queues
-from methods.layers import Plan, SelectLayer
+from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan, Request, check_layers
+from methods.base.clock import queues
+from methods.layers import SelectLayer
+from methods.parts import costs
 
 
 @dataclass(frozen=True, kw_only=True)

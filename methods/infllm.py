@@ -22,12 +22,11 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods import costs
-from methods.angles import Angles
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
-from methods.hitcache import token_rows
-from methods.layers import Plan, SelectLayer
+from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Method, Plan, Request
+from methods.layers import SelectLayer
+from methods.parts import costs
+from methods.parts.hit_cache import token_rows
+from methods.parts.rope_table import Angles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Request
-from methods.stores import HostStore, KVStore
+from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Plan, Request
+from methods.parts.stores import HostStore, KVStore
 
 
 class DenseLayer(KVLayer):
@@ -81,14 +80,6 @@ class DenseLayer(KVLayer):
         there. q [B H 1 D] -> [B H S] (fp32)"""
         logits = ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
-
-
-class Plan(NamedTuple):
-    """How a budget is spent: the first `sinks` and the last `local` prompt tokens always, `top` between by choice."""
-
-    sinks: int
-    local: int
-    top: int
 
 
 class SelectLayer(DenseLayer):

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods import costs
-from methods.angles import Angles
-from methods.base import AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
+from methods.base import AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request
 from methods.layers import EvictLayer, sinks_and_recent
+from methods.parts import costs
+from methods.parts.rope_table import Angles
 
 
 @dataclass(frozen=True, kw_only=True)

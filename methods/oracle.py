@@ -14,16 +14,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels import ops
-from methods import costs
-from methods.base import Case, Cost, KVLayer, LayerSpec, Request
-from methods.card import Card
-from methods.layers import Plan, SelectLayer
-from methods.windows import Windowed
+from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Plan, Request
+from methods.layers import SelectLayer
+from methods.parts import costs
+from methods.parts.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Windowed):
-    """sinks, recent_ratio: how the budget is split, see methods/windows.py."""
+    """sinks, recent_ratio: how the budget is split, see `Windowed`."""
 
     card: ClassVar[Card | None] = Card(
         prefill="dense",

@@ -20,19 +20,18 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods import blockcache, costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
-from methods.blockcache import BlockCache
-from methods.card import Card
-from methods.layers import Plan, SelectLayer
-from methods.rounds import Fit, measure
-from methods.stores import HostStore
-from methods.windows import Windowed
+from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan, Request
+from methods.layers import SelectLayer
+from methods.parts import block_cache, costs
+from methods.parts.block_cache import BlockCache
+from methods.parts.kmeans_rounds import Fit, measure
+from methods.parts.stores import HostStore
+from methods.parts.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
-    """m sub-vectors of 2^b centroids, k-means, and the split of the budget (methods/windows.py)."""
+    """m sub-vectors of 2^b centroids, k-means, and the split of the budget (see `Windowed`)."""
 
     offloads: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
@@ -137,7 +136,7 @@ class PQCache(Windowed):
         chosen = costs.select(case, plan, index)
         if case.placement == "device" or not self.cache_tokens:
             return chosen
-        return chosen + blockcache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
+        return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
     @property
     def slots(self) -> int:

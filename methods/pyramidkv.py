@@ -15,8 +15,7 @@ from itertools import pairwise
 from math import floor
 from typing import ClassVar
 
-from methods.base import Case, KVLayer, LayerSpec, Request
-from methods.card import Card
+from methods.base import Card, Case, KVLayer, LayerSpec, Request
 from methods.snapkv import SnapKV, SnapLayer
 
 

@@ -25,11 +25,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels import ops
 from kernels.reference import Segment
-from methods import costs
-from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.budget import check_layers
-from methods.card import Card
+from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request, check_layers
 from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
+from methods.parts import costs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,12 @@ from torch.nn.functional import cosine_similarity
 from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
-from methods import costs
-from methods.angles import Angles
-from methods.base import Attended, AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
-from methods.hitcache import HitCache, token_rows
+from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request
 from methods.layers import DenseLayer
-from methods.stores import KVStore, Rows
+from methods.parts import costs
+from methods.parts.hit_cache import HitCache, token_rows
+from methods.parts.rope_table import Angles
+from methods.parts.stores import KVStore, Rows
 
 
 class ChunkPlan(NamedTuple):

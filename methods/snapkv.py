@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
-from methods import costs
-from methods.base import AttnInput, Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
-from methods.layers import EvictLayer, Plan, between_ends
+from methods.base import AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan, Request
+from methods.layers import EvictLayer, between_ends
+from methods.parts import costs
 
 
 @dataclass(frozen=True, kw_only=True)

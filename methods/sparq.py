@@ -23,17 +23,16 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods import costs
-from methods.base import AttnInput, Case, Cost, CostError, KVLayer, LayerSpec, Request
-from methods.card import Card
-from methods.layers import Plan, SelectLayer
-from methods.stores import HostStore, Rows
-from methods.windows import Windowed
+from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan, Request
+from methods.layers import SelectLayer
+from methods.parts import costs
+from methods.parts.stores import HostStore, Rows
+from methods.parts.windows import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """r channels of a key; the split of the budget (methods/windows.py); mean_value and channel_copy: see above."""
+    """r channels of a key; mean_value and channel_copy: see above; the split of the budget: see `Windowed`."""
 
     offloads: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(

@@ -15,10 +15,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods import costs
-from methods.base import Case, Cost, KVLayer, LayerSpec, Method, Request
-from methods.card import Card
+from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Method, Request
 from methods.layers import EvictLayer, sinks_and_recent
+from methods.parts import costs
 
 
 @dataclass(frozen=True, kw_only=True)

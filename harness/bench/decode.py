@@ -28,8 +28,7 @@ from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 from harness.preparation import calibration_text
 from harness.tables import Column
-from methods.base import Method, Placement
-from methods.budget import BudgetError
+from methods.base import BudgetError, Method, Placement
 from methods.full import Full
 
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves

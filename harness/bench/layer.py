@@ -25,8 +25,7 @@ from harness.phases import PHASES
 from harness.tables import Column
 from harness.trace import Stopwatch, clocked
 from kernels.threads import step_threads
-from methods.base import AttnInput, KVLayer, Method, Request
-from methods.budget import Budget, BudgetError
+from methods.base import AttnInput, Budget, BudgetError, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import DenseLayer
 

@@ -14,7 +14,7 @@ from harness.compose import built, composed
 from harness.config import Results, Settings, SettingsError
 from harness.engine import Engine, never
 from harness.run import Job, evaluate
-from methods.budget import Budget, BudgetError
+from methods.base import Budget, BudgetError
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.methods.test_contract import NAMES, small

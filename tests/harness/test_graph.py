@@ -19,7 +19,7 @@ from harness.graph import CudaGraphs, Recorder, RepeatedStep
 from harness.trace import Tracer
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
-from methods.clock import Clock, RecordingError
+from methods.base.clock import Clock, RecordingError
 from methods.full import Full
 from methods.layers import DenseLayer
 from methods.shadowkv import ShadowKV

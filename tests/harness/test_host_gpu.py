@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from harness.attach import Attachment, attached
 from harness.engine import Engine, Generation
 from methods.base import Method
-from methods.stores import HostStore, Rows
+from methods.parts.stores import HostStore, Rows
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny

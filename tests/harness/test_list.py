@@ -11,7 +11,7 @@ import pytest
 from harness.catalogue import entries
 from harness.compose import composed
 from harness.list import main
-from methods.card import Card
+from methods.base import Card
 
 ROOT = Path(__file__).parents[2]
 METHODS = {entry.name: entry for entry in entries("method")}

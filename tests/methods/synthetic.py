@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
-from methods.base import AttnInput, KVLayer, LayerSpec, Method, Placement, Request
-from methods.budget import Budget
+from methods.base import AttnInput, Budget, KVLayer, LayerSpec, Method, Placement, Request
 
 WIDTH = 48  # of the model
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from methods.base import Method
-from methods.budget import Budget, BudgetError, PaperBudget
+from methods.base import Budget, BudgetError, Method, PaperBudget
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infllm import InfLLM

@@ -19,8 +19,7 @@ from harness.attach import Attachment, attached
 from harness.cache import KVCache
 from harness.catalogue import CONF, Entry
 from harness.plugins import build
-from methods.base import AttnInput, Method
-from methods.budget import Budget
+from methods.base import AttnInput, Budget, Method
 from methods.full import Full
 from tests.tiny import prompt, tiny
 

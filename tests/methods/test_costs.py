@@ -11,8 +11,7 @@ import torch
 from harness.attach import attached
 from harness.footprint import footprint
 from harness.plugins import build
-from methods.base import Case, Cost, CostError, LayerSpec, Method
-from methods.budget import Budget
+from methods.base import Budget, Case, Cost, CostError, LayerSpec, Method
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny
 

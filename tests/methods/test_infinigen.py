@@ -11,10 +11,8 @@ from torch import Tensor
 
 from harness.attach import attached
 from kernels.rope import rotate
-from methods.base import Placement
-from methods.budget import Budget
+from methods.base import Budget, Placement, Plan
 from methods.infinigen import InfiniGen, InfiniGenLayer, skewing
-from methods.layers import Plan
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny

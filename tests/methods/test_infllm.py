@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
-from methods.budget import BudgetError
+from methods.base import BudgetError
 from methods.infllm import InfLLM, InfLLMLayer
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 

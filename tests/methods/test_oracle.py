@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.budget import PaperBudget
+from methods.base import PaperBudget
 from methods.oracle import Oracle, OracleLayer
 from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention, rope

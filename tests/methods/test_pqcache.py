@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.budget import PaperBudget
+from methods.base import PaperBudget
 from methods.pqcache import PQCache, PQLayer
 from tests.fast import PQ
 from tests.methods import parity

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.budget import BudgetError
+from methods.base import BudgetError
 from methods.quest import Quest, QuestLayer, page_bounds
 from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kernels.rope import rotate
-from methods.budget import BudgetError
+from methods.base import BudgetError
 from methods.shadowkv import ChunkPlan, ShadowKV, ShadowLayer
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.budget import PaperBudget
+from methods.base import PaperBudget
 from methods.sparq import SparQ, SparQLayer
 from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from methods.base import Case, Cost
-from methods.layers import Plan
+from methods.base import Case, Cost, Plan
 
 FP32, INT64 = 4, 8  # bytes of an element
 

@@ -11,10 +11,10 @@ import torch
 
 from harness.attach import attached
 from kernels import ops
-from methods import rounds
 from methods.base import AttnInput
+from methods.parts import kmeans_rounds
+from methods.parts.kmeans_rounds import LENGTHS, Fit, measure, polynomial
 from methods.pqcache import PQCache
-from methods.rounds import LENGTHS, Fit, measure, polynomial
 from tests.fast import PQ
 from tests.tiny import prompt, tiny
 
@@ -54,7 +54,7 @@ def test_the_fit_finds_the_coefficients_it_is_made_of() -> None:
 def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole model's prefill over its layers; the same keys in 3 and in 9 rounds, none ended early."""
     now, clustered = [0.0], []
-    monkeypatch.setattr(rounds, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kmeans_rounds, "perf_counter", lambda: now[0])
 
     def observe(tokens: int) -> Iterator[AttnInput]:
         now[0] += 10 * tokens * 1e-3

@@ -14,9 +14,9 @@ from harness.attach import attached
 from harness.footprint import footprint
 from kernels.reference import Segment
 from methods.base import Request
-from methods.blockcache import BlockCache
+from methods.parts.block_cache import BlockCache
+from methods.parts.stores import HostStore
 from methods.pqcache import PQCache
-from methods.stores import HostStore
 from tests.fast import PQ
 from tests.methods.test_contract import assert_same, turn
 from tests.methods.test_costs import expected

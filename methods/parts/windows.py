@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.base import Method
-from methods.layers import Plan
+from methods.base import Method, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods.base import Case, Cost
-from methods.costs import INT64
-from methods.hitcache import HitCache, token_rows
-from methods.stores import HostStore
+from methods.parts.costs import INT64
+from methods.parts.hit_cache import HitCache, token_rows
+from methods.parts.stores import HostStore
 
 
 class BlockCache:

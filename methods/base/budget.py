@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 
 class BudgetError(ValueError):
@@ -87,3 +88,11 @@ class PaperBudget(Budget):
 
     def tokens(self, sealed: int, layer: int) -> int:
         return min(sealed, self.count(lambda tokens: Budget.tokens(self, tokens, layer), sealed))
+
+
+class Plan(NamedTuple):
+    """How a budget is spent: the first `sinks` and the last `local` prompt tokens always, `top` between by choice."""
+
+    sinks: int
+    local: int
+    top: int

@@ -1,0 +1,34 @@
+"""The contract of a KV-cache method: what a plug-in imports. docs/method_contract.md gives the reasons.
+
+Letters in shapes: B batch, H query heads, G key/value heads, g = H/G, T new tokens, S stored tokens, K chosen
+tokens, D head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
+"""
+
+from __future__ import annotations
+
+from methods.base.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
+from methods.base.card import Card
+from methods.base.cost import Case, Cost, CostError
+from methods.base.layer import Attended, KVLayer
+from methods.base.method import Method
+from methods.base.request import AttnInput, LayerSpec, Placement, Request, Traffic
+
+__all__ = [
+    "Attended",
+    "AttnInput",
+    "Budget",
+    "BudgetError",
+    "Card",
+    "Case",
+    "Cost",
+    "CostError",
+    "KVLayer",
+    "LayerSpec",
+    "Method",
+    "PaperBudget",
+    "Placement",
+    "Plan",
+    "Request",
+    "Traffic",
+    "check_layers",
+]

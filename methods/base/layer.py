@@ -1,0 +1,69 @@
+"""One layer of a method: its keys and values, and attention over them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from methods.base.request import AttnInput, LayerSpec, Request
+
+
+class Attended(NamedTuple):
+    """Tokens one selecting head read in the last decode step (the mean where heads differ). That is a KV head, or a
+    query head where a method lets each choose; what a KV head then reads is in `read_positions`."""
+
+    prompt: float  # of the sealed prompt: what the budget limits
+    generated: float  # since the seal, the current token included
+
+
+class KVLayer(ABC):
+    """Keys and values of one layer for one batch, and attention over them.
+
+    Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; for a further turn the same again. The
+    phase is said, never guessed from a shape. All inputs and outputs are on `request.device`.
+    """
+
+    def __init__(self, spec: LayerSpec, request: Request) -> None:
+        self.spec = spec
+        self.request = request
+        self.fallback: str | None = None  # what this layer does in place of its method, and why
+
+    @abstractmethod
+    def absorb(self, x: AttnInput) -> None:
+        """Take in the next prompt chunk, without attending: what a shared prefill calls."""
+
+    @abstractmethod
+    def prefill(self, x: AttnInput) -> Tensor:
+        """Take in the next prompt chunk and attend causally. -> [B H T D]"""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """The prompt is complete: index, compress, evict, move."""
+
+    @abstractmethod
+    def decode(self, x: AttnInput) -> Tensor:
+        """Take in one token and attend. -> [B H 1 D]"""
+
+    @property
+    @abstractmethod
+    def attended(self) -> Attended: ...
+
+    @property
+    def reading(self) -> tuple[float | Tensor, float]:
+        """`attended` without waiting, for use between steps: where only the device knows how many prompt tokens were
+        read, they are a tensor [B] that the next step may overwrite."""
+        return self.attended
+
+    @abstractmethod
+    def read_positions(self) -> Tensor | None:
+        """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
+
+    def unrepeatable(self) -> str | None:
+        """Why a decode step of this sealed layer cannot be recorded once and repeated (methods/clock.py), or None."""
+        return f"{type(self).__name__} does not say that its step can be"
+
+    def count_repeated(self, steps: int) -> None:
+        """So many recorded steps ran without `decode`: bring up to date what it counts in Python."""
+        raise NotImplementedError(f"{type(self).__name__} says that its step can be repeated, and counts no repeats")

@@ -1,0 +1,96 @@
+"""A method: its hyper-parameters, what it asks of a model and a budget, and how it starts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from methods.base.budget import Budget, BudgetError
+from methods.base.card import Card
+from methods.base.cost import Case, Cost, CostError
+from methods.base.layer import KVLayer
+from methods.base.request import AttnInput, LayerSpec, Request
+
+
+class Method(ABC):
+    """A method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
+
+    The budget is not among them: the request brings it, and it limits the same thing for every method: what one head
+    that selects may read. Where that is a query head, a KV head reads the union of its group, which is counted as well.
+    """
+
+    uses_budget: ClassVar[bool] = True
+    dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
+    offloads: ClassVar[bool] = False  # placement=host is meant for it
+    exact_keys: ClassVar[bool] = True  # a step attends with the true keys of the tokens it reads, at their positions
+    simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
+    card: ClassVar[Card | None] = None
+    window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
+
+    @property
+    def smallest_budget(self) -> int:
+        """The least number of prompt tokens that holds this method's sinks and windows."""
+        return 1
+
+    @property
+    def paper_leaves_out(self) -> bool:
+        """Whether the paper's budget leaves out prompt tokens that a step reads all the same, sinks for example."""
+        return False
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """What a KV head reads of `sealed` prompt tokens where the budget is counted as in the paper.
+
+        `budget(n)`: the budget of n tokens, n itself where it covers them.
+        """
+        return budget(sealed)
+
+    def with_windows(self, **asked: int | float | None) -> Method:
+        """This method with `sinks` first tokens and `recent_ratio` of the rest for the window, where it has such
+        parameters; None leaves its own."""
+        own = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
+        return replace(self, **own) if own else self  # type: ignore[type-var]
+
+    def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
+        """Work done once per model and kept: `observe(tokens)` runs calibration text, yields each layer's input."""
+        return None
+
+    def measured(self, prepared: object) -> Mapping[str, object]:
+        """Of `prepared`, what was timed on this machine: parameters with which the run can be repeated elsewhere."""
+        return {}
+
+    @abstractmethod
+    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+        """Fresh state for one batch, a layer per spec. Layers may be linked with one another here, only here."""
+
+    def reads_whole(self, case: Case) -> bool:
+        """Whether the budget leaves nothing to choose."""
+        return not self.uses_budget or case.budget >= case.sealed or case.sealed <= self.smallest_budget
+
+    def cost(self, case: Case) -> Cost:
+        """The bytes that `case` takes, by formula. Where a step's traffic depends on the text, the most it can be."""
+        raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
+
+    def at_communication(self, share: float, head_dim: int) -> Method:
+        """This method where scoring moves `share` of the 16-bit key cache per step, as in PQCache's comparison.
+
+        Itself where scoring moves nothing and the comparison asks for no compensation.
+        """
+        return self
+
+    def check_model(self, spec: LayerSpec) -> None:  # noqa: B027 (most methods suit every model)
+        """Raise `ValueError` where a parameter does not suit a model with such layers; no weights are needed."""
+
+    def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
+        """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
+        if budget is None or sealed <= self.smallest_budget:
+            return  # such a short prompt is read whole
+        tokens = budget.tokens(sealed, layer)
+        if tokens < self.smallest_budget:
+            number, share = budget.least(self.smallest_budget, sealed, layer)
+            raise BudgetError(
+                f"budget={budget} gives {type(self).__name__} {tokens} of {sealed} prompt tokens, but its sinks and "
+                f"windows need {self.smallest_budget}: set budget to at least {number} (or a share of {share}), or "
+                "make the method's windows smaller."
+            )

@@ -1,0 +1,76 @@
+"""What a method is told: a layer's shape, what a batch asks for, and what one attention call sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from methods.base.budget import Budget
+from methods.base.clock import Clock
+
+Placement = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What a layer knows before it sees a token."""
+
+    index: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the logits, usually head_dim ** -0.5
+    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P D], as the model makes them
+    project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass
+class Traffic:
+    """Bytes that crossed between host and device, counted where they move."""
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    looked_up: int = 0  # rows that a cache on the device was asked for
+    found: int = 0  # and had
+
+    @property
+    def total_bytes(self) -> int:
+        return self.to_device_bytes + self.to_host_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one batch of equal-length sequences asks of a method. `capacity`: prompt and new tokens of all turns."""
+
+    batch: int
+    capacity: int
+    dtype: torch.dtype
+    device: torch.device
+    budget: Budget | None = None
+    stale_by: int = 0  # a selecting method may use a selection for so many further steps
+    placement: Placement = "device"
+    prepared: object = None  # what the method's `prepare` returned for this model
+    traffic: Traffic = field(default_factory=Traffic)
+    clock: Clock = field(default_factory=Clock)
+
+
+@dataclass(frozen=True, slots=True)
+class AttnInput:
+    """What one attention call of one layer sees."""
+
+    q: Tensor  # [B H T D], rotated
+    k: Tensor  # [B G T D], rotated; the new tokens only
+    v: Tensor  # [B G T D]
+    cos: Tensor  # [1|B T D]
+    sin: Tensor  # [1|B T D]
+    hidden: Tensor  # [B T E], the normalised input of the projections; must not be kept
+    start: int  # position of the first new token
