@@ -19,9 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
-from harness.catalogue import CONF, GROUPS
+from harness.catalogue import CONF, GROUPS, ConfigError, config_dirs
 from harness.config import RunConfig, Settings
 from harness.errors import explain, sentence, told
+from harness.keys import help_text
 from harness.notices import say_once
 from harness.overrides import Overrides, asks_hydra, read
 from harness.progress import forget, numbered
@@ -116,11 +117,24 @@ def _version() -> str:
     return f"kv-harness {version('kv-harness')}{commit}"
 
 
+def _help(arguments: list[str]) -> int:
+    try:
+        print(help_text(arguments, config_dirs(arguments)), flush=True)
+    except BrokenPipeError:  # `| head`; what Python writes on its way out goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ConfigError as error:  # a yaml file of the user's
+        _fail(sentence(error))
+        return 1
+    return 0
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     if "--version" in arguments:
         print(_version())
         return 0
+    if {"-h", "--help"} & set(arguments):
+        return _help(arguments)
     say_once.cache_clear()
     _finished.clear()
     _failed.clear()

@@ -1,6 +1,6 @@
-"""`python -m harness.list`: what there is. `python -m harness.list method=pqcache`: one card with its parameters.
+"""`python -m harness.list`: all methods, tasks and models. `python -m harness.list method=pqcache`: a card, parameters.
 
-`python -m harness.list --markdown` writes docs/methods.md: the cards of all methods beside one another.
+`--markdown` writes docs/methods.md: the cards of all methods. `settings --markdown` writes docs/settings.md.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from harness.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries, plain
+from harness.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries
+from harness.keys import parameters_of, settings_page, settings_text
+from harness.markup import aligned, code, table
 from harness.plugins import suggestion
 
-USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [--config-dir DIR] | --markdown"
+USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
 
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
 _TITLE = """# The methods
@@ -34,6 +36,9 @@ def _main(arguments: Sequence[str]) -> int:
     asked = [argument for argument in arguments if argument.partition("=")[0] in GROUPS]
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
+        return 0
+    if "settings" in arguments:
+        print(settings_page() if "--markdown" in arguments else settings_text(), end="")
         return 0
     if "--markdown" in arguments:
         print(markdown(entries("method", folders)), end="")
@@ -66,11 +71,11 @@ def _overview(group: str, found: Sequence[Entry]) -> str:
 
 
 def _card(group: str, entry: Entry) -> str:
-    facts = _aligned([(_words(name), text) for name, text in entry.facts().items()])
-    table = _aligned([(f"{group}.{name}={value}", comment) for name, value, comment in _parameters(entry)])
+    facts = aligned((_words(name), text) for name, text in entry.facts().items())
+    parameters = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
     parts = [f"{group}={entry.name}", *([entry.headline] if entry.base else []), "", entry.card(), ""]
     parts += ["Card", *facts, ""] if facts else []
-    return "\n".join([*parts, "Parameters", *(table or ["  (no parameters)"]), ""])
+    return "\n".join([*parts, "Parameters", *(parameters or ["  (no parameters)"]), ""])
 
 
 def markdown(methods: Sequence[Entry]) -> str:
@@ -81,39 +86,21 @@ def markdown(methods: Sequence[Entry]) -> str:
 
 
 def _table(methods: Sequence[Entry]) -> str:
-    lines = ["method", *COMPARED]
-    rows = [[f"[{m.name}](#{m.name})", *(m.facts().get(line, "") for line in COMPARED)] for m in methods]
-    return "\n".join(map(_row, [[_words(line) for line in lines], ["---"] * len(lines), *rows]))
+    head = [_words(line) for line in ("method", *COMPARED)]
+    return table(head, [[f"[{m.name}](#{m.name})", *(m.facts().get(line, "") for line in COMPARED)] for m in methods])
 
 
 def _section(entry: Entry, presets: Sequence[Entry]) -> str:
-    facts = [_row([_words(name), text]) for name, text in entry.facts().items()]
-    parameters = [_row([f"`{name}={value}`", comment]) for name, value, comment in _parameters(entry)]
-    parts = [f"## {entry.name}", entry.card(), "\n".join([_row(["card", ""]), _row(["---"] * 2), *facts])]
-    if parameters:
-        parts.append("\n".join([_row(["parameter", ""]), _row(["---"] * 2), *parameters]))
-    if presets:
-        rows = [_row([f"`method={one.name}`", one.headline]) for one in presets]
-        parts.append("\n".join([_row(["preset", ""]), _row(["---"] * 2), *rows]))
-    return "\n\n".join(parts)
-
-
-def _row(cells: Sequence[str]) -> str:
-    escaped = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
-
-
-def _parameters(entry: Entry) -> list[tuple[str, str, str]]:
-    return [(name, plain(value), comment) for name, value, comment in entry.parameters()]
+    facts = [(_words(name), text) for name, text in entry.facts().items()]
+    parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
+    changed = [(code(f"method={one.name}"), one.headline) for one in presets]
+    named = {"card": facts, "parameter": parameters, "preset": changed}
+    tables = [table((name, ""), rows) for name, rows in named.items() if rows or name == "card"]
+    return "\n\n".join([f"## {entry.name}", entry.card(), *tables])
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = min(60, max((len(left) for left, _ in rows), default=0))
-    return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
 
 
 if __name__ == "__main__":

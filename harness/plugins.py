@@ -125,6 +125,6 @@ def spell(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin in SEQUENCES:
-        return f"a list, each {spell(inner[0])}"
+        return "a list" if inner[0] is Any else f"a list, each {spell(inner[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return words.get(hint, getattr(hint, "__name__", str(hint)))

@@ -1,0 +1,98 @@
+"""The list of all keys: each has a default and a meaning, --help prints them, the page in docs is up to date."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.catalogue import GROUPS, entries
+from harness.config import CHOICES
+from harness.keys import settings, settings_page
+from harness.list import main
+from harness.markup import code
+from harness.overrides import settings as settable
+
+ROOT = Path(__file__).parents[2]
+Cli = Callable[..., tuple[int, str, str]]
+LISTED = {row.key: row for row in settings()}
+
+
+def test_every_key_that_can_be_set_is_listed_with_a_meaning() -> None:
+    assert set(LISTED) == set(settable())
+    assert [row.key for row in LISTED.values() if row.values and not row.meaning] == []
+    assert [row.key for row in LISTED.values() if not row.section] == []
+
+
+def test_defaults_and_values_are_those_of_the_schema() -> None:
+    assert LISTED["budget"].given == "budget=0.2"
+    assert LISTED["threads"].given == "threads=null"
+    assert LISTED["dry_run"][2:4] == ("false", "true or false")
+    assert LISTED["generation.max_new_tokens"][2:4] == ("null", "a whole number or null")
+    for name, choices in CHOICES.items():
+        assert LISTED[name].values == ", ".join(choices)
+
+
+def test_the_page_lists_every_parameter() -> None:
+    page = settings_page()
+    for group in GROUPS:
+        whole = {entry.target: entry for entry in reversed(entries(group))}  # the first of each class
+        for entry in whole.values():
+            for name, _, comment in entry.parameters():
+                assert f"{group}.{name}=" in page
+                assert comment.replace("|", "\\|") in page
+    assert "| `llama-3.1-8b` | `model.name=meta-llama/Llama-3.1-8B-Instruct` | Llama-3.1-8B-Instruct," in page
+
+
+def test_the_page_in_docs_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "--markdown"]) == 0
+    written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == written, "run: python -m harness.list settings --markdown > docs/settings.md"
+
+
+def test_help_lists_all_keys_and_the_parameters_of_what_is_named(cli: Cli) -> None:
+    code, out, err = cli("-m", "method=quest,h2o", "task=ruler", "--help")
+    assert (code, err) == (0, "")
+    for row in LISTED.values():
+        if row.values:
+            assert f"  {row.given} " in out
+    assert "(device, host)" in out
+    for known in ("method=quest", "method.page_size=16", "method=h2o", "method.sinks=0", "task.tasks=[niah_single_1"):
+        assert known in out
+    assert "method.alpha" not in out
+
+
+def test_help_knows_the_methods_of_other_folders(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("# Mine.\n_target_: mine.Mine\nwidth: 3  # of mine\n")
+    code, out, _ = cli("--config-dir", str(tmp_path), "method=mine", "-h")
+    assert code == 0
+    assert "lm_infinite, mine, oracle" in out
+    assert "  method.width=3  of mine" in out
+    (tmp_path / "method" / "mine.yaml").write_text("# Mine.\n_target_: [\n")
+    code, _, err = cli("--config-dir", str(tmp_path), "method=mine", "-h")
+    assert code == 1
+    assert "this is no YAML" in err
+
+
+def test_help_may_be_cut_off_by_head() -> None:
+    script = f"{sys.executable} -m harness --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["-m", "harness", "--help"], ["-m", "harness.list", "settings"]])
+def test_they_need_no_torch(words: list[str]) -> None:
+    code = f"import sys, runpy; sys.argv = {words[1:]!r}\n"
+    code += f"try: runpy.run_module({words[1]!r}, run_name='__main__', alter_sys=True)\n"
+    code += "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_code_holds_backticks() -> None:
+    assert code("a=1") == "`a=1`"
+    assert code("a=```b") == "```` a=```b ````"
+    assert code("") == ""
