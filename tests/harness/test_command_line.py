@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -11,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.fast import MODEL_ARGS, TASK_ARGS
 
 ROOT = Path(__file__).parents[2]
 Cli = Callable[..., tuple[int, str, str]]
@@ -120,44 +117,3 @@ def test_help_answers_quickly_and_without_torch() -> None:
     assert done.returncode == 0
     assert "method: " in done.stdout
     assert time.monotonic() - begin < 60  # a hang, not a speed claim
-
-
-def of_contributing(language: str) -> str:
-    """The one block of CONTRIBUTING.md in that language."""
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    return block
-
-
-WITH = of_contributing("python"), of_contributing("yaml")
-WITHOUT = WITH[0].replace("offset: int = 0", "offset: int"), WITH[1]
-BARE = WITH[0], "_target_: mine.spread.Spread\n"
-
-
-@pytest.mark.parametrize("files", [WITH, WITHOUT, BARE], ids=["as printed", "no default in Python", "bare yaml"])
-def test_a_newcomers_method_in_a_package_of_his_own(tmp_path: Path, files: tuple[str, str]) -> None:
-    """CONTRIBUTING's example: one file, one yaml, nothing edited here."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "spread.py").write_text(files[0])
-    (tmp_path / "conf" / "method").mkdir(parents=True)
-    (tmp_path / "conf" / "method" / "spread.yaml").write_text(files[1])
-    command = [
-        sys.executable,
-        "-m",
-        "harness",
-        "--config-dir",
-        str(tmp_path / "conf"),
-        "method=spread",
-        "method.offset=3",
-        *MODEL_ARGS,
-    ]
-    command += [*TASK_ARGS, f"results.root={tmp_path / 'runs'}"]
-    environment = {"PYTHONPATH": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1", "HOME": str(Path.home())}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "spread" in done.stdout
-    listed = subprocess.run(
-        [sys.executable, "-m", "harness.list", "method=spread", "--config-dir", str(tmp_path / "conf")],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "a newcomer's method" in listed.stdout
-    assert ("method.offset=0" in listed.stdout) == ("offset" in files[1])

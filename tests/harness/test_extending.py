@@ -1,0 +1,97 @@
+"""docs/extending.md: the plug-ins on the page, written into a package of their own, run from the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fast import MODEL, MODEL_ARGS, TASK_ARGS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^`((?:mine|conf)/\S+)`:\n\n```\w+\n(.*?)^```", PAGE, re.M | re.S))
+SPREAD = FILES["mine/spread.py"], FILES["conf/method/spread.yaml"]
+NO_DEFAULT = SPREAD[0].replace("offset: int = 0", "offset: int"), SPREAD[1]
+BARE = SPREAD[0], "_target_: mine.spread.Spread\n"
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for place, text in files.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's files, importable."""
+    monkeypatch.syspath_prepend(str(written(tmp_path, FILES)))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+def test_the_page_names_the_files_it_shows() -> None:
+    (tree,) = re.findall(r"^```\n(mine/.*?)^```", PAGE, re.M | re.S)
+    assert sorted(tree.split()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("files", [SPREAD, NO_DEFAULT, BARE], ids=["as printed", "no default in Python", "bare yaml"])
+def test_a_method(tmp_path: Path, files: tuple[str, str]) -> None:
+    """In a process of its own: nothing of this one helps it."""
+    written(tmp_path, {"mine/spread.py": files[0], "conf/method/spread.yaml": files[1]})
+    command = [sys.executable, "-m", "harness", "--config-dir", str(tmp_path / "conf"), "method=spread"]
+    command += ["method.offset=3", *MODEL_ARGS, *TASK_ARGS, f"results.root={tmp_path / 'runs'}"]
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1", "HOME": str(Path.home())}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "spread" in done.stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "harness.list", "method=spread", "--config-dir", str(tmp_path / "conf")],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "a newcomer's method" in listed.stdout
+    assert ("method.offset=0" in listed.stdout) == ("offset" in files[1])
+
+
+def test_a_task(cli: Cli, package: Path) -> None:
+    small = ["task.accounts=12", "task.samples=2", "budget=0.5", "progress=false"]
+    code, out, err = cli(f"--config-dir={package / 'conf'}", "method=pqcache", "task=ledger", *small)
+    assert code == 0, err
+    assert "right balance" in out
+    lines = [line for file in package.glob("runs/*/examples.jsonl") for line in file.read_text().splitlines()]
+    assert [json.loads(line)["group"] for line in lines] == ["ledger/12"] * 4  # Full's, too
+
+
+def test_a_task_scores_the_answer(package: Path) -> None:
+    from mine.ledger import Ledger
+
+    from evals.base import TaskEnv
+
+    class Text:
+        fingerprint = "words"
+
+    (example,) = Ledger(samples=1).examples(TaskEnv(text=Text(), seed=1))
+    assert f"holds {example.references[0]} dollars" in example.context
+    assert Ledger().score(example, f"It holds {example.references[0]}.").value == 1
+    assert Ledger().score(example, "It is empty.").value == 0
+
+
+@pytest.mark.parametrize("name", ["my-llama", "tiny-granite"])
+def test_a_model(cli: Cli, package: Path, name: str) -> None:
+    if name == "my-llama":
+        loaded = MODEL.load("fp32", "cpu")
+        for part in (loaded.model, loaded.tokenizer):
+            part.save_pretrained(package / "models" / name)
+    code, out, err = cli(f"--config-dir={package / 'conf'}", "method=pqcache", f"model={name}", *TASK_ARGS)
+    assert code == 0, err
+    assert "pqcache" in out
+    assert "full" in out
