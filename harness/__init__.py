@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 from harness.clashes import settle_clashes
 
 if TYPE_CHECKING:
-    from harness.attach import attached
-    from harness.engine import Engine
-    from harness.run import evaluate
+    from harness.engine.attach import attached
+    from harness.engine.engine import Engine
+    from harness.jobs.run import evaluate
 
 __all__ = ["Engine", "attached", "evaluate"]
-_HOMES = {"attached": "harness.attach", "evaluate": "harness.run", "Engine": "harness.engine"}
+_HOMES = {
+    "attached": "harness.engine.engine.attach",
+    "evaluate": "harness.jobs.run",
+    "Engine": "harness.engine.engine",
+}
 
 settle_clashes()
 

@@ -19,13 +19,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
-from harness.catalogue import CONF, GROUPS, ConfigError, config_dirs
-from harness.config import RunConfig, Settings
-from harness.errors import explain, sentence, told
-from harness.keys import help_text
-from harness.notices import say_once
-from harness.overrides import Overrides, asks_hydra, read
-from harness.progress import forget, numbered
+from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
+from harness.config.errors import explain, sentence, told
+from harness.config.keys import help_text
+from harness.config.overrides import Overrides, asks_hydra, read
+from harness.config.settings import RunConfig, Settings
+from harness.jobs.progress import forget, numbered
+from harness.terminal.notices import say_once
 
 INTERRUPTED = 130
 _finished: list[Path] = []  # run folders of this command, for the table at the end
@@ -48,8 +48,8 @@ def compose_and_run(config: DictConfig) -> None:
 
 def _job(config: DictConfig) -> None:
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    from harness import plugins
-    from harness.config import refuse_unknown, settings_of
+    from harness.config import plugins
+    from harness.config.settings import refuse_unknown, settings_of
 
     settings = settings_of(plain)
     refuse_unknown(plain)
@@ -60,18 +60,18 @@ def _job(config: DictConfig) -> None:
     if settings.placement == "host" and not method.offloads and type(method).__name__ not in _on_device:
         _on_device.append(type(method).__name__)
     if settings.results.wandb and settings.results.wandb not in _projects:
-        from harness.tracking import mode_now
+        from harness.jobs.tracking import mode_now
 
         _projects[settings.results.wandb] = mode_now()
     if settings.dry_run:
-        from harness.dry_run import show
+        from harness.jobs.dry_run import show
 
         show(method, task, model, settings)
         return
     if settings.shared_prefill:
         _together.append((method, task, model, settings, _presets()))
         return
-    from harness.run import evaluate
+    from harness.jobs.run import evaluate
 
     result = evaluate(method, task, model, settings, presets=_presets())
     _finished.extend(folder for folder in (result.full_folder, result.folder) if folder and folder not in _finished)
@@ -84,15 +84,15 @@ def _presets() -> dict[str, str]:
 
 
 def _run_together() -> None:
-    from harness.together import Wanted, evaluate_together
+    from harness.jobs.together import Wanted, evaluate_together
 
     made = evaluate_together([Wanted(*job) for job in _together], lambda error: _fail(told(error)))
     _finished.extend(result.folder for result in made)
 
 
 def _publish() -> None:
-    from harness.files import read_json, read_yaml
-    from harness.tracking import publish
+    from harness.jobs.tracking import publish
+    from harness.results.files import read_json, read_yaml
 
     for project, mode in _projects.items():
         for folder in _finished:
@@ -110,7 +110,7 @@ def _fail(message: str) -> None:
 def _version() -> str:
     from importlib.metadata import version
 
-    from harness.provenance import git
+    from harness.results.provenance import git
 
     known = git()
     commit = f", commit {known['commit'][:12]}{' with changes' if known['dirty'] else ''}" if known["commit"] else ""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from harness import provenance
 from harness.clashes import clashes
 from harness.models.embedded import cache_root, installed
+from harness.results import provenance
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
 OPTIONAL = ("triton", "wandb", "jieba", "datasets")

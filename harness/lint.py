@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.compose import built, composed
-from harness.errors import is_known, sentence
-from harness.preparation import Item, budget_of, check_budget, check_fit, effective, prepare
+from harness.config.compose import built, composed
+from harness.config.errors import is_known, sentence
+from harness.jobs.preparation import Item, budget_of, check_budget, check_fit, effective, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

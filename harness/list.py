@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from harness.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries
-from harness.keys import parameters_of, settings_page, settings_text
-from harness.markup import aligned, code, table
-from harness.plugins import suggestion
+from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries
+from harness.config.keys import parameters_of, settings_page, settings_text
+from harness.config.plugins import suggestion
+from harness.terminal.markup import aligned, code, table
 
 USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
 

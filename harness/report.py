@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import files
-from harness.compare import Comparison, Entry, comparisons
-from harness.conditions import conditions, origin
-from harness.records import StoreError
-from harness.rows import average_table, group_table, notes, score_table, trace_table
-from harness.store import StoredRun, find, load
-from harness.tables import Column, markdown_table, text_table
+from harness.reports.compare import Comparison, Entry, comparisons
+from harness.reports.conditions import conditions, origin
+from harness.reports.rows import average_table, group_table, notes, score_table, trace_table
+from harness.results import files
+from harness.results.records import StoreError
+from harness.results.store import StoredRun, find, load
+from harness.terminal.tables import Column, markdown_table, text_table
 
 WIDTH = 160
 LONGEST = 120  # characters of a picture's name
@@ -167,7 +167,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
-    from harness import frontier, heatmap
+    from harness.reports import frontier, heatmap
 
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):

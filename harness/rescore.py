@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from evals.base import Example, Task
-from harness import files, plugins
-from harness.config import Data, settings_of
-from harness.errors import is_known, sentence
-from harness.lock import FolderLock
+from harness.config import plugins
+from harness.config.errors import is_known, sentence
+from harness.config.settings import Data, settings_of
+from harness.jobs.preparation import prepare
 from harness.models.base import ModelSource
-from harness.preparation import prepare
-from harness.provenance import now, source_hash
-from harness.records import Record, StoreError
-from harness.store import StoredRun, find, load, read_records, write_rescored
-from harness.summary import mean_score
+from harness.results import files
+from harness.results.lock import FolderLock
+from harness.results.provenance import now, source_hash
+from harness.results.records import Record, StoreError
+from harness.results.store import StoredRun, find, load, read_records, write_rescored
+from harness.results.summary import mean_score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

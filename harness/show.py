@@ -12,9 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record, StoreError
-from harness.store import StoredRun, load
-from harness.tables import digits
+from harness.results.records import Record, StoreError
+from harness.results.store import StoredRun, load
+from harness.terminal.tables import digits
 
 FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ

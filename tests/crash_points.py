@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from harness.config import Results, Settings
-from harness.files import read_json
-from harness.run import evaluate
-from harness.store import load
-from harness.together import Wanted, evaluate_together
+from harness.config.settings import Results, Settings
+from harness.jobs.run import evaluate
+from harness.jobs.together import Wanted, evaluate_together
+from harness.results.files import read_json
+from harness.results.store import load
 from tests.fast import MODEL, STREAMING, niah
 
 TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}

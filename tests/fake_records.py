@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record
-from harness.store import Run
+from harness.results.records import Record
+from harness.results.store import Run
 
 
 def record(name: str = "a", /, **changes: Any) -> Record:

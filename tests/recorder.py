@@ -20,7 +20,7 @@ WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "mas
 
 
 class Tape(TorchDispatchMode):
-    """`record` as in harness/graph.py."""
+    """`record` as in harness/engine/graph.py."""
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []

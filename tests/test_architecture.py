@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import version
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.catalogue import GROUPS, entries
 from harness.clashes import clashes
-from harness.config import NESTED, Settings
-from harness.files import canonical
-from harness.plugins import describe, required
+from harness.config.catalogue import GROUPS, entries
+from harness.config.plugins import describe, required
+from harness.config.settings import NESTED, Settings
+from harness.results.files import canonical
 
 ROOT = Path(__file__).parents[1]
 # package -> first parts of what it may import beside the standard library's modules
@@ -31,8 +31,21 @@ ALLOWED = {
         "wonderwords", "tokenizers",
     },
 }  # fmt: skip
-TRANSFORMERS = {f"harness/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}  # and its models/
-HYDRA = {f"harness/{name}.py" for name in ("__main__", "compose", "errors", "overrides")}
+# room of the harness -> rooms it may import beside itself
+ROOMS = {
+    "terminal": set(),
+    "config": {"terminal"},
+    "models": set(),
+    "prompts": set(),
+    "engine": {"models", "prompts"},
+    "results": {"terminal", "config", "engine"},
+    "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
+    "reports": {"terminal", "config", "engine", "results"},
+    "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
+}
+COMMANDS = {"__main__", "clashes", "doctor", "lint", "list", "report", "rescore", "show"}  # they may import any room
+TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
+HYDRA = {"harness/__main__.py", *(f"harness/config/{name}.py" for name in ("compose", "errors", "overrides"))}
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.parts.stores")
 METHOD_ROOMS = ("base", "parts", "layers")  # of methods/, each imports from those before it; on top stand the methods
 
@@ -48,6 +61,21 @@ def imports(file: Path) -> Iterator[str]:
 
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def harness_modules() -> dict[str, Path]:
+    files = {file.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): file for file in sources("harness")}
+    return {name.removesuffix(".__init__"): file for name, file in files.items()}
+
+
+def imported_modules(file: Path, known: Iterable[str]) -> Iterator[str]:
+    """The modules of `known` that `file` imports, whether it names the module or something in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names}.intersection(known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}.intersection(known)
+            yield from named or {node.module}.intersection(known)
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -87,6 +115,25 @@ def test_a_method_is_one_file() -> None:
     """Whatever several share lies in a room; the yaml names a class in a file directly in methods/."""
     found = {path.stem for path in (ROOT / "methods").glob("*.py")} - {"__init__", *METHOD_ROOMS}
     assert found == {entry.values()["_target_"].split(".")[1] for entry in entries("method")}
+
+
+def test_rooms_of_the_harness_point_one_way() -> None:
+    known = harness_modules()
+    assert {file.parent.name for file in known.values()} - {"harness", "common"} == set(ROOMS)
+    for name, file in known.items():
+        room = name.split(".")[1] if "." in name else ""
+        if room in ROOMS:
+            others = {module.split(".")[1] for module in imported_modules(file, known)} - {room}
+            assert others <= ROOMS[room], f"{name} imports from {', '.join(sorted(others - ROOMS[room]))}"
+        else:
+            assert room in COMMANDS | {""}, f"{file.relative_to(ROOT)}: put it into the room it belongs to"
+
+
+def test_files_and_folders_stay_small() -> None:
+    for file in sources("harness"):
+        assert len(file.read_text().splitlines()) <= 300, f"{file.relative_to(ROOT)}: split it by duty"
+    for folder in {file.parent for file in sources("harness")}:
+        assert len(list(folder.glob("*.py"))) <= 15, f"{folder.relative_to(ROOT)}: put some into a folder of their own"
 
 
 def test_the_kernels_package_imports_nothing_and_clashes_with_nothing() -> None:

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.compose import built, composed
+from harness.config.compose import built, composed
+from harness.config.overrides import checked
 from harness.models.embedded import installed
-from harness.overrides import checked
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

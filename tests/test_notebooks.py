@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from harness.config import Results, Settings
-from harness.run import evaluate
+from harness.config.settings import Results, Settings
+from harness.jobs.run import evaluate
 from tests.fast import MODEL, PQ, niah
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))

@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
     try:
         made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
-    except (ValueError, OSError) as error:  # written for the user by convention, as in harness/errors.py
+    except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

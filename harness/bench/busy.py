@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from harness.bench import arguments, methods, output
+from harness.bench.common import arguments, methods, output
+from harness.bench.common.measure import DTYPES, estimate, seconds
+from harness.bench.common.synthetic import Shape
 from harness.bench.layer import Decoding
-from harness.bench.measure import DTYPES, estimate, seconds
-from harness.bench.synthetic import Shape
-from harness.tables import Column
+from harness.terminal.tables import Column
 
 STEPS = 25  # of each kind in a round
 SETTLE_S = 0.3  # until the system has moved threads about

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from harness.bench import arguments, output
-from harness.bench.measure import DTYPES, Seconds, marks, own_seconds
-from harness.tables import Column
+from harness.bench.common import arguments, output
+from harness.bench.common.measure import DTYPES, Seconds, marks, own_seconds
+from harness.terminal.tables import Column
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 31}  # more than any cache holds
 SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices

@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.attach import Attachment
-from harness.bench import arguments, calibrate, methods, output
-from harness.bench.load import Watch
-from harness.bench.measure import Seconds, estimate, marks, ratios
-from harness.bench.synthetic import Shape
-from harness.engine import Engine, Generation
-from harness.graph import CudaGraphs
-from harness.hf import routed
+from harness.bench import calibrate
+from harness.bench.common import arguments, methods, output
+from harness.bench.common.load import Watch
+from harness.bench.common.measure import Seconds, estimate, marks, ratios
+from harness.bench.common.synthetic import Shape
+from harness.engine.attach import Attachment
+from harness.engine.engine import Engine, Generation
+from harness.engine.graph import CudaGraphs
+from harness.engine.hf import routed
+from harness.jobs.preparation import calibration_text
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
-from harness.preparation import calibration_text
-from harness.tables import Column
+from harness.terminal.tables import Column
 from methods.base import BudgetError, Method, Placement
 from methods.full import Full
 

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from harness.attach import attached
-from harness.bench import arguments, output
-from harness.bench.load import Watch
-from harness.bench.measure import Estimate, Seconds, estimate, marks, ratios
-from harness.engine import Engine
+from harness.bench.common import arguments, output
+from harness.bench.common.load import Watch
+from harness.bench.common.measure import Estimate, Seconds, estimate, marks, ratios
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.jobs.preparation import calibration_text
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
-from harness.preparation import calibration_text
-from harness.tables import Column
-from harness.teacher import Forced
+from harness.prompts.teacher import Forced
+from harness.terminal.tables import Column
 from methods.full import Full
 
 TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared

@@ -26,20 +26,20 @@ import torch
 import yaml
 
 from evals.base import Task
-from harness import plugins
-from harness.attach import Attachment
-from harness.bench import arguments, methods, output
-from harness.bench.load import Watch
-from harness.bench.measure import Seconds, estimate, marks, ratios
-from harness.catalogue import CONF
-from harness.config import Data, Generation, Settings
-from harness.hf import routed
+from harness.bench.common import arguments, methods, output
+from harness.bench.common.load import Watch
+from harness.bench.common.measure import Seconds, estimate, marks, ratios
+from harness.config import plugins
+from harness.config.catalogue import CONF
+from harness.config.settings import Data, Generation, Settings
+from harness.engine.attach import Attachment
+from harness.engine.hf import routed
+from harness.jobs.preparation import Item
+from harness.jobs.run import Job
+from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
-from harness.preparation import Item
-from harness.run import Job
-from harness.runner import Runner
-from harness.tables import Column
+from harness.terminal.tables import Column
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 SIDES = ("ours", "kvpress")

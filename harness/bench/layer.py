@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from harness.bench import arguments, calibrate, methods, output
-from harness.bench.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, seconds
-from harness.bench.synthetic import Shape
-from harness.bench.traffic import bytes_read
-from harness.phases import PHASES
-from harness.tables import Column
-from harness.trace import Stopwatch, clocked
+from harness.bench import calibrate
+from harness.bench.common import arguments, methods, output
+from harness.bench.common.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, seconds
+from harness.bench.common.synthetic import Shape
+from harness.bench.common.traffic import bytes_read
+from harness.engine.phases import PHASES
+from harness.engine.trace import Stopwatch, clocked
+from harness.terminal.tables import Column
 from kernels.threads import step_threads
 from methods.base import AttnInput, Budget, BudgetError, KVLayer, Method, Request
 from methods.full import Full

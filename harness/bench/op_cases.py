@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bench.synthetic import Shape
+from harness.bench.common.synthetic import Shape
 from kernels.block import Block, Head, Linear
 from kernels.reference import Segment
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from harness.bench import arguments, calibrate, output
-from harness.bench.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
+from harness.bench import calibrate
+from harness.bench.common import arguments, output
+from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
+from harness.bench.common.synthetic import Shape
+from harness.bench.common.traffic import bytes_read
 from harness.bench.op_cases import Case, Inputs, cases
 from harness.bench.rivals import rival
-from harness.bench.synthetic import Shape
-from harness.bench.traffic import bytes_read
-from harness.tables import Column
+from harness.terminal.tables import Column
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 

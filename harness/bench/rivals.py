@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from harness.bench.measure import Call
+from harness.bench.common.measure import Call
 from harness.bench.op_cases import Case
 from kernels.reference import Segment
 

@@ -15,7 +15,7 @@ from evals import needles
 from evals.base import TaskEnv, TaskError
 from evals.needles import SANDWICH
 from evals.niah import Niah
-from harness.catalogue import CONF
+from harness.config.catalogue import CONF
 from tests.fast import niah
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from evals.base import Example, Task, TaskEnv, TaskError
 from evals.ruler.bench import CountedText
-from harness import plugins
-from harness.catalogue import CONF, entries
+from harness.config import plugins
+from harness.config.catalogue import CONF, entries
 
 TASKS = [entry.name for entry in entries("task")]
 # what a folder has to offer beside the default, where the default asks for more than shared data holds

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from evals.base import Example, Task
 from evals.longbench_tables import DATASETS
-from harness import plugins
-from harness.catalogue import entries
+from harness.config import plugins
+from harness.config.catalogue import entries
 
 CLASSES = ["Date", "City", "Other location", "a.*", ""]
 REFERENCES = {"gsm8k": ("42",), "passage_retrieval_en": ("Paragraph 7",), "passage_retrieval_zh": ("段落7",)}

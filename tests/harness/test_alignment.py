@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from harness.alignment import Alignment, Measure, aligned, shapes
-from harness.attach import attached
-from harness.compose import built, composed
-from harness.config import Results, Settings, SettingsError
-from harness.engine import Engine, never
-from harness.run import Job, evaluate
+from harness.config.compose import built, composed
+from harness.config.settings import Results, Settings, SettingsError
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, never
+from harness.jobs.alignment import Alignment, Measure, aligned, shapes
+from harness.jobs.run import Job, evaluate
 from methods.base import Budget, BudgetError
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.attach import Attachment
 from harness.bench import __main__ as bench
-from harness.bench import decode, methods
-from harness.bench.arguments import budget
+from harness.bench import decode
 from harness.bench.calibrate import Limits
-from harness.bench.synthetic import Shape
-from harness.hf import layer_specs, routed
+from harness.bench.common import methods
+from harness.bench.common.arguments import budget
+from harness.bench.common.synthetic import Shape
+from harness.engine.attach import Attachment
+from harness.engine.hf import layer_specs, routed
 from methods.full import Full
 from methods.layers import DenseLayer
 from tests.fast import PQ

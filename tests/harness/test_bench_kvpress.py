@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.bench import kvpress
+from harness.bench.common.measure import Seconds
 from harness.bench.kvpress import PRESSES, Peer, Sample
-from harness.bench.measure import Seconds
-from harness.config import Generation, Settings
-from harness.run import Job
+from harness.config.settings import Generation, Settings
+from harness.jobs.run import Job
 from methods.full import Full
 from tests.fast import MODEL, niah
 

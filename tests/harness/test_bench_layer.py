@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from harness.bench import __main__ as bench
-from harness.bench import layer, methods
+from harness.bench import layer
 from harness.bench.calibrate import Limits
+from harness.bench.common import methods
+from harness.bench.common.measure import Estimate, ratios
+from harness.bench.common.synthetic import Shape
+from harness.bench.common.traffic import bytes_read
 from harness.bench.layer import Decoding
-from harness.bench.measure import Estimate, ratios
-from harness.bench.synthetic import Shape
-from harness.bench.traffic import bytes_read
-from harness.phases import PHASES
+from harness.engine.phases import PHASES
 from kernels import ops
 from kernels.dispatch import watched
 from kernels.reference import Segment

@@ -12,12 +12,12 @@ from torch.testing import assert_close
 
 from harness.bench import __main__ as bench
 from harness.bench import ops as bench_ops
-from harness.bench.arguments import current
 from harness.bench.calibrate import Limits
-from harness.bench.measure import Cold, interleaved
+from harness.bench.common.arguments import current
+from harness.bench.common.measure import Cold, interleaved
+from harness.bench.common.synthetic import Shape
 from harness.bench.op_cases import Case, Inputs, cases
 from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
-from harness.bench.synthetic import Shape
 from kernels import ops
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from harness.bench import __main__ as bench
-from harness.bench import load, measure, output
-from harness.bench.load import Counts, Watch
-from harness.bench.measure import Seconds, marks, own_seconds
-from harness.tables import Column
+from harness.bench.common import load, measure, output
+from harness.bench.common.load import Counts, Watch
+from harness.bench.common.measure import Seconds, marks, own_seconds
+from harness.terminal.tables import Column
 
 ROOT = Path(__file__).parents[2]
 CLEAN = {"samples": 3, "disturbed": 0, "with_launches": 0}

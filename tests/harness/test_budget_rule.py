@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness.compose import built, composed
-from harness.config import CommonWindows, Results, Settings, SettingsError
-from harness.notices import say_once
+from harness.config.compose import built, composed
+from harness.config.settings import CommonWindows, Results, Settings, SettingsError
+from harness.jobs.run import Job, evaluate
 from harness.report import main as report
-from harness.run import Job, evaluate
+from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.quest import Quest

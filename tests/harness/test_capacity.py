@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import capacity
-from harness.capacity import Need, needed, refusal
-from harness.config import Results, Settings, SettingsError
-from harness.run import evaluate
-from harness.together import Wanted, evaluate_together
+from harness.config.settings import Results, Settings, SettingsError
+from harness.jobs import capacity
+from harness.jobs.capacity import Need, needed, refusal
+from harness.jobs.run import evaluate
+from harness.jobs.together import Wanted, evaluate_together
 from methods.full import Full
 from tests.fast import MODEL, PQ, niah
 
@@ -24,8 +24,8 @@ Cli = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the report: 21.6 GiB."""
-    monkeypatch.setattr("harness.capacity.free_bytes", lambda device: int(21.6 * GIB))
-    monkeypatch.setattr("harness.dry_run.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.jobs.dry_run.free_bytes", lambda device: int(21.6 * GIB))
 
 
 def never(*_: object) -> None:
@@ -65,7 +65,7 @@ def test_the_dry_run_says_the_same(cli: Cli) -> None:
 def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False)
     first = evaluate(Full(), niah(), MODEL, settings)
-    monkeypatch.setattr("harness.capacity.free_bytes", lambda device: 0)
+    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: 0)
     assert evaluate(Full(), niah(), MODEL, settings) == first
     with pytest.raises(SettingsError, match="a smaller model"):
         evaluate(Full(), niah(depths=2), MODEL, replace(settings, dtype="bf16"))
@@ -89,7 +89,7 @@ def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None
 
 
 def test_what_is_there_or_elsewhere_is_not_counted() -> None:
-    from harness.preparation import prepare
+    from harness.jobs.preparation import prepare
 
     info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items = prepare(niah(), MODEL, settings)

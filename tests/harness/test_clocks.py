@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import engine as engine_module
-from harness import graph as graph_module
-from harness.attach import attached
-from harness.engine import Engine, Generation
-from harness.sampling import Greedy
-from harness.wait import wait_for
+from harness.engine import engine as engine_module
+from harness.engine import graph as graph_module
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, Generation
+from harness.engine.sampling import Greedy
+from harness.engine.wait import wait_for
 from methods.base import AttnInput
 from methods.full import Full
 from methods.layers import DenseLayer

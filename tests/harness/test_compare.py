@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.compare import Comparison, Entry, comparisons
-from harness.rows import notes, score_table
-from harness.store import StoredRun, load
-from harness.summary import summarise
-from harness.tables import probability
+from harness.reports.compare import Comparison, Entry, comparisons
+from harness.reports.rows import notes, score_table
+from harness.results.store import StoredRun, load
+from harness.results.summary import summarise
+from harness.terminal.tables import probability
 from tests.fake_records import config, record, records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
@@ -90,7 +90,7 @@ def test_a_table_of_too_few_examples_says_so(tmp_path: Path) -> None:
 
 
 def test_a_summary_of_older_statistics_is_made_again(tmp_path: Path) -> None:
-    from harness import files
+    from harness.results import files
 
     write_run(tmp_path, records([1.0] * 4))
     table = table_of(tmp_path)

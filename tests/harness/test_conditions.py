@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness import report
-from harness.compare import comparisons
-from harness.conditions import conditions
-from harness.store import find, load
+from harness.reports.compare import comparisons
+from harness.reports.conditions import conditions
+from harness.results.store import find, load
 from tests.fake_records import record, records, write_run
 
 

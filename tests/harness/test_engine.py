@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness import engine as engine_module
-from harness.attach import attached
-from harness.engine import Engine
-from harness.footprint import footprint
-from harness.hf import KVCache
-from harness.sampling import Sampled
+from harness.engine import engine as engine_module
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.engine.footprint import footprint
+from harness.engine.hf import KVCache
+from harness.engine.sampling import Sampled
 from methods.base import KVLayer
 from methods.full import Full
 from methods.oracle import Oracle

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.attach import attached
-from harness.engine import Engine, Generation
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, Generation
 from methods.base import Method
 from methods.full import Full
 from methods.oracle import Oracle

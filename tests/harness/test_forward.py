@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.attach import attached
-from harness.engine import Engine
-from harness.forward import BlockForward, ForwardError
-from harness.hf import UnsupportedError
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.engine.forward import BlockForward, ForwardError
+from harness.engine.hf import UnsupportedError
 from methods.full import Full
 from tests.tiny import ARCHITECTURES, prompt, tiny
 

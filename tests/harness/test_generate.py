@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from harness.attach import Attachment, attached
-from harness.cache import KVCache, UnsupportedError
-from harness.engine import Engine
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.engine import Engine
 from methods.full import Full
 from tests.methods.test_contract import NAMES, attach, small
 from tests.tiny import prompt, tiny

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.attach import Attachment, attached
-from harness.cache import KVCache
-from harness.config import Settings, SettingsError
-from harness.engine import Engine, Generation
-from harness.graph import CudaGraphs, Recorder, RepeatedStep
-from harness.trace import Tracer
+from harness.config.settings import Settings, SettingsError
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine, Generation
+from harness.engine.graph import CudaGraphs, Recorder, RepeatedStep
+from harness.engine.trace import Tracer
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
 from methods.base.clock import Clock, RecordingError

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from harness.attach import attached
-from harness.engine import Engine, Generation
-from harness.graph import CudaGraphs
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, Generation
+from harness.engine.graph import CudaGraphs
 from tests.harness.test_graph import repeatable
 from tests.methods.test_contract import NAMES
 from tests.tiny import prompt, tiny

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from harness.attach import attached
-from harness.cache import UnsupportedError
-from harness.engine import Engine
-from harness.hf import NAME, layer_specs, routed
+from harness.engine.attach import attached
+from harness.engine.cache import UnsupportedError
+from harness.engine.engine import Engine
+from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny

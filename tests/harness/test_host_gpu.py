@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from harness.attach import Attachment, attached
-from harness.engine import Engine, Generation
+from harness.engine.attach import Attachment, attached
+from harness.engine.engine import Engine, Generation
 from methods.base import Method
 from methods.parts.stores import HostStore, Rows
 from tests.kernels.op_cases import pick, random

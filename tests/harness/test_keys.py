@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.catalogue import GROUPS, entries
-from harness.config import CHOICES
-from harness.keys import settings, settings_page
+from harness.config.catalogue import GROUPS, entries
+from harness.config.keys import settings, settings_page
+from harness.config.overrides import settings as settable
+from harness.config.settings import CHOICES
 from harness.list import main
-from harness.markup import code
-from harness.overrides import settings as settable
+from harness.terminal.markup import code
 
 ROOT = Path(__file__).parents[2]
 Cli = Callable[..., tuple[int, str, str]]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from harness.catalogue import entries
-from harness.compare import comparisons
-from harness.labels import spelled
-from harness.store import find, load
+from harness.config.catalogue import entries
+from harness.reports.compare import comparisons
+from harness.reports.labels import spelled
+from harness.results.store import find, load
 from tests.fake_records import records, write_run
 
 MANY = {"_target_": "methods.quest.Quest", **{f"a_parameter_with_a_long_name_{n}": 0 for n in range(9)}}

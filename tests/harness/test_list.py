@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.catalogue import entries
-from harness.compose import composed
+from harness.config.catalogue import entries
+from harness.config.compose import composed
 from harness.list import main
 from methods.base import Card
 

@@ -10,9 +10,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from harness import figures, frontier, heatmap, report
-from harness.records import Record
-from harness.summary import summarise
+from harness import report
+from harness.reports import figures, frontier, heatmap
+from harness.results.records import Record
+from harness.results.summary import summarise
 from tests.fake_records import config, record, write_run
 
 METHODS = "h2o infinigen infllm lm_infinite oracle pqcache pyramidkv quest shadowkv snapkv sparq streaming".split()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.progress import EVERY_S, numbered, progress
+from harness.jobs.progress import EVERY_S, numbered, progress
 
 Cli = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from evals.base import Example
 from harness.models import embedded
-from harness.prompt import Prompt, PromptError, Tools, render, shell
-from harness.prompt_lint import lint
-from harness.stops import StopRule
+from harness.prompts.prompt import Prompt, PromptError, Tools, render, shell
+from harness.prompts.prompt_lint import lint
+from harness.prompts.stops import StopRule
 
 PLAIN = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}{{ '<|assistant|>\n' }}"
 STRIPPING = "{{ bos_token }}" + PLAIN.replace("m['content']", "m['content'] | trim")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import provenance
+from harness.results import provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_provenance_is_plain_and_imports_no_torch() -> None:
-    code = "import json, sys; from harness.provenance import provenance; print(json.dumps(provenance()))"
+    code = "import json, sys; from harness.results.provenance import provenance; print(json.dumps(provenance()))"
     code += "; assert 'torch' not in sys.modules"
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     known = json.loads(printed)

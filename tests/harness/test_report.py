@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from harness import report, show, tables
-from harness.compare import alarms, comparisons, reference
-from harness.store import load
+from harness import report, show
+from harness.reports.compare import alarms, comparisons, reference
+from harness.results.store import load
+from harness.terminal import tables
 from tests.fake_records import record, records, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -252,7 +253,7 @@ def test_one_unreadable_run_does_not_hide_the_others(results: Path, capsys: pyte
 
 
 def test_reports_import_no_torch() -> None:
-    modules = "harness.report, harness.show, harness.frontier, harness.heatmap"
+    modules = "harness.report, harness.show, harness.reports.frontier, harness.reports.heatmap"
     code = f"import sys, {modules}; assert not {{'torch', 'hydra'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -12,9 +12,10 @@ import yaml
 
 from evals.base import Example, Score
 from evals.niah import Niah
-from harness import report, rescore, store
-from harness.config import Results, Settings
-from harness.run import evaluate
+from harness import report, rescore
+from harness.config.settings import Results, Settings
+from harness.jobs.run import evaluate
+from harness.results import store
 from methods.full import Full
 from tests.fast import MODEL, STREAMING, niah
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from harness import run as run_module
-from harness.config import Results, Settings, SettingsError
-from harness.files import read_json, write_json
+from harness.config.settings import Results, Settings, SettingsError
+from harness.jobs import run as run_module
+from harness.jobs.run import Evaluation, Job, evaluate
 from harness.models.base import ModelError
-from harness.notices import say_once
-from harness.run import Evaluation, Job, evaluate
+from harness.results.files import read_json, write_json
+from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.pqcache import PQCache
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
@@ -148,7 +148,7 @@ def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path)
 STALLING = """
 import sys, time
 from harness.__main__ import main
-from harness.store import Run
+from harness.results.store import Run
 append = Run.append
 def stall_after_three(run, record):
     append(run, record)
@@ -200,7 +200,7 @@ def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
 
 
 def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    from harness.config import Generation
+    from harness.config.settings import Generation
 
     hot = Generation(temperature=3.0)
     whole = run(tmp_path / "whole", Full(), generation=hot)

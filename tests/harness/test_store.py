@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.files import read_json, write_json
-from harness.lock import is_locked
-from harness.records import Record, RecordError, parse
-from harness.seals import CHECKSUM, RUN
-from harness.store import FolderInUse, Run, StoreError, find, load, read_records
+from harness.results.files import read_json, write_json
+from harness.results.lock import is_locked
+from harness.results.records import Record, RecordError, parse
+from harness.results.seals import CHECKSUM, RUN
+from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
 from tests.fake_records import config, record, write_run
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys, time
 from pathlib import Path
-from harness.store import Run
+from harness.results.store import Run
 from tests.fake_records import config, record
 run = Run.open(Path(sys.argv[1]), config("quest"), {"x": 1}, "niah", "quest")
 for name in "abc":
@@ -35,7 +35,7 @@ time.sleep(60)
 WAITER = """
 import sys
 from pathlib import Path
-from harness.store import Run
+from harness.results.store import Run
 from tests.fake_records import config, record
 with Run.open(Path(sys.argv[1]), config("quest"), {"x": 1}, "niah", "quest", wait=True) as run:
     run.append(record("d"))

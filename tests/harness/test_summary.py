@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from evals import stats
-from harness.records import Record
-from harness.summary import against, detectable, summarise
+from harness.results.records import Record
+from harness.results.summary import against, detectable, summarise
 from tests.fake_records import config, record, records
 
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}

@@ -12,15 +12,15 @@ import torch
 
 from evals.base import Example, Score, Task, TaskEnv
 from evals.perplexity import WikiText2
-from harness import run as run_module
-from harness.attach import attached
-from harness.config import Data, Results, Settings
-from harness.engine import Engine, after
-from harness.prompt import PromptError, render
-from harness.run import Evaluation, evaluate
-from harness.sampling import Greedy, MinLength
-from harness.stops import StopRule
-from harness.teacher import Forced, forced_ids
+from harness.config.settings import Data, Results, Settings
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, after
+from harness.engine.sampling import Greedy, MinLength
+from harness.jobs import run as run_module
+from harness.jobs.run import Evaluation, evaluate
+from harness.prompts.prompt import PromptError, render
+from harness.prompts.stops import StopRule
+from harness.prompts.teacher import Forced, forced_ids
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING
 from tests.tiny import prompt, tiny

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness import timing
+from harness.results import timing
 from tests.fake_records import record
 
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import pytest
 
-from harness.config import Results, Settings, SettingsError
-from harness.files import read_json
-from harness.run import evaluate
-from harness.store import load
-from harness.together import Wanted, evaluate_together
+from harness.config.settings import Results, Settings, SettingsError
+from harness.jobs.run import evaluate
+from harness.jobs.together import Wanted, evaluate_together
+from harness.results.files import read_json
+from harness.results.store import load
 from methods.base import KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.infllm import InfLLM

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from harness import report, show
-from harness.attach import attached
-from harness.config import Results, Settings
-from harness.engine import Engine
-from harness.phases import PARTS, PHASES
-from harness.run import Evaluation, evaluate
-from harness.together import Wanted, evaluate_together
-from harness.trace import PROFILE, Stopwatch, Tracer
+from harness.config.settings import Results, Settings
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.engine.phases import PARTS, PHASES
+from harness.engine.trace import PROFILE, Stopwatch, Tracer
+from harness.jobs.run import Evaluation, evaluate
+from harness.jobs.together import Wanted, evaluate_together
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny

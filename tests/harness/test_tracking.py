@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.config import SettingsError
-from harness.notices import say_once
-from harness.tracking import mode_now, numbers, publish
+from harness.config.settings import SettingsError
+from harness.jobs.tracking import mode_now, numbers, publish
+from harness.terminal.notices import say_once
 
 
 def test_a_summary_becomes_flat_numbers() -> None:
@@ -39,8 +39,8 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr("harness.tracking.find_spec", lambda name: object())
-    monkeypatch.setattr("harness.tracking.reachable", lambda server: True)
+    monkeypatch.setattr("harness.jobs.tracking.find_spec", lambda name: object())
+    monkeypatch.setattr("harness.jobs.tracking.reachable", lambda server: True)
     say_once.cache_clear()
 
 
@@ -52,12 +52,12 @@ def test_what_is_missing_is_said_and_nothing_is_asked(
     assert "there is no login (`wandb login` or WANDB_API_KEY)" in capsys.readouterr().err
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
     assert mode_now() is None
-    monkeypatch.setattr("harness.tracking.reachable", lambda server: False)
+    monkeypatch.setattr("harness.jobs.tracking.reachable", lambda server: False)
     assert mode_now() == "offline"
     assert "https://api.wandb.ai cannot be reached" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert mode_now() is None
-    monkeypatch.setattr("harness.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("harness.jobs.tracking.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="pip install wandb"):
         mode_now()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.attach import attached
-from harness.footprint import footprint
+from harness.engine.attach import attached
+from harness.engine.footprint import footprint
 from kernels.reference import Segment
 from methods.base import Request
 from methods.parts.block_cache import BlockCache

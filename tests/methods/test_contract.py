@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
-from harness.attach import Attachment, attached
-from harness.cache import KVCache
-from harness.catalogue import CONF, Entry
-from harness.plugins import build
+from harness.config.catalogue import CONF, Entry
+from harness.config.plugins import build
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full
 from tests.tiny import prompt, tiny

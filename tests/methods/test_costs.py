@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.attach import attached
-from harness.footprint import footprint
-from harness.plugins import build
+from harness.config.plugins import build
+from harness.engine.attach import attached
+from harness.engine.footprint import footprint
 from methods.base import Budget, Case, Cost, CostError, LayerSpec, Method
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny

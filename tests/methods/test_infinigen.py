@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.attach import attached
+from harness.engine.attach import attached
 from kernels.rope import rotate
 from methods.base import Budget, Placement, Plan
 from methods.infinigen import InfiniGen, InfiniGenLayer, skewing

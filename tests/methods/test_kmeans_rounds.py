@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.attach import attached
+from harness.engine.attach import attached
 from kernels import ops
 from methods.base import AttnInput
 from methods.parts import kmeans_rounds

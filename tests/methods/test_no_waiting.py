@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine import Engine
-from harness.sampling import Greedy
+from harness.engine.engine import Engine
+from harness.engine.sampling import Greedy
 from kernels.dispatch import use_backend
 from methods.base import Method
 from tests.methods.test_contract import NAMES, attach, small, turn

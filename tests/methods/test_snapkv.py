@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.footprint import footprint
+from harness.engine.footprint import footprint
 from methods.snapkv import SnapKV
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention

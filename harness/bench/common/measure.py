@@ -1,0 +1,115 @@
+"""Clocks, interleaved rounds, medians with an interval, ratios pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from harness.bench.common.load import Watch
+from harness.engine.wait import wait_for
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Call = Callable[[], Any]
+CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
+PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
+
+
+class Estimate(NamedTuple):
+    """The median and the interval that holds it in 95 of 100 cases (between order statistics, no distribution
+    assumed); with fewer than 6 values the interval is their whole range."""
+
+    median: float
+    low: float
+    high: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    ordered, count = sorted(values), len(values)
+    cut = max(0, int((count - 1.96 * sqrt(count)) / 2)) if count >= 6 else 0
+    return Estimate(median(ordered), ordered[cut], ordered[count - 1 - cut])
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Of two calls that ran in turn: each quotient is of neighbours, so that a slow moment slows down both."""
+    return estimate([a / b for a, b in zip(above, below, strict=True)])
+
+
+class Seconds(float):
+    """A measured time, and what it holds besides: a moment in which other processes had our CPU; on a GPU, launches."""
+
+    disturbed: bool
+    launches: bool
+
+    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> Seconds:
+        made = super().__new__(cls, value)
+        made.disturbed, made.launches = disturbed, launches
+        return made
+
+
+def marks(*samples: Sequence[float]) -> dict[str, Any]:
+    """For a row: of how many samples other load disturbed some, and how many hold launches."""
+    flat = [one for some in samples for one in some]
+    return {
+        "samples": len(flat),
+        "disturbed": sum(getattr(one, "disturbed", False) for one in flat),
+        "with_launches": sum(getattr(one, "launches", False) for one in flat),
+    }
+
+
+def seconds(call: Call, device: torch.device) -> Seconds:
+    """As a user waits for it: launches, and until the device is done."""
+    wait_for(device)
+    watch, began = Watch(), perf_counter()
+    call()
+    wait_for(device)
+    return Seconds(perf_counter() - began, watch.disturbed())
+
+
+def own_seconds(call: Call, device: torch.device) -> Seconds:
+    """The device's own time. On a GPU by CUDA events, behind a pause of the device in which the host launches all of
+    `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
+    if device.type != "cuda":
+        return seconds(call, device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    wait_for(device)
+    watch = Watch()
+    with torch.cuda.device(device):
+        torch.cuda._sleep(PAUSE_CYCLES)
+        began.record()
+        call()
+        late = began.query()
+        ended.record()
+    wait_for(device)
+    return Seconds(began.elapsed_time(ended) / 1e3, late and watch.disturbed(), late)
+
+
+class Cold:
+    """The device's own seconds of a call whose inputs no cache holds, as in a decode step that comes from all other
+    layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.other = torch.zeros(CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Call) -> Seconds:
+        self.other.add_(1)
+        return own_seconds(call, self.device)
+
+
+def interleaved(
+    calls: Mapping[str, Call], clock: Callable[[Call], float], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """`rounds` times of each call, in turn; the order turns round from round to round."""
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for place in range(rounds):
+        for name in list(calls)[:: -1 if place % 2 else 1]:
+            times[name].append(clock(calls[name]))
+    return times

@@ -1,0 +1,145 @@
+"""What can be named on the command line: the yaml files of conf/ and of `--config-dir`. Imports no plug-in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = ("method", "task", "model")
+
+
+class ConfigError(ValueError):
+    """The yaml files cannot be used as they are; the message names file and line."""
+
+
+class NameTaken(ConfigError):
+    """Two yaml files of one group have the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One yaml file of a group."""
+
+    name: str
+    file: Path
+
+    @property
+    def headline(self) -> str:
+        """The file's first comment line."""
+        first = self.file.read_text(encoding="utf-8").partition("\n")[0]
+        return first.removeprefix("#").strip()
+
+    @property
+    def base(self) -> Entry | None:
+        """What a preset changes: the yaml its `defaults` name, beside it or in conf/. None for all other files."""
+        named = [name for name in self._own().get("defaults", []) if isinstance(name, str) and name != "_self_"]
+        places = [folder / f"{name}.yaml" for name in named for folder in (self.file.parent, CONF / self._group)]
+        return next((Entry(place.stem, place) for place in places if place.is_file()), None)
+
+    def values(self) -> dict[str, Any]:
+        """`_target_` and every parameter, a preset's over those of its base."""
+        own = {key: value for key, value in self._own().items() if key != "defaults"}
+        return own if self.base is None else self.base.values() | own
+
+    def parameters(self) -> list[tuple[str, Any, str]]:
+        """Name, default, and the comment behind it, in the file's order; a preset says its base's where it has none."""
+        text = self.file.read_text(encoding="utf-8")
+        lines = {line.partition(":")[0]: line for line in text.splitlines() if line[:1].isidentifier()}
+        comments = {name: comment for name, _, comment in self.base.parameters()} if self.base else {}
+        comments |= {key: found for key, line in lines.items() if (found := _comment(line))}
+        return [(key, value, comments.get(key, "")) for key, value in self.values().items() if key != "_target_"]
+
+    @property
+    def target(self) -> str | None:
+        target: str | None = self.values().get("_target_")
+        return target
+
+    @property
+    def settable(self) -> frozenset[str]:
+        """What the command line can set: the yaml's keys, and what the class's own body declares beside them."""
+        own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
+        declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
+        return frozenset(self.values()).union(declared)
+
+    def card(self) -> str:
+        """Docstring of the module that defines the plug-in, read without importing it."""
+        return ast.get_docstring(self._module()) or ""
+
+    def facts(self) -> dict[str, str]:
+        """The lines of the `card` that the plug-in's class declares, with the yaml's values in their places."""
+        cards = [node.value for node in self._annotated() if ast.unparse(node.target) == "card"]
+        written = cards[0].keywords if cards and isinstance(cards[0], ast.Call) else []
+        values = {key: plain(value) for key, value, _ in self.parameters()}
+        return {str(line.arg): str(ast.literal_eval(line.value)).format_map(values) for line in written}
+
+    @property
+    def _group(self) -> str:
+        return self.file.parent.name
+
+    def _own(self) -> dict[str, Any]:
+        try:
+            with open(self.file, encoding="utf-8") as file:  # open, so that errors name it
+                own = yaml.safe_load(file)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError(not_yaml(error)) from error
+        if not isinstance(own, dict):
+            raise ConfigError(f"{self.file} must hold keys and values, among them _target_.")
+        return own
+
+    def _annotated(self) -> list[ast.AnnAssign]:
+        name = str(self.target).rpartition(".")[2]
+        classes = [node for node in self._module().body if isinstance(node, ast.ClassDef) and node.name == name]
+        return [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
+
+    def _module(self) -> ast.Module:
+        spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        return ast.parse(source)
+
+
+def not_yaml(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    where = f"{mark.name}, line {mark.line + 1}" if mark else "A file of the configuration"
+    return f"{where}: this is no YAML ({error.problem})."
+
+
+def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
+    """Raises `NameTaken` where two folders hold a file of the same name: Hydra would read the first alone."""
+    found: dict[str, Entry] = {}
+    for file in (file for folder in folders for file in sorted((folder / group).glob("*.yaml"))):
+        first = found.setdefault(file.stem, Entry(file.stem, file))
+        if first.file.resolve() != file.resolve():
+            raise NameTaken(
+                f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "
+                f"would run in its place: rename yours, and use {group}=NEWNAME."
+            )
+    return [found[name] for name in sorted(found)]
+
+
+def config_dirs(arguments: Sequence[str]) -> list[Path]:
+    """Values of --config-dir, in any of argparse's spellings."""
+    found = []
+    for place, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            found.append(Path(value if equals else [*arguments, ""][place + 1]))
+    return found
+
+
+def plain(value: object) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(plain, value))}]"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
+
+
+def _comment(line: str) -> str:
+    return line.partition(" #")[2].strip()

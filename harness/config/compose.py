@@ -1,0 +1,40 @@
+"""The composed configuration outside `python -m harness`: for `harness.lint` and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from harness.config import plugins
+from harness.config.catalogue import CONF, GROUPS
+from harness.config.errors import explain
+from harness.config.overrides import checked
+from harness.config.settings import RunConfig, Settings, SettingsError, refuse_unknown, settings_of
+
+
+def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
+    ConfigStore.instance().store("schema", RunConfig)
+    words = checked(overrides, config_dirs).words
+    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    extra = [f"hydra.searchpath=[{path}]"] if path else []
+    try:
+        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+            config = compose("config", overrides=[*words, *extra])
+    except HydraException as error:
+        raise SettingsError(explain(error)) from error
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    refuse_unknown(plain)
+    return plain
+
+
+def built(config: dict[str, Any]) -> tuple[Any, Any, Any, Settings]:
+    """Method, task, model and settings of a composed configuration."""
+    method, task, model = (plugins.build(config[kind], kind) for kind in GROUPS)
+    return method, task, model, settings_of(config)

@@ -1,0 +1,77 @@
+"""Wrong input as one clear sentence: which errors are the user's to mend, and how they are put."""
+
+from __future__ import annotations
+
+import errno
+import re
+import tempfile
+import traceback
+from typing import get_type_hints
+
+import yaml
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+
+from harness.config.catalogue import not_yaml
+from harness.config.plugins import spell, suggestion
+from harness.config.settings import NESTED, Settings
+
+
+def is_known(error: BaseException) -> bool:
+    """Whether the message was written for the user. ValueError and its kind are ours by convention, down to the
+    libraries below us; memory and disk are the machine's."""
+    kinds = (ValueError, NotImplementedError, OSError, MemoryError, HydraException, yaml.MarkedYAMLError)
+    return isinstance(error, kinds) or _no_memory(error)
+
+
+def sentence(error: BaseException) -> str:
+    """What to print in place of a traceback."""
+    if _no_memory(error):
+        return (
+            f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "
+            "batch, prefill_chunk=2048, or dtype=bf16; `dry_run=true` predicts the bytes."
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"The disk is full ({error.filename or 'results.root'}): free some space and run the same command again."
+    if isinstance(error, yaml.MarkedYAMLError):
+        return not_yaml(error)
+    return " ".join(str(error).split())
+
+
+def told(error: BaseException) -> str:
+    """One sentence for any error; of one that nobody foresaw, its kind and where the traceback lies."""
+    if is_known(error):
+        return sentence(error)
+    notes: list[str] = getattr(error, "__notes__", [])
+    where = notes[0] if notes else f"The traceback is in {_kept(error)}."  # a run that failed keeps it in its folder
+    return f"{type(error).__name__}: {sentence(error).rstrip('.')}. {where}"
+
+
+def _kept(error: BaseException) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="kv-harness-", suffix=".txt", delete=False) as file:
+        file.writelines(traceback.format_exception(error))
+    return file.name
+
+
+def _no_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
+
+
+def explain(error: HydraException) -> str:
+    """Hydra's complaint about one override, with the type that was wanted."""
+    if isinstance(error, MissingConfigException):
+        return f"Cannot find {error.missing_cfg_file}{suggestion(str(error.missing_cfg_file), error.options or [])}"
+    merging = re.search(r"Error merging override (\S+)", str(error))
+    if isinstance(error, ConfigCompositionException) and merging:
+        shown = merging[1].lstrip("+")
+        key, _, value = shown.partition("=")
+        return f"{shown} has the wrong type{_wanted(key)}." if value else f"{key} is empty{_wanted(key)}."
+    return sentence(error)
+
+
+def _wanted(key: str) -> str:
+    """ ": it should be a whole number" for a setting whose type is known."""
+    *parents, name = key.split(".")
+    owner = NESTED.get(parents[0]) if parents else Settings
+    hint = get_type_hints(owner).get(name) if owner else None
+    return f": it should be {spell(hint)}" if hint else ""

@@ -1,0 +1,143 @@
+"""Every key of the command line, with its default and meaning: `--help` and docs/settings.md.
+
+Made from the comments of conf/ and the types in harness/config/settings.py. Imports neither torch nor hydra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import yaml
+
+from harness.config.catalogue import CONF, GROUPS, Entry, entries, plain
+from harness.config.plugins import spell
+from harness.config.settings import CHOICES, NESTED, Settings
+from harness.terminal.markup import aligned, code, table
+
+_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?:.*? # *(?P<comment>.*))?")
+_USAGE = """python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=VALUE ...]
+
+  python -m harness method=pqcache task=niah                one run, Full beside it, a table at the end
+  python -m harness -m method=full,pqcache budget=0.1,0.2   a sweep: every combination
+  python -m harness method=pqcache --help                   the parameters of PQCache, too
+  python -m harness.list                                    what each method, task and model is
+"""
+_FLAGS = """Flags
+  -m                sweep over values that commas separate
+  --config-dir DIR  look for method/, task/ and model/ there, too
+  --cfg job         print the composed configuration, run nothing
+  --version         print version and commit
+  --hydra-help      Hydra's own flags"""
+_TITLE = """# Settings
+
+Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
+by commas. `python -m harness --help` prints the same list.
+
+Written by `python -m harness.list settings --markdown`: change the comments in conf/, not this page."""
+
+
+class Setting(NamedTuple):
+    section: str
+    key: str
+    default: str
+    values: str  # what it may be; empty where `key` is a group of keys, like `windows`
+    meaning: str
+
+    @property
+    def given(self) -> str:
+        """As the command line writes it."""
+        return f"{self.key}={self.default}" if self.values else self.key
+
+    @property
+    def described(self) -> str:
+        """The meaning, with the words to choose from."""
+        return f"({self.values}) {self.meaning}" if self.key in CHOICES else self.meaning
+
+
+def settings() -> list[Setting]:
+    """The keys of conf/config.yaml, in its order."""
+    text = (CONF / "config.yaml").read_text(encoding="utf-8")
+    body = text.partition("\n\n")[2].partition("\nhydra:")[0]
+    return list(_settings(body.splitlines(), yaml.safe_load(text)))
+
+
+def _settings(lines: Iterable[str], config: dict[str, Any]) -> Iterator[Setting]:
+    section = group = ""
+    for line in lines:
+        if line.startswith("#"):
+            section = line.removeprefix("#").strip()
+        elif found := _LINE.match(line):
+            name, comment = found["name"], found["comment"] or ""
+            if found["indent"]:
+                hints = get_type_hints(NESTED[group])
+                yield Setting(section, f"{group}.{name}", plain(config[group][name]), spell(hints[name]), comment)
+            elif name in NESTED:
+                group = name
+                yield Setting(section, group, "", "", comment)
+            else:
+                yield Setting(section, name, plain(config[name]), _values(name), comment)
+
+
+def _values(name: str) -> str:
+    return ", ".join(CHOICES[name]) if name in CHOICES else spell(get_type_hints(Settings)[name])
+
+
+def parameters_of(entry: Entry) -> list[tuple[str, str]]:
+    """`name=default` and meaning of each."""
+    return [(f"{name}={plain(value)}", comment) for name, value, comment in entry.parameters()]
+
+
+def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> str:
+    """What `--help` prints: the settings, and the parameters of the methods, tasks and models that `words` name."""
+    found = {group: entries(group, (CONF, *config_dirs)) for group in GROUPS}
+    known = "\n".join(f"{group + '=':<8}{', '.join(entry.name for entry in found[group])}" for group in GROUPS)
+    parts = [_USAGE, known, settings_text()]
+    for group, name in _named(words):
+        for entry in (entry for entry in found[group] if entry.name == name):
+            rows = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
+            parts.append("\n".join([f"{group}={name}", *rows, ""]))
+    return "\n".join([*parts, _FLAGS])
+
+
+def _named(words: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [word.split("=", 1) for word in words if word.startswith(tuple(f"{group}=" for group in GROUPS))]
+    return [(group, name) for group, names in pairs for name in names.split(",")]
+
+
+def settings_text() -> str:
+    """For a terminal."""
+    lines = []
+    for title, rows in _sections():
+        lines += ["", title, *aligned((row.given, row.described) for row in rows)]
+    return "\n".join([*lines, ""])
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    parts = [_TITLE]
+    for title, rows in _sections():
+        lines = [(code(row.given), row.values, row.meaning) for row in rows]
+        parts += [f"## {title}", table(("key", "values", "meaning"), lines)]
+    for group in GROUPS:
+        lines = [row for entry in entries(group) for row in _rows(group, entry)]
+        parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sections() -> Iterator[tuple[str, list[Setting]]]:
+    shown = [row for row in settings() if row.values or row.meaning]
+    return ((title, list(rows)) for title, rows in groupby(shown, key=lambda row: row.section))
+
+
+def _rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
+    """Of the yaml files for one class the first shows every parameter, the others what they change."""
+    first = next(one for one in entries(group) if one.target == entry.target)
+    same = set() if first == entry else set(parameters_of(first))
+    rows = [(given, meaning) for given, meaning in parameters_of(entry) if (given, meaning) not in same]
+    for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
+        name = code(entry.name) if place == 0 else ""
+        yield name, code(given and f"{group}.{given}"), meaning or entry.headline

@@ -1,0 +1,187 @@
+"""The words of a command line, checked against conf/ before Hydra composes: every one sets something that is there.
+
+Hydra by itself lets `+` add a key that nothing reads, and `~` remove one. Of two words for one key the last holds, as
+scripts that end in "$@" expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+
+from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries
+from harness.config.plugins import suggestion
+from harness.config.settings import SettingsError
+
+SWEEP = ("-m", "--multirun")
+VALUED = (  # Hydra's flags that take the next word
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+)  # fmt: skip
+HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
+Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
+Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """`words` for Hydra; `jobs` of the sweep; `partial`: parameters, by group, that only some of the chosen have."""
+
+    words: list[str]
+    jobs: int
+    partial: Mapping[str, frozenset[str]]
+
+
+def asks_hydra(arguments: Sequence[str]) -> bool:
+    """Whether the command line is about Hydra itself, so that its words are no settings."""
+    return any(flag in arguments for flag in ("-sc", "--shell-completion"))
+
+
+def read(arguments: Sequence[str]) -> Overrides:
+    """The words behind `python -m harness`: flags may stand anywhere, Hydra gets them first."""
+    flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
+    behind = [place + 1 for place in flags if arguments[place] in VALUED]
+    first = sorted({*flags, *behind} & set(range(len(arguments))))
+    overrides = [word for place, word in enumerate(arguments) if place not in first]
+    found = checked(overrides, config_dirs(arguments), any(flag in arguments for flag in SWEEP))
+    return replace(found, words=[*(arguments[place] for place in first), *found.words])
+
+
+def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
+    """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
+    parsed = list(_parse(overrides))
+    _refuse_folders(config_dirs)
+    if not sweep:
+        _refuse_sweeps(parsed)
+    folders = (CONF, *config_dirs)
+    groups = {group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS}
+    chosen = {group: _chosen(group, parsed, known) for group, known in groups.items()}
+    words = [_checked(override, chosen, groups, folders) for override in parsed]
+    jobs = prod(_points(override, groups) for override in parsed)
+    return Overrides(words, jobs, {group: _partial(group, parsed, chosen) for group in GROUPS})
+
+
+def _parse(overrides: Sequence[str]) -> Iterator[Override]:
+    for word in overrides:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise SettingsError(f"Cannot read {word!r}: {HOW}.") from error
+        if not override.key_or_group:
+            raise SettingsError(f"Cannot read {word!r}: {HOW}.")
+        yield override
+
+
+def _refuse_folders(config_dirs: Sequence[Path]) -> None:
+    for folder in config_dirs:
+        if not folder.is_dir():
+            raise SettingsError(
+                f"--config-dir {folder} is no folder: give the one that holds method/, task/ or model/."
+            )
+        if (folder / "config.yaml").is_file() and folder.resolve() != CONF:
+            raise SettingsError(f"{folder / 'config.yaml'} would be ignored: move its settings to the command line.")
+
+
+def _refuse_sweeps(parsed: Sequence[Override]) -> None:
+    for override in parsed:
+        if override.is_sweep_override():
+            raise SettingsError(
+                f"{override.input_line} names several values: add -m to run them one after the other (a list is "
+                "written in brackets, as in dense_layers=[0,1])."
+            )
+
+
+def _chosen(group: str, parsed: Sequence[Override], known: Mapping[str, Entry]) -> list[Entry]:
+    asked = [override for override in parsed if override.key_or_group == group]
+    names = _values(asked[-1], list(known)) if asked else [_defaults()[group]]
+    for name in names:
+        if name not in known:
+            raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)}")
+    return [known[name] for name in names]
+
+
+def _values(override: Override, known: list[str]) -> list[str]:
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return list(value.filter(known))
+    if override.is_choice_sweep():
+        return [str(item) for item in override.sweep_iterator()]
+    return ["" if value is None else str(value)]
+
+
+def _points(override: Override, groups: Known) -> int:
+    """Jobs that one word stands for."""
+    if not override.is_sweep_override():
+        return 1
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return len(value.filter(list(groups.get(override.key_or_group, ()))))
+    if not override.is_discrete_sweep():
+        raise SettingsError(f"{override.input_line} has no steps: name the values, as in {override.key_or_group}=A,B.")
+    return len(list(override.sweep_iterator()))
+
+
+def _checked(override: Override, chosen: Chosen, groups: Known, folders: Sequence[Path]) -> str:
+    """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them."""
+    key, line = override.key_or_group, str(override.input_line)
+    group, _, name = key.partition(".")
+    if key == "hydra/launcher" and override.value() != "basic":
+        raise SettingsError(
+            f"hydra/launcher={override.value()} cannot serve: the jobs of a sweep share a loaded model, Full's run "
+            "and one table, and so run one after the other; leave it out."
+        )
+    if override.is_hydra_override() or group == "hydra":
+        return line
+    if override.is_delete():
+        raise SettingsError(f"{line} would remove a setting: set it instead, as in {key}=VALUE.")
+    if group in GROUPS and name:
+        _require_parameter(group, name.partition(".")[0], chosen[group], groups[group])
+        return f"++{line.lstrip('+')}"
+    if key in GROUPS or key in settings():
+        return line.lstrip("+")
+    if any((folder / key).is_dir() for folder in folders):
+        return line  # another group of the user's, as in +experiment=table_2
+    owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
+    near = owners or get_close_matches(key, [*settings(), *GROUPS], n=1, cutoff=0.5)
+    end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
+    raise SettingsError(f"There is no setting {key}; {end}")
+
+
+def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Mapping[str, Entry]) -> None:
+    if any(name in entry.settable for entry in chosen):
+        return
+    names = ",".join(entry.name for entry in chosen)
+    subject = f"{group}={names} has no parameter {name}" if len(chosen) == 1 else f"None of {names} has {group}.{name}"
+    others = [entry.name for entry in known.values() if name in entry.settable]
+    elsewhere = f" (that is {' and '.join(others)}'s)" if others else ""
+    own = sorted({key for entry in chosen for key in entry.settable if key != "_target_"})
+    raise SettingsError(f"{subject}{elsewhere}{suggestion(name, own).replace('mean ', f'mean {group}.')}")
+
+
+def _partial(group: str, parsed: Sequence[Override], chosen: Chosen) -> frozenset[str]:
+    named = {o.key_or_group.split(".")[1] for o in parsed if o.key_or_group.startswith(f"{group}.")}
+    return frozenset(name for name in named if not all(name in entry.settable for entry in chosen[group]))
+
+
+@cache
+def settings() -> tuple[str, ...]:
+    """Every setting beside method, task and model, dotted, and the groups they stand in."""
+    config = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    own = {key: value for key, value in config.items() if key not in ("defaults", "hydra")}
+    nested = [f"{key}.{name}" for key, value in own.items() if isinstance(value, dict) for name in value]
+    return (*own, *nested)
+
+
+def _defaults() -> dict[str, str]:
+    """The method, task and model of conf/config.yaml."""
+    listed = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: str(line[group]) for line in listed if isinstance(line, dict) for group in GROUPS if group in line}

@@ -1,0 +1,130 @@
+"""Methods, tasks and models are frozen dataclasses named by a yaml's `_target_`: building one, describing one.
+
+The dataclass is the schema: what the yaml leaves out has the class's default, and types are checked here, before any
+work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from harness.config.catalogue import plain
+
+TARGET = "_target_"
+MISSING = "???"  # yaml's word for a value that the command line has to bring
+SEQUENCES = (list, tuple, Sequence)
+
+
+class PluginError(ValueError):
+    """A method, task or model cannot be built from its configuration; the message says what to change."""
+
+
+def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -> Any:
+    """The object that `config` describes. `kind` (method, task, model) is the word for it in errors.
+
+    `partial`: parameters of a sweep that its other plug-ins have; dropped where this one has none of that name.
+    """
+    values = dict(config)
+    target = values.pop(TARGET, None)
+    cls = _find(target, kind)
+    hints = get_type_hints(cls)
+    known = {field.name: hints[field.name] for field in fields(cls) if field.init}
+    for name in set(partial) - known.keys():
+        values.pop(name, None)
+    for name in values.keys() - known.keys():
+        raise PluginError(f"{kind}.{name} is no parameter of {cls.__name__}{suggestion(name, known)}")
+    for name in required(cls):
+        if values.get(name, MISSING) == MISSING:
+            raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
+    for name, value in values.items():
+        if not fits(value, known[name]):
+            raise PluginError(f"{kind}.{name}={value} should be {spell(known[name])}.")
+    return cls(**values)
+
+
+def required(cls: Any) -> list[str]:
+    """Fields without a default."""
+    bare = dataclasses.MISSING
+    return [f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare]
+
+
+def describe(plugin: Any) -> dict[str, Any]:
+    """The configuration that `build` makes `plugin` from."""
+    cls = type(plugin)
+    values = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.init}
+    return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
+
+
+def changed(plugin: Any) -> list[str]:
+    """The parameters that are not at their defaults, as the command line writes them."""
+    defaults = {field.name: field.default for field in fields(plugin) if field.init}
+    given = {name: value for name, value in describe(plugin).items() if name in defaults}
+    return [f"{name}={plain(value)}" for name, value in given.items() if value != defaults[name]]
+
+
+def source_file(plugin: Any) -> str:
+    """The file that defines the plug-in's class."""
+    return inspect.getfile(type(plugin))
+
+
+def suggestion(name: str, known: Any) -> str:
+    """How an error about an unknown name goes on: the nearest one, or all there are."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(sorted(known)) or 'none'}."
+
+
+def _find(target: Any, kind: str) -> type:
+    if not isinstance(target, str) or "." not in target:
+        raise PluginError(f"{kind}.{TARGET}={target} must name a class, like methods.full.Full.")
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(import_module(module), name)
+    except ImportError as error:
+        raise PluginError(
+            f"{kind}.{TARGET}={target} cannot be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    except AttributeError as error:
+        raise PluginError(f"{kind}.{TARGET}={target}: the module {module} has no {name}.") from error
+    if not hasattr(cls, "__dataclass_fields__"):
+        raise PluginError(f"{kind}.{TARGET}={target} is no dataclass: plug-ins are frozen dataclasses.")
+    return cls
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether `value`, as yaml gives it, is of the annotated type; a whole number passes for a float."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in SEQUENCES:
+        return isinstance(value, (list, tuple)) and all(fits(item, inner[0]) for item in value)
+    if origin is dict or hint is dict:
+        return isinstance(value, Mapping)
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+def spell(hint: Any) -> str:
+    """A type in words: "a whole number", "a list of text" ..."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(spell(one) for one in inner if one is not int or float not in inner)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
+    if origin in SEQUENCES:
+        return "a list" if inner[0] is Any else f"a list, each {spell(inner[0])}"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)))

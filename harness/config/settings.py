@@ -1,0 +1,184 @@
+"""The settings of a run beside its method, task and model: the schema of conf/config.yaml.
+
+One key, one meaning, whatever the method. Imports neither torch nor hydra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Union
+
+CHOICES = {
+    "budget_rule": ("read", "paper"),
+    "align": ("tokens", "moved_bytes", "device_bytes"),
+    "placement": ("device", "host"),
+    "protocol": ("prompt", "context"),
+    "chat": ("template", "none"),
+    "baseline": ("run", "reuse", "off"),
+    "dtype": ("auto", "fp32", "bf16", "fp16"),
+    "trace": ("off", "on"),
+    "memory_check": ("on", "off"),
+    "graphs": ("off", "on"),
+}
+# what changes neither an output nor a measured cost, and so is no part of a run's identity
+WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check")
+
+
+class SettingsError(ValueError):
+    """A setting has a value it cannot have; the message names it and what it may be."""
+
+
+@dataclass
+class Generation:
+    """How tokens are picked. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None  # in place of the task's
+    force_length: bool = False  # ignore EOS and stop strings: for speed claims
+
+
+@dataclass
+class CommonWindows:
+    """In place of the methods' own; null leaves them."""
+
+    sinks: int | None = None
+    recent_ratio: float | None = None  # of the budget behind the sinks
+
+
+@dataclass
+class Data:
+    root: str | None = None
+
+    def folder(self) -> Path | None:
+        root = Path(self.root).expanduser() if self.root else None
+        if root is not None and not root.is_dir():
+            raise SettingsError(f"data.root={self.root} is no folder: give the folder that holds the data sets.")
+        return root
+
+
+@dataclass
+class Results:
+    root: str = "results/runs"
+    save_prompts: bool = False
+    wandb: str | None = None
+
+
+NESTED = {"windows": CommonWindows, "generation": Generation, "data": Data, "results": Results}
+
+
+@dataclass
+class Settings:
+    """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
+
+    budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
+    budget_rule: str = "read"
+    align: str = "tokens"
+    comm: float | None = None
+    windows: CommonWindows = field(default_factory=CommonWindows)
+    dense_layers: list[int] = field(default_factory=list)
+    layer_budgets: list[Any] = field(default_factory=list)
+    stale_by: int = 0
+    placement: str = "device"
+    protocol: str = "prompt"
+    chat: str = "template"
+    dtype: str = "auto"
+    device: str = "auto"
+    batch: int = 1
+    prefill_chunk: int | None = None
+    seed: int = 42
+    threads: int | None = None
+    baseline: str = "run"
+    warmup: int = 1
+    shared_prefill: bool = False
+    fidelity: int = 0
+    trace: str = "off"
+    graphs: str = "off"
+    memory_check: str = "on"
+    dry_run: bool = False
+    progress: bool = True
+    generation: Generation = field(default_factory=Generation)
+    data: Data = field(default_factory=Data)
+    results: Results = field(default_factory=Results)
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
+        self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
+        self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
+        if self.comm is not None and not 0 < self.comm <= 1:
+            raise SettingsError(
+                f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
+        if self.graphs == "on" and self.device == "cpu":
+            raise SettingsError(f"graphs=on needs a CUDA device, and device is {self.device}: use graphs=off here.")
+        if self.align != "tokens" and self.layer_budgets:
+            raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
+        if self.align != "tokens" and self.budget_rule == "paper":
+            raise SettingsError(
+                f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
+            )
+        self._check_windows(self.windows)
+        self._check_texts()
+        self._check_generation(self.generation)
+
+    def _check_windows(self, windows: CommonWindows) -> None:
+        self._at_least(0, **{"windows.sinks": windows.sinks})
+        if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
+            raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
+
+    def _check_texts(self) -> None:
+        """An empty text is a slip, as when a shell variable was not set."""
+        texts = {"results.root": self.results.root, "results.wandb": self.results.wandb, "data.root": self.data.root}
+        for name, text in texts.items():
+            if text is not None and not text.strip():
+                raise SettingsError(f"{name} is empty: give it a value, or leave it out.")
+
+    def _check_generation(self, generation: Generation) -> None:
+        self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
+        self._at_least(0, **{"generation.top_k": generation.top_k})
+        if generation.temperature < 0:
+            raise SettingsError(f"generation.temperature={generation.temperature} is negative: 0 is greedy, 1 samples.")
+        if not 0 < generation.top_p <= 1:
+            raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
+        if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
+            raise SettingsError(
+                "Greedy picking has no use for top_k and top_p: set generation.temperature above 0, too."
+            )
+
+    @staticmethod
+    def _at_least(least: int, **values: int | None) -> None:
+        for name, value in values.items():
+            if value is not None and value < least:
+                raise SettingsError(f"{name}={value} must be at least {least}.")
+
+
+@dataclass
+class RunConfig(Settings):
+    """`Settings` with the three plug-ins: what Hydra checks a command line against."""
+
+    method: Any = None
+    task: Any = None
+    model: Any = None
+
+
+def refuse_unknown(config: Mapping[str, Any]) -> None:
+    """Raise on a key that nothing reads. It came from a yaml file: config/overrides.py checks the command line."""
+    for name in config.keys() - {known.name for known in fields(RunConfig)}:
+        raise SettingsError(f"There is no setting {name}: take it out of your yaml file.")
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """Plain values of a composed configuration as checked `Settings`."""
+    values = {
+        field.name: config[field.name] for field in fields(Settings) if field.name in config
+    }  # old runs lack some
+    nested = {name: make(**values[name]) for name, make in NESTED.items() if name in values}
+    return Settings(**values | nested)

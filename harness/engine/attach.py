@@ -1,0 +1,118 @@
+"""`with attached(model, method, budget=0.2) as kv:` a model whose attention runs through a KV method.
+
+with attached(model, PQCache(...), budget=0.2) as kv:
+    cache = kv.cache(capacity=prompt.shape[1] + 64)
+    model.generate(prompt, past_key_values=cache, max_new_tokens=64)
+
+For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harness.engine.cache import LoopCache
+from harness.engine.calibration import observer
+from harness.engine.hf import layer_specs, routed
+from methods.base import Budget, KVLayer, Method, Placement, Request
+
+_prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, object]] = WeakKeyDictionary()
+
+
+class Attachment:
+    """Makes caches for the attached model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        budget: float | Budget | None = None,
+        placement: Placement = "device",
+        calibration: Tensor | None = None,
+        stale_by: int = 0,
+    ) -> None:
+        if placement == "host" and not method.offloads:
+            raise ValueError(f"{type(method).__name__} keeps nothing on the host: use placement=device with it.")
+        self.model = model
+        self.method = method
+        self.budget = _budget(budget) if method.uses_budget else None
+        self.stale_by = stale_by
+        self.placement: Placement = placement
+        self.specs = layer_specs(model)
+        method.check_model(self.specs[0])
+        self.prepared = self._prepare(calibration)
+        self._handed_out: list[ref[LoopCache]] = []
+
+    def request(self, *, capacity: int, batch: int = 1) -> Request:
+        return Request(
+            batch=batch,
+            capacity=capacity,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            budget=self.budget,
+            stale_by=self.stale_by,
+            placement=self.placement,
+            prepared=self.prepared,
+        )
+
+    def start(self, *, capacity: int, batch: int = 1) -> list[KVLayer]:
+        """Fresh layers for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
+        return self.method.start(self.specs, self.request(capacity=capacity, batch=batch))
+
+    def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
+        """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
+        cache = LoopCache(self.start(capacity=capacity, batch=batch), capacity)
+        self._handed_out.append(ref(cache))
+        return cache
+
+    def warn_of_unsealed(self) -> None:
+        """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
+        for cache in filter(None, (known() for known in self._handed_out)):
+            if not cache.was_sealed and self._limits(cache.num_tokens):
+                warnings.warn(
+                    f"A cache of {type(self.method).__name__} took in {cache.num_tokens} tokens and was never sealed, "
+                    "so nothing was read under its budget: feed the answer one token at a time, or call cache.seal() "
+                    "after the prompt.",
+                    stacklevel=4,
+                )
+
+    def _limits(self, tokens: int) -> bool:
+        """Whether the budget leaves out any of so many tokens."""
+        budget = self.budget
+        return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
+
+    def _prepare(self, calibration: Tensor | None) -> object:
+        known = _prepared.setdefault(self.model, {})
+        if self.method not in known:
+            known[self.method] = self.method.prepare(self.specs, observer(self.model, self.specs, calibration))
+        return known[self.method]
+
+
+def _budget(asked: float | Budget | None) -> Budget | None:
+    return Budget(asked) if isinstance(asked, (int, float)) else asked
+
+
+@contextmanager
+def attached(
+    model: PreTrainedModel,
+    method: Method,
+    *,
+    budget: float | Budget | None = None,
+    placement: Placement = "device",
+    calibration: Tensor | None = None,
+    stale_by: int = 0,
+) -> Iterator[Attachment]:
+    """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
+
+    `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
+    """
+    attachment = Attachment(model, method, budget, placement, calibration, stale_by)
+    with routed(model):
+        yield attachment
+    attachment.warn_of_unsealed()

@@ -1,0 +1,159 @@
+"""The cache object that a model is handed: it counts tokens and knows the phase; the layers own the storage.
+
+Our own engine says its phases, and its cache is a `KVCache`. A loop that knows none, such as `model.generate`, is given
+a `LoopCache`, which tells them by the number of tokens in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import Cache
+
+from methods.base import AttnInput, KVLayer
+from methods.base.clock import Clock
+
+if TYPE_CHECKING:
+    from harness.engine.fidelity import Fidelity
+
+
+class UnsupportedError(NotImplementedError):
+    """A model or call that this engine would compute wrongly; the message names what and why."""
+
+
+class KVCache(Cache):
+    """What the model takes as `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further one."""
+
+    layers: list[KVLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: Sequence[KVLayer], capacity: int) -> None:
+        self.layers = list(layers)
+        self.capacity = capacity
+        self.sealed = False
+        self.num_tokens = 0
+        self.watch: Fidelity | None = None  # sees every attention call once the layer has answered it
+        self._arriving = 0  # tokens of the forward that is under way
+        self._hooked: int | None = None  # the layer whose attention call is being prepared
+
+    def seal(self) -> None:
+        """The prompt is complete."""
+        for layer in self.layers:
+            layer.seal()
+        self.sealed = True
+
+    def open_turn(self) -> None:
+        """A further turn begins: the next forwards are prompt again, until `seal`."""
+        self.sealed = False
+
+    def begin(self) -> None:
+        """Before each forward of the model."""
+        self._arriving = 0
+
+    def end(self) -> None:
+        """After each forward of the model."""
+        self.num_tokens += self._arriving
+
+    @property
+    def clock(self) -> Clock:
+        return self.layers[0].request.clock
+
+    def count_repeated(self, steps: int) -> None:
+        """So many recorded steps ran without the model's forward."""
+        self.num_tokens += steps
+        self.clock.steps += steps
+        for layer in self.layers:
+            layer.count_repeated(steps)
+
+    def attend(self, layer: int, x: AttnInput) -> Tensor:
+        """Attention of one layer. -> [B H T D]"""
+        if not self._arriving:
+            self._arrive(x.k.shape[2])
+        if not self.sealed:
+            out = self.layers[layer].prefill(x)
+            if self.watch is not None:
+                self.watch.prefill(layer, x)
+            return out
+        if self._arriving != 1:
+            raise UnsupportedError(
+                f"{self._arriving} tokens at once after the prompt was sealed: feed one at a time, or call "
+                "cache.open_turn() if they begin a further turn."
+            )
+        out = self.layers[layer].decode(x)
+        if self.watch is not None:
+            self.watch.decode(self.layers[layer], x, out)
+        return out
+
+    def _arrive(self, tokens: int) -> None:
+        """The first layer of a forward has been reached."""
+        self._arriving = tokens
+
+    # What transformers asks of a cache:
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._hooked != layer_idx:
+            raise UnsupportedError(
+                "This KVCache was given to a model that is not attached: wrap the call in `with attached(model, ...)`."
+            )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.num_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
+
+    def activate_past_recording(self) -> None:
+        raise UnsupportedError(
+            "Assisted generation takes tokens back, which KV methods cannot follow: decode without an assistant."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.activate_past_recording()
+
+
+class LoopCache(KVCache):
+    """The cache for a loop that does not say its phases, such as `model.generate`.
+
+    The first forward is prompt. After it, a forward of several tokens opens a turn or continues it, and the first
+    forward of one token seals it. Call `open_turn` before a forward of one token that is prompt: a turn of one token,
+    or the remainder of a prefill in chunks.
+    """
+
+    was_sealed = False  # in this turn or an earlier one
+    _prompt_next = False  # the next forward is prompt, whatever its length
+
+    def open_turn(self) -> None:
+        super().open_turn()
+        self._prompt_next = True
+
+    def seal(self) -> None:
+        super().seal()
+        self.was_sealed, self._prompt_next = True, False
+
+    def _arrive(self, tokens: int) -> None:
+        super()._arrive(tokens)
+        if tokens > 1 or self._prompt_next or not self.num_tokens:
+            self.sealed = self._prompt_next = False
+        elif not self.sealed:
+            self.seal()

@@ -1,0 +1,49 @@
+"""What a method's `prepare` may see of the model: every layer's attention input on calibration text, run densely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harness.engine.cache import KVCache
+from harness.engine.hf import routed
+from methods.base import AttnInput, LayerSpec, Request
+from methods.full import Full
+from methods.layers import DenseLayer
+
+
+class _Watched(DenseLayer):
+    """Full attention that remembers its last input."""
+
+    last: AttnInput | None = None
+
+    def absorb(self, x: AttnInput) -> None:
+        super().absorb(x)
+        self.last = x
+
+
+def observer(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
+) -> Callable[[int], Iterator[AttnInput]]:
+    """`observe(tokens)` runs the first tokens of `text` [1 S] once and yields each layer's attention input in turn."""
+
+    @torch.inference_mode()
+    def observe(tokens: int) -> Iterator[AttnInput]:
+        if text is None or text.shape[1] < tokens:
+            raise ValueError(
+                f"This method calibrates itself on {tokens} tokens of text: pass attached(..., calibration=ids) with "
+                f"token ids [1 S], S >= {tokens}."
+            )
+        request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
+        layers = [_Watched(spec, request, Full()) for spec in specs]
+        ids = text[:, :tokens].to(model.device)
+        with routed(model):
+            model(ids, past_key_values=KVCache(layers, tokens), logits_to_keep=1, use_cache=True)
+        for layer in layers:
+            assert layer.last is not None
+            yield layer.last
+
+    return observe

@@ -1,0 +1,125 @@
+"""How near a method's step comes to exact attention, on the path that produced the answer.
+
+Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens with the largest
+weights, as many as the method read, the share it read), `mass` (share of the exact attention weight, on prompt and
+generated tokens, that was read), `error` (of the attention output, relative). And against Full on the same text: `kl`
+of the next-token distributions, and the first token that Full would not have chosen.
+
+The reference keeps all K and V beside the method's own, which costs memory and time: times of such a run mean little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.engine.cache import KVCache
+from methods.base import AttnInput, KVLayer, LayerSpec, Request
+from methods.full import Full
+from methods.layers import DenseLayer
+from methods.parts.stores import KVStore
+
+MEASURES = ("recall", "mass", "error")
+
+
+def reference_layers(specs: Sequence[LayerSpec], request: Request) -> list[DenseLayer]:
+    """Layers that hold a whole prompt, for a `Fidelity` or several."""
+    return [DenseLayer(spec, request, Full()) for spec in specs]
+
+
+class Fidelity:
+    """Watches one generation (`KVCache.watch`). `prompt`: layers that hold the prompt already, where it is shared."""
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: list[DenseLayer] | None = None
+    ) -> None:
+        self.specs, self.every = specs, every
+        self.owns_prompt = prompt is None
+        self.prompt = prompt or reference_layers(specs, request)
+        self.since = [KVStore(spec, request, request.capacity) for spec in specs]
+        self.sums = {name: torch.zeros(len(specs), request.batch, specs[0].num_kv_heads) for name in MEASURES}
+        self.measured = 0
+        self.fed: list[Tensor] = []  # [B 1] each, what was decoded
+        self.logits: list[Tensor] = []  # [B V] each, what came out
+
+    def prefill(self, layer: int, x: AttnInput) -> None:
+        """A prompt chunk has been attended to."""
+        if self.owns_prompt:
+            self.prompt[layer].absorb(x)
+
+    def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
+        """`layer` has answered `out` [B H 1 D] to `x`."""
+        index = layer.spec.index
+        self.since[index].append(x.k, x.v)
+        if (self.since[index].length - 1) % self.every:
+            return
+        self.measured += index == 0
+        for name, value in self._measure(layer, x, out).items():
+            self.sums[name][index] += value.cpu()
+
+    def note(self, fed: Tensor, logits: Tensor) -> None:
+        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
+        self.fed.append(fed)
+        self.logits.append(logits)
+
+    def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
+        """Each [B G]."""
+        prompt, since, spec = self.prompt[layer.spec.index].store, self.since[layer.spec.index], layer.spec
+        k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
+        q = x.q.view(*k.shape[:2], spec.group, -1)
+        weights = ((q @ k.transpose(-1, -2)).float() * spec.scale).softmax(-1)  # [B G g N]
+        exact = (weights @ v.float()).flatten(2)
+        error = (out.view(*k.shape[:2], -1).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        shared = weights.mean(2)  # over the group: what one KV head's tokens are worth
+        before, after = shared.split([prompt.length, since.length], -1)
+        read = layer.read_positions()
+        if read is None:
+            return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
+        spare = before.new_zeros(*before.shape[:2], 1)  # where the padding of uneven reads goes
+        is_read = torch.cat([torch.zeros_like(before), spare], -1).scatter(-1, read % (prompt.length + 1), 1.0)
+        is_read, count = is_read[..., :-1], (read >= 0).sum(-1, keepdim=True)
+        best = before.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
+        counted = torch.arange(read.shape[-1], device=read.device) < count
+        return {
+            "recall": (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1),
+            "mass": (before * is_read).sum(-1) + after.sum(-1),
+            "error": error,
+        }
+
+    def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Full's view of the same text, in one forward. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
+        sealed = self.prompt[0].store.length
+        cache = KVCache(self.prompt, sealed + len(self.fed))
+        cache.num_tokens = sealed
+        try:
+            full = model(
+                torch.cat(self.fed, 1), past_key_values=cache, use_cache=True, logits_to_keep=len(self.fed)
+            ).logits.float()
+        finally:
+            for layer in self.prompt:
+                layer.store.length = sealed  # others may share it
+        ours = torch.stack(self.logits, 1).float().log_softmax(-1)
+        exact = full.log_softmax(-1)
+        return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
+
+    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
+        """The record's `fidelity` for sequence `place`; `compare` where Full's prompt is the method's. None without a
+        measured step."""
+        if not self.measured:
+            return None
+        found: dict[str, Any] = {"every": self.every, "steps": self.measured}
+        for name, total in self.sums.items():
+            heads = total[:, place] / self.measured  # [L G]
+            found[name] = round(heads.mean().item(), 6)
+            found[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
+        if compare:
+            kl, choices = self.against_full(model)
+            asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
+            mine, theirs = list(tokens)[1:], choices[place, asked:].tolist()
+            differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
+            found["kl"] = round(kl[place, asked : asked + len(mine)].mean().item(), 6) if mine else None
+            found["first_difference"] = differ[0] if differ else None
+        return found

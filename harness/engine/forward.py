@@ -1,0 +1,126 @@
+"""A model's forward as a few operations per layer around the KV method, in place of the modules' own forwards.
+
+transformers spends more of a decode step between its operations than in them, and goes over a prompt's activations a
+dozen times where two suffice. Weights and roundings are the same, so the tokens are; a model that is not built as
+kernels/block.py says is refused with the reason, and then runs its own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.hf import attention_modules, check_window
+from harness.models.base import sliding_window
+from kernels import ops
+from kernels.block import Block, Head, Linear
+from methods.base import AttnInput
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")
+
+
+class ForwardError(NotImplementedError):
+    """This model cannot be run by blocks; the message says why."""
+
+
+class BlockForward:
+    """`forward(ids, cache)`: ids [B T] -> logits of the last token [B V]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.decoder: Any = model.get_decoder()
+        _check(model, self.decoder)
+        self.blocks = [_block(layer) for layer in self.decoder.layers]
+        norm, head = self.decoder.norm, model.get_output_embeddings()
+        self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
+        self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
+        self.window = sliding_window(model.config)
+
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
+            raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
+        check_window(type(self.decoder).__name__, self.window, cache)
+        position = cache.num_tokens
+        cache.begin()
+        x = embedding(ids, self.embedding)
+        places = cache.clock.places(position, ids.shape[1], ids.device)
+        cos, sin = self.decoder.rotary_emb(x, places.unsqueeze(0))
+        for index, block in enumerate(self.blocks):
+            normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
+            attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))
+            if index == len(self.blocks) - 1:  # only the last token's logits are wanted
+                x, attended = x[:, -1:], attended[:, :, -1:]
+            x = ops.block_output(x, attended, block)
+        cache.end()
+        logits: Tensor = ops.token_logits(x, self.head)
+        return logits[:, -1]
+
+
+def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
+    """The model's forward by blocks, or why it runs its own."""
+    try:
+        return BlockForward(model), None
+    except ForwardError as reason:
+        return None, str(reason)
+
+
+def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
+    name = type(model).__name__.removesuffix("ForCausalLM")
+    if name not in ARCHITECTURES:
+        raise ForwardError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
+    if model.config.hidden_act != "silu":
+        raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
+    routed = {*attention_modules(model), model}  # harness.engine.engine.hf's own hooks are there
+    for path, module in model.named_modules():
+        kind = type(module)
+        if not kind.__module__.startswith(("transformers.", "torch.")):
+            raise ForwardError(f"{path or 'it'} is a {kind.__name__}, which is not of transformers (an adapter?).")
+        if "forward" in vars(module):
+            raise ForwardError(f"the forward of {path or 'the model'} was replaced, and would not be called.")
+        if module not in routed and (module._forward_hooks or module._forward_pre_hooks):
+            raise ForwardError(f"a hook is registered on {path}, which would not be called.")
+
+
+def _block(layer: Any) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for all three, one for gate and up
+        groups = attention.num_key_value_heads * attention.head_dim
+        rows = attention.qkv_proj.weight.shape[0]
+        q, k, v = _split(attention.qkv_proj, (rows - 2 * groups, groups, groups))
+        gate, up = _split(mlp.gate_up_proj, (mlp.gate_up_proj.weight.shape[0] // 2,) * 2)
+    else:
+        q, k, v, gate, up = map(
+            _linear, (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+        )
+    return Block(
+        head_dim=attention.head_dim,
+        eps=layer.input_layernorm.variance_epsilon,
+        norm=layer.input_layernorm.weight.detach(),
+        q=q,
+        k=k,
+        v=v,
+        q_norm=None if q_norm is None else q_norm.weight.detach(),
+        k_norm=None if k_norm is None else k_norm.weight.detach(),
+        o=_linear(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate=gate,
+        up=up,
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _linear(module: nn.Module) -> Linear:
+    if type(module) is not nn.Linear:
+        raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (quantised?).")
+    # detached: the storage lives as long as the block, whose addresses a backend may keep
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _split(module: nn.Module, sizes: tuple[int, ...]) -> list[Linear]:
+    whole = _linear(module)
+    biases = (None,) * len(sizes) if whole.bias is None else whole.bias.split(sizes)
+    return [Linear(weight, bias) for weight, bias in zip(whole.weight.split(sizes), biases, strict=True)]

@@ -1,0 +1,128 @@
+"""One decode step, recorded once behind each seal and repeated for every further token: a CUDA graph.
+
+The first step behind a seal runs as always, but already in the form that is recorded: counts lie on the device
+(methods/base/clock.py), tokens are written and read through them. Then it is recorded, which runs nothing on the
+device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
+per output token is that of repeats alone. A step that cannot be recorded after all is run one by one, with the
+reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from harness.engine.cache import KVCache
+from harness.engine.forward import BlockForward
+from harness.engine.kept import Kept
+from harness.engine.wait import wait_for
+
+READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
+
+
+class Recorder(Protocol):
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        """Write down what `step` does, without doing it. -> what does it again, and where its result will be"""
+
+
+class CudaGraphs:
+    """Graphs of one engine, one alive at a time, so that each takes over the memory of the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None
+        self._stream: Any = None  # of this device; torch's own for captures is of the one that was current first
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        with torch.cuda.device(self.device):
+            if self._pool is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    result = step()
+            finally:
+                torch.cuda.set_stream(current)  # where the capture's end fails, torch stays on its stream
+        return graph.replay, result
+
+
+class RepeatedStep:
+    """`step(token)` of one sealed cache: token [B 1] -> logits [B V], which the next call overwrites.
+
+    `failure`: why the step could not be recorded; the next ones then run one by one, from the state before.
+    """
+
+    def __init__(self, forward: BlockForward, cache: KVCache, recorder: Recorder) -> None:
+        self.forward, self.cache, self.recorder = forward, cache, recorder
+        self.recorded_s: float | None = None
+        self.failure: str | None = None
+        self._token: Tensor
+        self._repeat: Callable[[], Any]
+        self._logits: Tensor
+        self._after: Kept | None = None  # what Python knows once the first repeat has run
+
+    def __call__(self, token: Tensor) -> Tensor:
+        if self.failure is not None:
+            return self.forward(token, self.cache)
+        if self.recorded_s is None:
+            return self._first(token)
+        self._token.copy_(token)
+        self._repeat()
+        if self._after is None:
+            self.cache.count_repeated(1)
+        else:
+            self._after.restore()
+            self._after = None
+        return self._logits
+
+    def close(self) -> None:
+        """The cache goes on without; a further turn may follow."""
+        self.cache.clock.stop()
+
+    def _first(self, token: Tensor) -> Tensor:
+        self._token = token.clone()
+        self.cache.clock.start()
+        logits = self._step().clone()
+        wait_for(token.device)
+        began, before = perf_counter(), Kept(self.cache)
+        self.cache.clock.recording = True
+        try:
+            self._repeat, self._logits = self.recorder.record(self._step)
+        except Exception as error:  # whatever it is, plain steps can do without
+            self.failure = f"recording a step failed: {_first_cause(error)}"
+        else:
+            self.cache.clock.recording = False
+            self._after = Kept(self.cache)
+            self.recorded_s = perf_counter() - began
+        finally:
+            before.restore()  # the step has not run
+        if self.failure is not None:
+            self.close()
+        return logits
+
+    def _step(self) -> Tensor:
+        logits = self.forward(self._token, self.cache)
+        self.cache.clock.tick()
+        return logits
+
+
+def _first_cause(error: BaseException) -> str:
+    """In one line. The end of a capture fails because something in it has."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def unrepeatable(forward: BlockForward | None, cache: KVCache) -> str | None:
+    """Why the decode steps of a sealed cache cannot be recorded, or None."""
+    if forward is None:
+        return "the model runs its own forward"
+    if cache.watch is not None:
+        return "fidelity compares steps with exact attention"
+    if (rotation := getattr(forward.decoder.rotary_emb, "rope_type", None)) in READS_POSITIONS:
+        return f"{rotation} rotations depend on the length of the text"
+    return next((reason for layer in cache.layers if (reason := layer.unrepeatable())), None)

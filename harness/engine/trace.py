@@ -1,0 +1,155 @@
+"""Where the time of a decode step goes: operations by phase, the rest of the method, the model around it.
+
+Marks are CUDA events on a GPU, so that nothing waits while a step runs, and clock reads on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from harness.engine.cache import KVCache
+from harness.engine.phases import PHASES, phase_of
+from harness.engine.wait import wait_for
+from kernels.dispatch import watched
+from methods.base import AttnInput
+
+METHOD = "method"
+PROFILE = "trace.json.gz"  # in the folder of a run
+PROFILED = range(1, 4)  # steps of the first example, which then are no part of the medians
+
+Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
+
+
+def profile_file(folder: Path) -> Path | None:
+    """Where a run's torch.profiler trace goes; None where it is there already."""
+    file = folder / PROFILE
+    return None if file.exists() else file
+
+
+class Stopwatch:
+    """Spans on the clock of `device`, by name. `labelled`: they are named in the trace of a torch.profiler as well."""
+
+    def __init__(self, device: torch.device, labelled: bool = False) -> None:
+        self.device, self.labelled = device, labelled
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def span(self, name: str, label: str = "") -> Iterator[None]:
+        with record_function(label or name) if self.labelled else nullcontext():
+            began = self._mark()
+            yield
+            self._spans.append((name, began, self._mark()))
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of each name, 0 where there was none; waits for the device."""
+        spent: dict[str, float] = defaultdict(float)
+        wait_for(self.device)
+        for name, began, ended in self._spans:
+            spent[name] += ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
+        return spent
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+@contextmanager
+def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
+    """Every operation that runs inside is a span of its phase, and is shown to `seen`."""
+
+    def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        with watch.span(phase_of(name), name):
+            made = call()
+        if seen is not None:
+            seen(name, arguments, made)
+        return made
+
+    with watched(around):
+        yield
+
+
+class Tracer:
+    """Clocks the decode steps of one generation after the other, and profiles a few of the first one into `profiled`
+    (None: nowhere). The steps must run the layers' own `decode`, one call each."""
+
+    def __init__(self, device: torch.device, profiled: Path | None = None) -> None:
+        self.device = device
+        self._file = profiled
+        self._profiler: profile | None = None
+        self._count = 0
+        self._steps: list[dict[str, float]] = []
+
+    @contextmanager
+    def step(self, cache: KVCache) -> Iterator[None]:
+        """Around one decode step."""
+        if self._file is not None and self._count == PROFILED.start:
+            self._start()
+        watch = Stopwatch(self.device, self._profiler is not None)
+        with _clocked_layers(cache, watch), watch.span("step", "decode step"):
+            yield
+        if self._profiler is None:
+            self._steps.append(_parts(watch.totals()))
+        self._count += 1
+        if self._count == PROFILED.stop:
+            self._stop()
+
+    def take(self) -> dict[str, Any] | None:
+        """Medians over the steps since the last call, seconds; None where there was none."""
+        self._stop()
+        steps, self._steps, self._count = self._steps, [], 0
+        if not steps:
+            return None
+        middle = {name: median(step[name] for step in steps) for name in steps[0]}
+        return {"steps": len(steps), "step_s": middle.pop("step"), "parts_s": middle}
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+
+    def _stop(self) -> None:
+        """Writes the trace, whole or not at all."""
+        if self._profiler is None or self._file is None:
+            return
+        self._profiler.stop()
+        part = self._file.with_name(f"unfinished-{self._file.name}")
+        self._profiler.export_chrome_trace(str(part))
+        part.replace(self._file)
+        self._profiler = self._file = None
+
+
+def _parts(spent: dict[str, float]) -> dict[str, float]:
+    phases = {phase: spent[phase] for phase in PHASES}
+    rest, model = spent[METHOD] - sum(phases.values()), spent["step"] - spent[METHOD]
+    return {**phases, "rest": rest, "model": model, "step": spent["step"]}
+
+
+@contextmanager
+def _clocked_layers(cache: KVCache, watch: Stopwatch) -> Iterator[None]:
+    """Operations count inside `decode` alone: what compares it with exact attention has a cost of its own."""
+
+    def decode(plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
+        with clocked(watch), watch.span(METHOD):
+            return plain(x)
+
+    with ExitStack() as undo:
+        for layer in cache.layers:
+            vars(layer)["decode"] = partial(decode, layer.decode)
+            undo.callback(vars(layer).pop, "decode")
+        yield

@@ -1,0 +1,133 @@
+"""Whether a run fits into memory, asked before any weights are loaded: the system kills what does not, without a word.
+
+Weights and Full's KV cache at its longest are exact; the activations of a prefill are estimated from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config.settings import Settings, SettingsError
+from harness.jobs.preparation import Item
+from harness.models.base import DTYPE_BYTES, ModelInfo
+from harness.terminal.tables import BYTES, scaled
+
+MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+STREAMS = 3  # of hidden states that live together in a prefill: the residual, its norm, what is added
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a run takes on its device."""
+
+    weights: int
+    kv: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.activations
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "activations": self.activations}
+        return f"{size(self.total)} ({', '.join(f'{name} {size(part)}' for name, part in parts.items())})"
+
+
+def size(count: int) -> str:
+    (value,), unit = scaled([float(count)], BYTES)
+    return f"{value} {unit}"
+
+
+def needed(info: ModelInfo, settings: Settings, items: Sequence[Item], *, loaded: bool = False) -> Need:
+    """`loaded`: the weights are there already. On a GPU with placement=host the cache is the host's matter."""
+    longest = max(len(item.prompt.ids) + item.new_tokens for item in items) * settings.batch
+    elsewhere = settings.device != "cpu" and settings.placement == "host"
+    kv = 0 if elsewhere else longest * info.kv_bytes_per_token(settings.dtype)
+    prompt = max(len(item.prompt.ids) for item in items)
+    rows = min(prompt, settings.prefill_chunk or prompt) * settings.batch
+    width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads) * info.head_dim
+    weights = 0 if loaded else info.weight_bytes(settings.dtype)
+    return Need(weights, kv, rows * width * DTYPE_BYTES[settings.dtype])
+
+
+def refusal(need: Need, settings: Settings, free: int | None) -> str | None:
+    """Why `need` does not fit into `free` bytes and what helps; None where it fits, or where nobody knows."""
+    if free is None or need.total <= free:
+        return None
+    return (
+        f"The run needs {need} in {settings.dtype} and {size(free)} are free on {settings.device}: use "
+        f"{' or '.join(_advice(need, settings, free))}; memory_check=off starts it all the same."
+    )
+
+
+def refuse(need: Need, settings: Settings) -> None:
+    if settings.memory_check == "on" and (reason := refusal(need, settings, free_bytes(settings.device))):
+        raise SettingsError(reason)
+
+
+def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
+    halves = settings.dtype == "fp32"
+    if halves:
+        yield f"dtype=bf16 ({size(need.total // 2)})"
+    if need.weights > free:
+        if need.weights // (1 + halves) > free:
+            yield "a smaller model"
+        return  # nothing below makes the weights smaller
+    if settings.batch > 1:
+        yield "a smaller batch"
+    if settings.device != "cpu" and need.kv:
+        yield "placement=host"
+    if settings.prefill_chunk is None and need.activations > need.kv:
+        yield "prefill_chunk=2048"
+    yield "fewer tokens"
+
+
+def free_bytes(device: str) -> int | None:
+    """What can be allocated on `device` now, by the system and the limits of our control groups; None: unknown."""
+    if device == "cpu":
+        known = [_available(), *_room_in_groups()]
+        return min((found for found in known if found is not None), default=None)
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _available() -> int | None:
+    for line in _text(MEMINFO).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _room_in_groups() -> Iterator[int]:
+    """Version 2 has one tree; under version 1 memory is a tree of its own. Pages of files can be given back."""
+    for line in _text(OWN_CGROUP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = CGROUPS / controllers
+            names = ("memory.max", "memory.current") if not controllers else (
+                "memory.limit_in_bytes", "memory.usage_in_bytes",
+            )  # fmt: skip
+            own = root / path.lstrip("/")
+            ours = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+            yield from (room for folder in ours if (room := _room(folder, *names)) is not None)
+
+
+def _room(folder: Path, limit: str, usage: str) -> int | None:
+    most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+    if not most.isdigit() or not used.isdigit():  # "max": no limit
+        return None
+    fields = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    cached = int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
+    return int(most) - int(used) + cached
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

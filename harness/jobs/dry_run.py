@@ -1,0 +1,60 @@
+"""`dry_run=true`: what a run would do, without loading weights: prompts, lengths, bytes, time, folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evals.base import Task
+from harness.config.settings import Settings
+from harness.jobs.capacity import free_bytes, refusal, size
+from harness.jobs.run import Job
+from harness.models.base import ModelSource
+from harness.results.store import find, load
+from methods.base import Method
+
+SHOWN = 2  # prompts printed
+HEAD, TAIL = 300, 300  # characters of each
+
+
+def show(method: Method, task: Task, model: ModelSource, wanted: Settings) -> None:
+    """Print the plan; raises the same errors as the run itself would before its weights."""
+    job = Job.plan(method, task, model, wanted)
+    settings = job.settings
+    for item in job.items[:SHOWN]:
+        text = item.prompt.text
+        cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
+        print(f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}\n{cut}\n")
+    lengths = [len(item.prompt.ids) for item in job.items]
+    longest = max(len(item.prompt.ids) + item.new_tokens for item in job.items) * settings.batch
+    info = model.describe()
+    notes = sorted({finding.message for item in job.items for finding in item.findings})
+    rows = [
+        ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
+        ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
+        ("KV cache", f"{size(longest * info.kv_bytes_per_token(settings.dtype))} for Full at its longest"),
+        ("memory", _memory(job)),
+        ("time", _expected(job, sum(lengths))),
+        ("folder", str(job.folder)),
+        *(("lint", note) for note in notes),
+    ]
+    print("\n".join(f"{name:<9} {text}" for name, text in rows))
+
+
+def _memory(job: Job) -> str:
+    """What the run itself would be refused with, or that it fits."""
+    need, free = job.need(), free_bytes(job.settings.device)
+    fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
+    return refusal(need, job.settings, free) or fits
+
+
+def _expected(job: Job, tokens: int) -> str:
+    """From earlier runs of the same model on this device, the most recent first."""
+    root = Path(job.settings.results.root)
+    same = ("model", "dtype", "device", "threads")
+    earlier = [load(folder) for folder in find([root])] if any(root.glob("*/run.json")) else []
+    alike = [run for run in earlier if run.records and all(run.config.get(k) == job.config[k] for k in same)]
+    if not alike:
+        return "unknown: no run of this model on this device yet"
+    records = alike[-1].records
+    rate = sum(r.prompt_tokens for r in records) / sum(r.token_s[-1] for r in records)
+    return f"about {tokens / rate / 60:.1f} minutes at the {rate:.0f} prompt tokens/s of {alike[-1].folder.name}"

@@ -1,0 +1,174 @@
+"""From prompts to records: one attached model, one example (or batch of equal length) after the other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.engine.attach import Attachment
+from harness.engine.engine import Engine, Generation, Stop, after, never
+from harness.engine.graph import CudaGraphs
+from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
+from harness.engine.trace import Tracer, profile_file
+from harness.jobs.memory import PeakMeter
+from harness.jobs.preparation import Item, check_alike
+from harness.models.base import LoadedModel, ModelSource
+from harness.prompts.stops import StopRule
+from harness.prompts.teacher import Forced
+from harness.results.records import Record
+from kernels import ops
+
+if TYPE_CHECKING:
+    from harness.jobs.run import Job
+
+WARMUP_TOKENS = 4
+
+
+class Runner:
+    """Turns items into records with one attached model."""
+
+    def __init__(self, job: Job, attachment: Attachment, loaded: LoadedModel) -> None:
+        self.job, self.settings, self.loaded = job, job.settings, loaded
+        self.engine = Engine(
+            attachment,
+            prefill_chunk=job.settings.prefill_chunk,
+            fidelity=job.settings.fidelity,
+            recorder=CudaGraphs(loaded.model.device) if job.settings.graphs == "on" else None,
+        )
+        self.peaks = PeakMeter(loaded.model.device)
+        self._backends: dict[str, set[str]] = {}
+        if job.settings.trace == "on":
+            self.engine.tracer = Tracer(loaded.model.device, profile_file(job.folder))
+
+    def warm_up(self, pending: Sequence[Item]) -> None:
+        """The first forwards pay for allocations and lazy imports; the shortest examples take that off the clock."""
+        tracer, self.engine.tracer = self.engine.tracer, None
+        shortest = sorted(pending, key=lambda item: len(item.prompt.ids))[: self.settings.warmup]
+        for item in shortest:
+            self._run([item], max_new_tokens=min(item.new_tokens, WARMUP_TOKENS))
+        self.engine.tracer = tracer
+
+    def records(self, pending: Sequence[Item]) -> Iterator[Record]:
+        """Batches are cut from all examples, so that one that a kill tore in two is run again as it was."""
+        size, wanted = self.settings.batch, {item.example.id for item in pending}
+        for start in range(0, len(self.job.items), size):
+            batch = self.job.items[start : start + size]
+            asked = [place for place, item in enumerate(batch) if item.example.id in wanted]
+            if asked:
+                self.peaks.start()
+                generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
+                self.used(ops.used_backends())
+                yield from (self.record(batch[place], generation, place) for place in asked)
+
+    def used(self, backends: Mapping[str, Sequence[str]]) -> None:
+        """Backends of operations that ran for this job."""
+        for name, found in backends.items():
+            self._backends.setdefault(name, set()).update(found)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What run.json says of how the engine ran, as far as is known by now."""
+        return {
+            "own_forward": self.engine.plain_reason,
+            "plain_steps": self.engine.plain_steps,
+            "backends": {name: sorted(found) for name, found in self._backends.items()},
+        }
+
+    def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
+        check_alike(batch, self.settings)
+        context = batch[0].prompt.split if self.settings.protocol == "context" else None
+        ids = torch.tensor([item.prompt.ids for item in batch])
+        return self.engine.generate(ids, context_tokens=context, **self.ending(batch, max_new_tokens))
+
+    def ending(self, batch: Sequence[Item], max_new_tokens: int) -> dict[str, Any]:
+        """How the engine picks tokens for `batch`, and when it stops."""
+        stops = [self._stop(item) for item in batch]
+        return {"max_new_tokens": max_new_tokens, "stops": stops, "sampler": self._sampler(batch)}
+
+    def _stop(self, item: Item) -> Stop:
+        if item.forced:
+            return after(len(item.forced))
+        if self.settings.generation.force_length:
+            return never
+        return self._rule(item)
+
+    def _rule(self, item: Item) -> StopRule:
+        example = item.example
+        return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
+
+    def _sampler(self, batch: Sequence[Item]) -> Sampler:
+        """As asked; where the examples have a least length, nothing ends before it; where a text is given, that."""
+        if batch[0].forced:
+            return Forced(torch.tensor([item.forced for item in batch]))
+        sampler = self._free_sampler(batch[0])
+        least = batch[0].example.min_new_tokens
+        return MinLength(sampler, [self._rule(item).ends for item in batch], least) if least else sampler
+
+    def _free_sampler(self, item: Item) -> Sampler:
+        """Sampling starts from the example's own seed, so that a resumed run draws the same."""
+        wanted = self.settings.generation
+        if not wanted.temperature:
+            return Greedy()
+        device = self.loaded.model.device
+        digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4]))
+        return Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
+
+    def record(self, item: Item, made: Generation, place: int) -> Record:
+        example, tokens = item.example, made.tokens[place]
+        output = repr(made.nll[place]) if made.nll else self._rule(item).text(tokens)
+        score = self.job.task.score(example, output)
+        return Record(
+            id=example.id,
+            group=example.group,
+            prompt_sha256=item.sha256,
+            prompt_tokens=len(item.prompt.ids),
+            context_tokens=item.prompt.split if self.settings.protocol == "context" else None,
+            output=output,
+            tokens=tokens,
+            stop=made.stops[place],
+            score=score.value,
+            details=dict(score.details),
+            token_s=made.token_s[: len(tokens)],
+            seal_s=made.seal_s,
+            question_s=made.question_s,
+            attended_prompt=made.attended_prompt,
+            attended_total=made.attended_total,
+            union_prompt=made.union_prompt,
+            kv_device_bytes=made.kv.device_bytes,
+            kv_host_bytes=made.kv.host_bytes,
+            device_peak_bytes=self.peaks.device_bytes,
+            host_peak_bytes=self.peaks.host_bytes,
+            moved_bytes_per_step=made.moved_bytes_per_step,
+            hit_rate=made.hit_rate,
+            sealed=made.sealed,
+            fallback=made.fallback,
+            warnings=[finding.message for finding in item.findings],
+            fidelity=made.fidelity[place] if made.fidelity else None,
+            trace=made.trace,
+            graph_s=made.graph_s,
+            data=dict(example.data),
+            prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
+        )
+
+
+_loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}
+
+
+def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
+    """Whether it is there from the last run; another model is let go of, so that its memory counts as free."""
+    if (model, dtype, device) not in _loaded:
+        _loaded.clear()
+    return bool(_loaded)
+
+
+def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
+    """The model of the last run stays loaded for the next one of a sweep; never two at once."""
+    key = (model, dtype, device)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = model.load(dtype, device)
+    return _loaded[key]

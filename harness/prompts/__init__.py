@@ -1,0 +1,1 @@
+"""From an example to token ids, and where an answer ends."""

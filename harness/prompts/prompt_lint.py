@@ -1,0 +1,83 @@
+"""What is wrong with a prompt, before a model sees it: each finding one sentence with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from evals.base import Example
+from harness.prompts.prompt import Prompt, Tokenizer, shell
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Literal["error", "warning"]
+    code: str
+    message: str
+
+
+def lint(example: Example, prompt: Prompt, tokenizer: Tokenizer, window: int, new_tokens: int) -> list[Finding]:
+    """Errors make the run meaningless; warnings say what to mention beside the score."""
+    return [
+        *_empty(example, prompt),
+        *_too_long(prompt, window, new_tokens),
+        *_bos(prompt, tokenizer),
+        *_special_tokens(example, tokenizer),
+        *_prefix(example, prompt, tokenizer),
+        *_cut(example, prompt),
+    ]
+
+
+def _empty(example: Example, prompt: Prompt) -> Iterator[Finding]:
+    if not prompt.ids or not (example.context + example.question).strip():
+        yield Finding("error", "empty", f"Example {example.id} has no text: check the task's data.")
+
+
+def _too_long(prompt: Prompt, window: int, new_tokens: int) -> Iterator[Finding]:
+    needed = len(prompt.ids) + new_tokens
+    if needed > window:
+        yield Finding(
+            "error",
+            "window",
+            f"{len(prompt.ids)} prompt tokens and {new_tokens} new ones are {needed - window} more than the model's "
+            f"window of {window}: use shorter prompts, or a model with a longer window.",
+        )
+
+
+def _bos(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[Finding]:
+    bos = tokenizer.bos_token_id
+    if bos is not None and prompt.ids[:2] == (bos, bos):
+        yield Finding("error", "double_bos", "The prompt begins with BOS twice: take it out of the text or template.")
+
+
+def _special_tokens(example: Example, tokenizer: Tokenizer) -> Iterator[Finding]:
+    user = "\n".join((example.system, example.context, example.question, example.prefix))
+    names = sorted(str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in user)
+    if names:
+        yield Finding(
+            "warning",
+            "special_token",
+            f"The text holds {', '.join(names)}, which the tokenizer reads as special: drop or respell the example.",
+        )
+
+
+def _prefix(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> Iterator[Finding]:
+    tail = shell(tokenizer, example.system).tail if prompt.template else ""
+    if not prompt.text.endswith(tail + example.prefix):
+        yield Finding(
+            "error",
+            "prefix",
+            "The answer's first words do not stand right after the assistant's header: put them in Example.prefix.",
+        )
+
+
+def _cut(example: Example, prompt: Prompt) -> Iterator[Finding]:
+    if not prompt.cut_tokens:
+        return
+    remedy = "use a larger max_prompt_tokens, or say so beside the score"
+    yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut from the middle: {remedy}.")
+    user = example.context + example.question
+    before = [reference for reference in example.references if reference and reference in user]
+    if before and not any(reference in prompt.text for reference in before):
+        yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")

@@ -1,0 +1,54 @@
+"""When an answer ends: an EOS id or a stop string, found token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from harness.prompts.prompt import Tokenizer, decode, tokenize
+
+Reason = Literal["eos", "stop_string"]
+MARGIN = 4  # tokens decoded beyond the longest stop string: pieces of a character, a dropped leading space
+
+
+class StopRule:
+    """Call it after each new token with all new tokens. The first `min_new_tokens` can neither stop nor be cut."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int
+    ) -> None:
+        if not all(stop_strings):
+            raise ValueError("A stop string is empty, which would stop at once: leave it out.")
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.stop_strings = tuple(stop_strings)
+        self.min_new_tokens = min_new_tokens
+        # a token is at least one byte, so this many hold the string and whatever came with its last token
+        self._tail = max((len(stop.encode()) for stop in stop_strings), default=0) + MARGIN
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer by themselves: EOS, and the last of each stop string."""
+        return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
+
+    def __call__(self, tokens: list[int]) -> Reason | None:
+        if len(tokens) <= self.min_new_tokens:
+            return None
+        if tokens[-1] in self.eos_ids:
+            return "eos"
+        if self.stop_strings and self._find_stop(tokens, max(0, len(tokens) - self._tail))[1] is not None:
+            return "stop_string"
+        return None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The answer: no special tokens, nothing from EOS or stop string on."""
+        ends = (i for i in range(self.min_new_tokens, len(tokens)) if tokens[i] in self.eos_ids)
+        text, stop = self._find_stop(tokens[: next(ends, len(tokens))], 0)
+        return text[:stop]
+
+    def _find_stop(self, tokens: Sequence[int], start: int) -> tuple[str, int | None]:
+        """The text from token `start` on, and where in it the first stop string begins."""
+        text = decode(self.tokenizer, tokens[start:])
+        spared = len(decode(self.tokenizer, tokens[start : self.min_new_tokens])) if self.min_new_tokens > start else 0
+        found = [text.find(stop, max(0, spared - len(stop) + 1)) for stop in self.stop_strings]
+        return text, min((position for position in found if position >= 0), default=None)

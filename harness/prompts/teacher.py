@@ -1,0 +1,44 @@
+"""Teacher forcing: a given text is fed through the method's decode, and its likelihood is what comes out.
+
+The likelihood of the first token is the prefill's, that of every other token a decode step's behind the seal; so a
+method is measured on what it keeps of the context.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from evals.base import Example
+from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize
+
+
+class Forced:
+    """A sampler that picks `tokens` [B N], one a step, and adds up what they cost."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.costs: list[Tensor] = []  # [B] each, nats
+
+    def pick(self, logits: Tensor) -> Tensor:
+        ids = self.tokens[:, len(self.costs)].to(logits.device)
+        self.costs.append(-logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+        return ids
+
+    def mean_nll(self) -> list[float]:
+        """Per sequence, over the tokens fed so far."""
+        return [sum(costs) / len(costs) for costs in zip(*(cost.tolist() for cost in self.costs), strict=True)]
+
+
+def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens of the reference as they follow the prompt in one text; where the two would join into other tokens, those
+    of the reference alone. None where nothing is forced."""
+    if not example.teacher_forced:
+        return ()
+    if len(example.references) != 1 or not example.references[0]:
+        raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
+    reference = example.references[0]
+    ids, ends = tokenize(tokenizer, prompt.text + reference)
+    start = next((i for i, end in enumerate(ends) if end > len(prompt.text)), len(ids))
+    if tuple(ids[:start]) == prompt.ids[prompt.bos_added :]:
+        return tuple(ids[start:])
+    return tuple(tokenize(tokenizer, reference).ids)

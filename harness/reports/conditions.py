@@ -1,0 +1,91 @@
+"""Under what conditions the rows of a table came about: prompts, dtype, device, machine, versions, commit, settings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from harness.config.settings import Settings
+from harness.reports.compare import Comparison, Entry
+from harness.reports.labels import NOT_NAMED, flat, spelled_out
+from harness.results.records import Record
+from harness.results.store import StoredRun
+
+SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
+
+
+def conditions(comparison: Comparison) -> Iterator[str]:
+    """One line per subject. Where the rows of a table differ in one, it says which row has what."""
+    entries = comparison.entries
+    yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
+    yield "; ".join(_per_row(what, entries) for what in ("dtype", "device", "machine"))
+    yield "; ".join(_per_row(what, entries) for what in ("torch", "commit"))
+    if common := _common_settings([entry.run for entry in entries]):
+        yield f"settings: {common}"
+
+
+def origin(run: StoredRun) -> dict[str, Any]:
+    """What run.json says of the machine and the code, flat: null where it says nothing."""
+    known = run.info.get("provenance") or {}
+    machine, git = known.get("machine") or {}, known.get("git") or {}
+    return {
+        "commit": git.get("commit"),
+        "dirty": git.get("dirty"),
+        "sources": known.get("sources"),
+        "torch": (known.get("versions") or {}).get("torch"),
+        "cpu": machine.get("cpu"),
+        "device_name": machine.get("device_name"),
+        "threads": machine.get("threads"),
+        "load_average": (machine.get("load_average") or [None])[0],
+    }
+
+
+def _prompts(records: Sequence[Record]) -> Iterator[str]:
+    """Their real lengths, by the length that was asked for where the task has one."""
+    lengths: dict[Any, dict[str, int]] = defaultdict(dict)
+    for record in records:
+        lengths[record.data.get("length")][record.prompt_sha256] = record.prompt_tokens
+    for asked, tokens in sorted(lengths.items(), key=lambda pair: pair[0] or 0):
+        low, high = min(tokens.values()), max(tokens.values())
+        span = f"{low} tokens" if low == high else f"{low} to {high} tokens, median {median(tokens.values()):.0f}"
+        yield span if asked is None else f"length={asked}: {span}"
+    if not lengths:
+        yield "none was run"
+
+
+def _per_row(what: str, entries: Sequence[Entry]) -> str:
+    rows: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        rows[_facts(entry.run)[what]].append(entry.title)
+    if len(rows) == 1:
+        return f"{what}: {next(iter(rows))}"
+    most = max(rows, key=lambda fact: len(rows[fact]))
+    named = [f"{fact} ({', '.join(titles)})" for fact, titles in rows.items() if fact != most]
+    return f"{what}: {most}, but {', '.join(named)}"
+
+
+def _facts(run: StoredRun) -> dict[str, str]:
+    known = origin(run)
+    threads = f"{known['threads']} thread{'s' * (known['threads'] > 1)}" if known["threads"] else ""
+    names = dict.fromkeys(filter(None, (known["device_name"], known["cpu"], threads)))
+    commit = (known["commit"] or "unknown")[:7] + " (dirty)" * bool(known["dirty"])
+    return {
+        "dtype": str(run.config.get("dtype")),
+        "device": str(run.config.get("device")),
+        "machine": ", ".join(names) or "unknown",
+        "torch": known["torch"] or "unknown",
+        "commit": commit,
+    }
+
+
+def _common_settings(runs: Sequence[StoredRun]) -> str:
+    """Settings that are no default and that all rows share: labels say the others."""
+    usual = flat(asdict(Settings()))
+    found = [flat({key: value for key, value in run.config.items() if key in asdict(Settings())}) for run in runs]
+    left_out = {*NOT_NAMED, *SHOWN_APART}
+    keys = [key for key in found[0] if key in usual and key.partition(".")[0] not in left_out]
+    shared = [key for key in keys if all(one.get(key) == found[0][key] != usual[key] for one in found)]
+    return ", ".join(spelled_out(found[0], shared))

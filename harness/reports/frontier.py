@@ -1,0 +1,157 @@
+"""Score against cost: what each method reads, moves and waits, a line per method over its budgets."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from harness.reports import figures
+
+Row = Mapping[str, Any]  # a summary, with `label` naming its line
+
+# Twelve that differ for normal and for colour-blind eyes (M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black.
+COLOURS = (
+    "#008df9", "#e20134", "#009f81", "#ff6e3a", "#8400cd", "#ffc33b",
+    "#ff5aaf", "#00c2f9", "#9f0162", "#00d302", "#a0522d", "#7a7a7a",
+)  # fmt: skip
+MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
+SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+CROWDED = 6  # from so many lines on, intervals cover more than they say
+NAME_WIDTH = 30  # characters of a line in the legend
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One cost to hold the score against; rows without it, or where it is 0, are not drawn."""
+
+    name: str
+    cost: Callable[[Row], float | None]
+    log: bool = False
+
+    def points(self, rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
+        lines: dict[str, list[tuple[float, Row]]] = defaultdict(list)
+        for row in rows:
+            if row["score"]["mean"] is not None and (x := self.cost(row)):
+                lines[row["label"]].append((x, row))
+        return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
+
+
+def _read(row: Row) -> float | None:
+    """Percent of the prompt: over all query heads of a KV head, where that was counted."""
+    share = row["budget"]["union"]["share"] or row["budget"]["attended"]["share"]
+    return _scaled(share, 100)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+PANELS = (
+    Panel("prompt tokens a KV head reads per step (%)", _read, log=True),
+    Panel("KV cache on the device (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
+    Panel("moved between tiers per step (MiB)", lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20)),
+    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000)),
+)
+
+
+def has_frontier(rows: Sequence[Row]) -> bool:
+    """Whether there is another method beside Full, with a score and a cost."""
+    others = [row for row in rows if row["method"] != "full"]
+    return any(panel.points(others) for panel in PANELS)
+
+
+def frontier(rows: Sequence[Row], path: Path, title: str = "") -> None:
+    """Full is the dashed line. With up to six lines each point has its interval."""
+    panels = [panel for panel in PANELS if panel.points([row for row in rows if row["method"] != "full"])]
+    if not panels:
+        raise ValueError("nothing to draw: no row has a score with a cost beside it")
+    labels = sorted({row["label"] for row in rows if row["method"] != "full"})
+    legend = _legend(rows, labels)
+    figure = Figure(figsize=_size(len(panels), legend), layout=ConstrainedLayoutEngine(wspace=0.06))
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        for label, points in panel.points(rows).items():
+            if label in labels:
+                _line(axes, points, _style(labels.index(label)), intervals=len(labels) <= CROWDED)
+        _full(axes, panel, rows)
+        _finish(axes, panel)
+    first = figure.axes[0]
+    first.set_ylabel("score (0-100), 95 % interval" if len(labels) <= CROWDED else "score (0-100)")
+    first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f}"))
+    low, high = first.get_ylim()
+    first.set_ylim(max(-0.03, low), min(1.03, high))
+    figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
+    figures.title(figure, title)
+    figures.save(figure, path)
+
+
+def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
+    """Inches, with room for the legend beside the panels."""
+    names = [str(line.get_label()).split("\n") for line in legend]
+    width = 0.7 + 0.075 * max(len(line) for name in names for line in name)
+    return 0.6 + 3.6 * panels + width, max(3.7, 0.3 + sum(0.08 + 0.15 * len(name) for name in names))
+
+
+def _style(number: int) -> dict[str, Any]:
+    mark = MARKS[number % len(MARKS)]
+    colour, line = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else (0, (3, 1.5))
+    return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, Row]], style: Mapping[str, Any], intervals: bool) -> None:
+    """The budgets of one method, joined."""
+    xs, means = [x for x, _ in points], [row["score"]["mean"] for _, row in points]
+    if intervals:
+        low, high = zip(*(row["score"]["ci95"] or [row["score"]["mean"]] * 2 for _, row in points), strict=True)
+        axes.vlines(xs, low, high, color=style["color"], linewidth=2.2, alpha=0.3, zorder=2)
+    axes.plot(xs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False)
+
+
+def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+    full = [row for row in rows if row["method"] == "full" and row["score"]["mean"] is not None]
+    for row in full:
+        axes.axhline(row["score"]["mean"], color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    for points in panel.points(full).values():
+        axes.plot(
+            [x for x, _ in points], [row["score"]["mean"] for _, row in points],
+            color=figures.INK, marker="*", markersize=10, linestyle="", zorder=3, clip_on=False,
+        )  # fmt: skip
+
+
+def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
+    """A line for each method, Full first; long names are broken at spaces, never cut."""
+    full = sorted({row["label"] for row in rows if row["method"] == "full"})
+    star = {"color": figures.INK, "marker": "*", "markersize": 9, "linewidth": 0.8, "linestyle": (0, (4, 3))}
+    styles = [(label, star) for label in full] + [(label, _style(number)) for number, label in enumerate(labels)]
+    return [
+        Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
+        for label, style in styles
+    ]
+
+
+def _finish(axes: Axes, panel: Panel) -> None:
+    axes.set_xlabel(panel.name)
+    if panel.log:
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        axes.set_xticks([share for share in SHARES if low <= share <= high])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        if axes.dataLim.xmin < 0.4 * axes.dataLim.xmax:  # else from 0 on would leave the lines too little room
+            axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(color=figures.GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(figures.SOFT)
+    figures.plain(axes)

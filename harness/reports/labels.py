@@ -1,0 +1,160 @@
+"""What a run is called beside others: by the preset the user typed, and by the settings in which it differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, groupby
+from os.path import commonpath, relpath
+from typing import Any
+
+from harness.config.catalogue import entries
+from harness.config.plugins import TARGET
+from harness.config.settings import Settings
+from harness.results.store import StoredRun
+from harness.results.summary import model_name
+
+NOT_NAMED = (
+    "budget",
+    "results",
+    "data",
+    "baseline",
+    "progress",
+    "dry_run",
+    "memory_check",
+    "warmup",
+)  # no part of a label
+SAID_BY_TABLE = ("dtype", "device", "threads", "placement")  # in a line above it, or a column
+ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
+LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
+Flat = dict[str, Any]  # dotted key -> value
+
+
+def name(run: StoredRun, kind: str) -> str:
+    """The preset as typed (`method=snapkv_kernel15`), else the plug-in's module."""
+    return str((run.info.get("presets") or {}).get(kind) or run.info.get(kind))
+
+
+def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
+    """One title per table, each given by one of its runs: task, model, protocol, and where two tables share these, what
+    tells them apart among the settings `keys`."""
+    plain = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
+    settings = [flat({key: run.config.get(key) for key in keys}) for run in runs]
+    return [" ".join([title, *told]) for title, told in zip(plain, _among_namesakes(plain, settings), strict=True)]
+
+
+def labels(runs: Sequence[StoredRun]) -> list[str]:
+    """One label per row, without its budget: the method's name; where others share it, every setting in which they
+    differ; parameters that are not the preset's; and settings that are not the default, where the table's rows differ
+    in them. No two rows share both label and budget."""
+    names = [name(run, "method") for run in runs]
+    settings = [flat({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
+    told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
+    full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
+    seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
+    twins = [seen.count(one) > 1 for one in seen]
+    marks = [f" {_mark(run, runs)}" if twin else "" for twin, run in zip(twins, runs, strict=True)]
+    return [label + mark for label, mark in zip(full, marks, strict=True)]
+
+
+def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
+    """Of a run that no setting tells from another (its sources differ): its hash; of the same run twice, its place."""
+    mark = f"#{run.folder.name.rpartition('-')[2][:4]}"
+    if sum(other.folder.name == run.folder.name for other in runs) == 1:
+        return mark
+    places = [other.folder.resolve().parent for other in runs]
+    return f"{mark} {relpath(run.folder.resolve().parent, commonpath(places))}"
+
+
+def asked(run: StoredRun) -> str:
+    """The budget of a run, word for word."""
+    return str(run.config.get("layer_budgets") or run.config.get("budget"))
+
+
+def budget(summary: Mapping[str, Any]) -> str:
+    """As it was asked: tokens, or a share in percent; from least to most where layers differ; empty where the method
+    has none."""
+    layers = summary["budget"]["layers"]
+    if not layers:
+        return _budget(summary["budget"]["asked"])
+    if len({type(one) for one in layers}) > 1:
+        return "by layer"
+    ends = dict.fromkeys(_budget(end) for end in (min(layers), max(layers)))
+    return f"{'-'.join(ends)} by layer"
+
+
+def _budget(one: float | None) -> str:
+    return f"{100 * one:g}%" if isinstance(one, float) else "" if one is None else str(one)
+
+
+def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
+    """For each, `key=value` of the settings in which those of the same name differ."""
+    for name, mine in zip(names, settings, strict=True):
+        rivals = [theirs for other, theirs in zip(names, settings, strict=True) if other == name]
+        yield spelled_out(mine, _differing(rivals))
+
+
+def _changed(run: StoredRun, settings: Flat) -> list[str]:
+    """`key=value` of the method's parameters that are not those of the preset it was typed as."""
+    typed = (run.info.get("presets") or {}).get("method")
+    preset = next((entry for entry in entries("method") if entry.name == typed), None)
+    if preset is None:
+        return []
+    usual = {f"method.{key}": value for key, value in preset.values().items()}
+    return spelled_out(settings, [key for key, value in usual.items() if str(settings.get(key, value)) != str(value)])
+
+
+def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:
+    """For each, `key=value` of the settings of the run itself that the rows do not share and that are no default here.
+
+    What every table says by itself (harness/reports/conditions.py) is left out.
+    """
+    usual = {key: value for key, value in flat(asdict(Settings())).items() if key not in SAID_BY_TABLE}
+    own = [{key: mine.get(key, value) for key, value in usual.items()} for mine in settings]  # older runs lack some
+    differing = [*_differing(own), *ALWAYS_NAMED]
+    for mine, values in zip(settings, own, strict=True):
+        yield spelled_out(mine, [key for key in differing if values[key] != usual[key]])
+
+
+def _differing(settings: Sequence[Flat]) -> list[str]:
+    """Keys in which these differ; a run older than a setting says nothing of it."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if len({str(one[key]) for one in settings if key in one}) > 1]
+
+
+def spelled_out(mine: Flat, keys: Sequence[str]) -> list[str]:
+    """`key=value` of each. Null is nothing that anybody asked for: the others' values tell."""
+    return [_told(key, mine) for key in keys if mine.get(key) is not None]
+
+
+def _told(key: str, mine: Flat) -> str:
+    if key.endswith(TARGET):
+        return str(mine[key]).rpartition(".")[2]
+    return f"{_short(key, mine)}={spelled(mine[key])}"
+
+
+def _short(key: str, keys: Flat) -> str:
+    """The last word of a dotted key, where no other key ends in it."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def spelled(value: Any) -> str:
+    """As on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], and what stays long is its hash."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        runs = [(spelled(one), len(list(same))) for one, same in groupby(value)]
+        text = f"[{','.join(text if count == 1 else f'{count}x{text}' for text, count in runs)}]"
+    else:
+        text = str(value)
+    return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Flat:
+    """With dotted keys."""
+    found: Flat = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

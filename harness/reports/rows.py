@@ -1,0 +1,211 @@
+"""What a report says of each run: the cells of its row, its scores per group, and the notes below the table."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.engine.phases import PARTS
+from harness.reports.compare import Comparison, Entry, alarms
+from harness.reports.labels import budget
+from harness.results.store import StoredRun
+from harness.terminal.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
+
+STAMPS = {
+    "S": "simulated: the cost is not paid in this code path, so speed is left out",
+    "T": "traced: the clocks inside a step cost time, so speed is left out",
+    "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
+    "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
+    "C": "continued: times come from more than one session",
+    "R": "running",
+    "I": "interrupted",
+    "F": "failed",
+    "!": "see the notes",
+}
+
+
+def score_table(comparison: Comparison) -> list[Column]:
+    """The main table: what it scored, at which share of the prompt, how fast, with how many bytes."""
+    entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
+    holds = comparison.significant
+    ttft, ttft_unit = scaled([row["ttft_s"]["p50"] for row in rows], SECONDS)
+    tt2t, tt2t_unit = scaled([row["tt2t_s"]["p50"] for row in rows], SECONDS)
+    tpot, tpot_unit = scaled([row["tpot_s"][key] for row in rows for key in ("p50", "p90")], SECONDS)
+    stored = [row["memory"][key] for row in rows for key in ("kv_device_bytes", "kv_host_bytes")]
+    kv, kv_unit = scaled(stored, BYTES)
+    moved, moved_unit = scaled([row["memory"]["moved_bytes_per_step"] for row in rows], BYTES)
+    beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
+    return [
+        Column("method", "", [entry.label for entry in entries], left=True),
+        Column("budget", "", [budget(row) for row in rows]),
+        Column("attended", "%", [percent(row["budget"]["attended"]["share"]) for row in rows]),
+        Column("read per\nKV head\n(union)", "%", [percent(row["budget"]["union"]["share"]) for row in rows]),
+        Column("score", "95% CI", [_with_ci(row["score"]["mean"], row["score"]["ci95"]) for row in rows]),
+        Column("vs full", "95% CI", [_with_ci(one["diff"], one["ci95"], sign=True) for one in beside]),
+        Column("p", "", [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]),
+        *_fidelity(rows),
+        Column("TTFT", ttft_unit, ttft),
+        Column("TT2T", tt2t_unit, tt2t),
+        Column("TPOT p50/90", tpot_unit, [f"{a}/{b}" if a else "" for a, b in zip(tpot[::2], tpot[1::2], strict=True)]),
+        Column("decode", "tok/s", [digits(x) if (x := row["throughput_tok_s"]) is not None else "" for row in rows]),
+        Column("KV dev", kv_unit, kv[::2]),
+        Column("KV host", kv_unit, kv[1::2] if any(stored[1::2]) else [""] * len(rows)),
+        Column("moved", f"{moved_unit}/step", moved if any(float(cell or 0) for cell in moved) else [""] * len(rows)),
+        Column("hits", "%", [percent(row["memory"].get("hit_rate")) for row in rows]),
+        Column("n", "", [_count(entry) for entry in entries]),
+        Column("", "", [_stamps(entry) for entry in entries], left=True),
+    ]
+
+
+def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Columns that stay empty, and so out of the table, where fidelity was not measured."""
+    found = [row["fidelity"] or {} for row in rows]
+    shares = [Column(name, "%", [percent(one.get(name)) for one in found]) for name in ("recall", "mass")]
+    return [*shares, Column("KL", "nats", ["" if one.get("kl") is None else digits(one["kl"]) for one in found])]
+
+
+def group_table(comparison: Comparison) -> list[Column]:
+    """Score per group of examples; empty where there is one group alone. *: differs from Full, after Holm over them."""
+    scores = [entry.summary["score"]["groups"] for entry in comparison.entries]
+    groups = list(dict.fromkeys(group for run in scores for group in run))
+    if len(groups) < 2:
+        return []
+    sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
+    columns = [Column("group", "", groups, left=True), Column("n", "", [str(size) for size in sizes.values()])]
+    for entry, run in zip(comparison.entries, scores, strict=True):
+        holds = entry.significant_groups
+        cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
+        columns.append(Column(entry.label, budget(entry.summary), cells))
+    return columns
+
+
+def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
+    """An unfinished group says over how many examples its mean is."""
+    return percent(score["mean"]) + "*" * holds + (f" ({score['n']})" if score["n"] < size else "")
+
+
+def average_table(comparison: Comparison) -> list[Column]:
+    """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
+    runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
+    names = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
+    if not names:
+        return []
+    raw = {name for name in names if any(run.get(name, 0) > 1 for run in runs)}
+    columns = [Column("average", "", names, left=True)]
+    for entry, run in zip(comparison.entries, runs, strict=True):
+        shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
+        cells = [shown.get(name, "") for name in names]
+        columns.append(Column(entry.label, budget(entry.summary), cells))
+    return columns
+
+
+def trace_table(comparison: Comparison) -> list[Column]:
+    """Where the time of a decode step goes; empty where no run was traced."""
+    traced = [entry for entry in comparison.entries if entry.summary["trace"]]
+    if not traced:
+        return []
+    names = ("step", *PARTS)
+    found = [entry.summary["trace"][f"{name}_s"] for entry in traced for name in names]
+    cells, unit = scaled(found, SECONDS)
+    return [
+        Column("decode step", "", [entry.label for entry in traced], left=True),
+        Column("budget", "", [budget(entry.summary) for entry in traced]),
+        *(Column(name, unit, cells[place :: len(names)]) for place, name in enumerate(names)),
+    ]
+
+
+def notes(comparison: Comparison) -> Iterator[str]:
+    """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
+    yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
+    if comparison.significant or any(entry.significant_groups for entry in comparison.entries):
+        yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
+    yield from _power(comparison)
+    if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
+        yield "budget_rule=paper: sinks and windows that the method's paper does not count come on top; see `attended`"
+    if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
+        yield (
+            "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
+            "that one KV head reads for all its query heads, counted at the last step of each example"
+        )
+    used = {stamp for entry in comparison.entries for stamp in _stamps(entry)}
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    for entry in comparison.entries:
+        if entry.summary["status"] != "complete":
+            yield f"not complete: {entry.title}, {entry.summary['status']} after {_count(entry)} examples"
+    for entry in comparison.entries:
+        if again := entry.run.info.get("rescored"):
+            yield _rescored(entry, again)
+        if entry.full and (versions := (_scorer(entry.run), _scorer(entry.full)))[0] != versions[1]:
+            yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
+    yield from _merged_warnings(comparison.entries)
+    yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+
+
+def _power(comparison: Comparison) -> Iterator[str]:
+    """Which differences the tests of this table could find at all."""
+    found, count = comparison.detectable, len(comparison.tested)
+    over = f"after Holm's correction over {count} rows" if count > 1 else "in this one comparison"
+    if sizes := [100 * size for _, size in found if size is not None]:
+        span = " to ".join(dict.fromkeys((f"{min(sizes):.1f}", f"{max(sizes):.1f}")))
+        yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
+    if few := ", ".join(entry.title for entry, size in found if size is None):
+        yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
+
+
+def _scorer(run: StoredRun) -> str:
+    """Version of the task that made the scores that are shown."""
+    again = run.info.get("rescored", {}).get("present")
+    return str((again or {"task_version": run.info.get("task_info", {}).get("version")})["task_version"])
+
+
+def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:
+    first, present = again["first"], again["present"]
+    return (
+        f"scored again: {entry.title} on {again['at'][:10]} (task version {first['task_version']} -> "
+        f"{present['task_version']}): {again['changed']} of {entry.summary['num_examples']} scores differ, "
+        f"mean {percent(first['mean'], 2)} -> {percent(present['mean'], 2)}"
+    )
+
+
+def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
+    """A warning of several runs becomes one note; where it counts examples, each run keeps its count."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        for warning in entry.summary["warnings"]:
+            counted = re.match(r"(\d+) of (\d+) (examples .*)", warning)
+            what, count = (counted[3], f" {counted[1]}/{counted[2]}") if counted else (warning, "")
+            where[what].append(f"{entry.title}{count}")
+    for what, runs in where.items():
+        yield f"! {what}: {', '.join(runs)}" if what.startswith("examples ") else f"! {', '.join(runs)}: {what}"
+
+
+def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
+    if value is None:
+        return ""
+    return f"{percent(value, 1, sign)} {_ends(ci, sign)}".strip() if ci else percent(value, 1, sign)
+
+
+def _ends(ci: Sequence[float], sign: bool) -> str:
+    """Without decimals, unless an end of a difference would then read 0 and is not."""
+    places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
+    return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
+
+
+def _count(entry: Entry) -> str:
+    done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
+    return str(done) if expected in (None, done) else f"{done}/{expected}"
+
+
+def _stamps(entry: Entry) -> str:
+    row = entry.summary
+    marks = {
+        "S": row["simulated"],
+        "T": row["traced"],
+        "H": row["host_is_cpu"] and row["memory"]["kv_host_bytes"],
+        "P": entry.run.info.get("plain_steps"),
+        "C": entry.run.info.get("earlier"),
+    }
+    status = {"running": "R", "interrupted": "I", "failed": "F"}.get(row["status"], "")
+    return "".join(mark for mark, true in marks.items() if true) + status + "!" * bool(row["warnings"])

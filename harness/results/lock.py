@@ -1,0 +1,81 @@
+"""One writer per run folder: a lock that the kernel drops when its process dies, however it dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from harness.results.records import StoreError
+from harness.terminal.notices import say_once
+
+NAME = ".lock"
+TRIES, PAUSE_S = 5, 0.05  # a report that looks whether the run is alive holds the lock for an instant
+_held: set[Path] = set()  # by this process, which would wait for itself for ever
+
+
+class FolderInUse(StoreError):
+    """Another process writes this run folder."""
+
+
+class FolderLock:
+    """`flock` on a file beside the results; the file stays, only the lock comes and goes."""
+
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
+        """`wait` for another process to let go; else, and where this one holds it itself, raise `FolderInUse`."""
+        self.folder = folder.resolve()
+        self.fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        for attempt in range(TRIES):
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt < TRIES - 1:
+                    time.sleep(PAUSE_S)
+                elif wait and self.folder not in _held:
+                    self._wait()
+                else:
+                    holder = _holder(self.fd)
+                    os.close(self.fd)
+                    raise FolderInUse(
+                        f"{folder} is being written by {holder}: wait until it ends, or stop it, and start again to "
+                        "resume"
+                    ) from None
+        _held.add(self.folder)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _wait(self) -> None:
+        """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
+        say_once(f"waiting for {_holder(self.fd)}, which is writing {self.folder.name}")
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
+        except BaseException:  # Ctrl-C
+            os.close(self.fd)
+            raise
+
+    def release(self) -> None:
+        _held.discard(self.folder)
+        os.close(self.fd)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process is writing the folder now."""
+    with suppress(FileNotFoundError, PermissionError), open(folder / NAME, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _holder(fd: int) -> str:
+    """Who wrote its name into the lock file last."""
+    with suppress(ValueError, KeyError, TypeError):
+        plain = json.loads(os.pread(fd, 1000, 0))
+        return f"process {plain['pid']} on {plain['host']}"
+    return "another process"

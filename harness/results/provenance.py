@@ -1,0 +1,129 @@
+"""What a run must say of itself: the code that ran, the versions around it, the machine under it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("harness", "methods", "kernels", "evals")
+SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
+DISTRIBUTIONS = ("torch", "transformers", "triton", "datasets", "numpy", "scipy", "gguf", "hydra-core", "kv-harness")
+
+
+def now() -> str:
+    """ISO 8601, UTC, whole seconds."""
+    return when(datetime.now(UTC).timestamp())
+
+
+def when(seconds: float) -> str:
+    """The same of a file's time stamp."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def source_hash(plugins: Sequence[Path] = (), root: Path = ROOT) -> str:
+    """sha256 over names and contents of all sources of the four packages, and of plug-in files from outside."""
+    digest = hashlib.sha256()
+    inside = [file for package in PACKAGES for file in (root / package).rglob("*") if file.suffix in SOURCES]
+    named = [(file.relative_to(root).as_posix(), file) for file in inside if file.is_file()]
+    named += [(f"plug-in {file.name}", file) for file in plugins]
+    for name, file in sorted(named):
+        content = file.read_bytes()
+        digest.update(f"{name}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def git() -> dict[str, Any]:
+    """Commit and dirty flag of the checkout that holds this file; null without git, or where git does not know it."""
+    unknown = {"commit": None, "dirty": None}
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return unknown
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", str(ROOT))
+    return {"commit": commit, "dirty": bool(changes)} if commit and changes is not None else unknown
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
+    """Installed versions, null where absent. Imports nothing."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in distributions:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The machine at this moment; the load average tells whether it was idle."""
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(_physical_cores()) or None,
+        "cpus_usable": len(os.sched_getaffinity(0)),
+        "threads": _torch_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "device": device,
+        "device_name": _device_name(device),
+    }
+
+
+def provenance(device: str = "cpu", plugins: Sequence[Path] = ()) -> dict[str, Any]:
+    """Everything above, as it is stored in run.json."""
+    return {
+        "time": now(),
+        "sources": source_hash(plugins),
+        "git": git(),
+        "versions": versions(),
+        "machine": machine(device),
+    }
+
+
+def _cpuinfo() -> list[dict[str, str]]:
+    """One dict per logical CPU; empty where the system has no /proc."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    blocks = [block.splitlines() for block in text.strip().split("\n\n")]
+    pairs = [[line.partition(":") for line in block] for block in blocks]
+    return [{key.strip(): value.strip() for key, _, value in block} for block in pairs]
+
+
+def _cpu_model() -> str:
+    names = [cpu["model name"] for cpu in _cpuinfo() if "model name" in cpu]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _physical_cores() -> set[tuple[str, str]]:
+    return {(cpu["physical id"], cpu["core id"]) for cpu in _cpuinfo() if {"physical id", "core id"} <= cpu.keys()}
+
+
+def _torch_threads() -> int | None:
+    """Threads of one operation; asked only of a torch that is already loaded."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch else None
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return _cpu_model()
+    import torch
+
+    return str(torch.cuda.get_device_name(device))

@@ -1,0 +1,1 @@
+"""What a user reads on a terminal: notices and tables."""
