@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from harness.jobs.run import evaluate
 
 __all__ = ["Engine", "attached", "evaluate"]
-_HOMES = {
-    "attached": "harness.engine.engine.attach",
-    "evaluate": "harness.jobs.run",
-    "Engine": "harness.engine.engine",
-}
+_HOMES = {"attached": "harness.engine.attach", "evaluate": "harness.jobs.run", "Engine": "harness.engine.engine"}
 
 settle_clashes()
 
