@@ -81,6 +81,14 @@ def test_no_block_is_left_out() -> None:
     assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output"}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w./-])(?:harness|methods|evals|kernels|conf|tests|docs)/[\w./-]+\.[a-z]+\b", text)
+    own = re.findall(r"^`(\S+)`:$", text, re.M)  # files that the page itself brings
+    assert [name for name in named if name not in own and not (ROOT / name).is_file()] == []
+
+
 @of_kind("python")
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     if "SmolLM2" in block.text and not installed():
