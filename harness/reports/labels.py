@@ -135,9 +135,10 @@ def _told(key: str, mine: Flat) -> str:
 
 
 def _short(key: str, keys: Flat) -> str:
-    """The last word of a dotted key, where no other key ends in it."""
+    """The last word of a dotted key, where no other key that is set ends in it."""
     last = key.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+    rivals = [other for other, value in keys.items() if other.rpartition(".")[2] == last and value is not None]
+    return last if len(rivals) == 1 else key
 
 
 def spelled(value: Any) -> str:

@@ -123,3 +123,9 @@ def test_the_place_of_the_cache_is_a_column_and_no_name(tmp_path: Path) -> None:
     assert rows(tmp_path) == ["h2o 10%", "quest 10%"]
     quest(tmp_path, placement="device")
     assert rows(tmp_path) == ["h2o 10%", "quest placement=device 10%", "quest placement=host 10%"]
+
+
+def test_a_key_that_only_a_null_shares_is_short(tmp_path: Path) -> None:
+    for sinks in (0, 4):
+        quest(tmp_path, method=MANY | {"sinks": sinks}, windows={"sinks": None, "recent_ratio": None})
+    assert set(rows(tmp_path)) == {"quest sinks=0 10%", "quest sinks=4 10%"}
