@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
-
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, anything, integer
 from kernels.cpu.library import load
 
-_read = load("bandwidth").read_all
-_read.argtypes = [c_void_p, c_int64]
-_read.restype = c_int64
+
+class ReadAll(Struct):
+    x = anything()
+    bytes = integer()
+
+
+_library = load("bandwidth", Function("read_all", ReadAll, returns="int64_t"))
 
 
 def read(x: Tensor) -> int:
     """Reads all of x, which lies in one piece."""
-    return int(_read(x.data_ptr(), x.nbytes))
+    return int(_library.read_all(x=x, bytes=x.nbytes))

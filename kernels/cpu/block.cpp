@@ -52,13 +52,7 @@ void products(const Weights& by, int64_t all, int64_t count, const typename T::E
     }
 }
 
-struct Inputs {
-    const void *x, *cos, *sin;
-    void *normed, *q, *k, *v;
-    int64_t batch, turned, per_sequence;  // channels that turn; channels of cos from one sequence to the next, or 0
-};
-
-template <class T> void attention_inputs(const Block& block, const Inputs& in) {
+template <class T> void attention_inputs(const BlockWeights& block, const BlockInputs& in) {
     using E = typename T::Element;
     int64_t width = block.channels, padded = whole_lines(width, T::WIDTH), dim = block.head_dim;
     int64_t outs[] = {block.heads * dim, block.kv_heads * dim, block.kv_heads * dim};
@@ -85,15 +79,15 @@ template <class T> void attention_inputs(const Block& block, const Inputs& in) {
             int64_t at = is_q ? head : head - in.batch * block.heads;
             int64_t b = at / (is_q ? block.heads : block.kv_heads);
             finish_head((is_q ? to[0] : to[1]) + at * dim, dim, (const E*)(is_q ? block.q_norm : block.k_norm),
-                        block.eps, (const E*)in.cos + b * in.per_sequence, (const E*)in.sin + b * in.per_sequence,
+                        block.eps, (const E*)in.cos + b * angles_apart(in), (const E*)in.sin + b * angles_apart(in),
                         in.turned);
         }
     }
 }
 
-template <class T>
-void block_output(const Block& block, const void* hidden, const void* attended, void* result, int64_t batch) {
+template <class T> void block_output(const BlockWeights& block, const BlockOutput& in) {
     using E = typename T::Element;
+    const int64_t batch = in.rows;
     int64_t width = block.channels, padded = whole_lines(width, T::WIDTH), inner = block.inner;
     int64_t from = block.heads * block.head_dim, from_padded = whole_lines(from, T::WIDTH);
     int64_t inner_padded = whole_lines(inner, T::WIDTH);
@@ -103,11 +97,11 @@ void block_output(const Block& block, const void* hidden, const void* attended, 
     E* active = room(inner_room, batch * inner_padded);
     E *gate = room(gate_room, batch * inner), *up = room(up_room, batch * inner);
     for (int64_t b = 0; b < batch; b++) {
-        std::memcpy(heads + b * from_padded, (const E*)attended + b * from, from * sizeof(E));
+        std::memcpy(heads + b * from_padded, (const E*)in.attended + b * from, from * sizeof(E));
         std::fill(heads + b * from_padded + from, heads + (b + 1) * from_padded, E(0));
         std::fill(active + b * inner_padded + inner, active + (b + 1) * inner_padded, E(0));
     }
-    const E* x = (const E*)hidden;
+    const E* x = (const E*)in.x;
     Team team;
 #pragma omp parallel num_threads(team.threads)
     {
@@ -131,20 +125,14 @@ void block_output(const Block& block, const void* hidden, const void* attended, 
             gated(gate + b * inner + first, up + b * inner + first, last - first, active + b * inner_padded + first);
 #pragma omp barrier
         products<T>(block.down, width, inner, active, batch, [&](int64_t row, int64_t b, float y) {
-            put((E*)result + b * width + row, to_float(middle[b * width + row]) + round_to<E>(y));
+            put((E*)in.out + b * width + row, to_float(middle[b * width + row]) + round_to<E>(y));
         });
     }
 }
 
-struct Head {
-    int64_t is_bf16, channels, rows;
-    double eps;
-    const void* norm;
-    Weights weights;
-};
-
-template <class T> void token_logits(const Head& head, const void* x, void* out, int64_t batch) {
+template <class T> void token_logits(const HeadWeights& head, const TokenLogits& in) {
     using E = typename T::Element;
+    const int64_t batch = in.batch;
     int64_t padded = whole_lines(head.channels, T::WIDTH);
     Team team;
 #pragma omp parallel num_threads(team.threads)
@@ -153,26 +141,23 @@ template <class T> void token_logits(const Head& head, const void* x, void* out,
         static thread_local Buffer<E> own;
         E* normed = room(own, batch * padded);
         for (int64_t b = 0; b < batch; b++)
-            rms_norm((const E*)x + b * head.channels, (const E*)head.norm, head.channels, head.eps,
+            rms_norm((const E*)in.x + b * head.channels, (const E*)head.norm, head.channels, head.eps,
                      normed + b * padded, padded);
         products<T>(head.weights, head.rows, head.channels, normed, batch,
-                    [&](int64_t row, int64_t b, float y) { put((E*)out + b * head.rows + row, y); });
+                    [&](int64_t row, int64_t b, float y) { put((E*)in.out + b * head.rows + row, y); });
     }
 }
 
 }  // namespace
 
-EXPORT void attention_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
-                             void* k, void* v, int64_t batch, int64_t turned, int64_t per_sequence) {
-    Inputs in{x, cos, sin, normed, q, k, v, batch, turned, per_sequence};
-    block->is_bf16 ? attention_inputs<BF16>(*block, in) : attention_inputs<F32>(*block, in);
+EXPORT void attention_inputs(const BlockWeights& block, const BlockInputs& in) {
+    in.is_bf16 ? attention_inputs<BF16>(block, in) : attention_inputs<F32>(block, in);
 }
 
-EXPORT void block_output(const Block* block, const void* x, const void* attended, void* out, int64_t batch) {
-    block->is_bf16 ? block_output<BF16>(*block, x, attended, out, batch)
-                   : block_output<F32>(*block, x, attended, out, batch);
+EXPORT void block_output(const BlockWeights& block, const BlockOutput& in) {
+    in.is_bf16 ? block_output<BF16>(block, in) : block_output<F32>(block, in);
 }
 
-EXPORT void token_logits(const Head* head, const void* x, void* out, int64_t batch) {
-    head->is_bf16 ? token_logits<BF16>(*head, x, out, batch) : token_logits<F32>(*head, x, out, batch);
+EXPORT void token_logits(const HeadWeights& head, const TokenLogits& in) {
+    in.is_bf16 ? token_logits<BF16>(head, in) : token_logits<F32>(head, in);
 }

@@ -1,21 +1,11 @@
 // What a decoder block is, and what stands between its matrix products: shared by decode steps and prompts.
 #pragma once
+#include "calls.hpp"
 #include "rows.hpp"
 #include "tiles.hpp"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-struct Weights {
-    const void *weight, *bias;  // [out in], [out] or null
-};
-
-// Numbers and addresses of kernels/block.py, all of eight bytes.
-struct Block {
-    int64_t is_bf16, channels, heads, kv_heads, head_dim, inner;
-    double eps;
-    const void *norm, *q_norm, *k_norm, *mlp_norm;
-    Weights q, k, v, o, gate, up, down;
-};
+// Channels of cos and sin from one sequence to the next; 0 where all have the same.
+inline int64_t angles_apart(const BlockInputs& in) { return in.angles > 1 ? in.tokens * in.turned : 0; }
 
 inline int64_t whole_lines(int64_t count, int64_t width) { return (count + width - 1) / width * width; }
 

@@ -1,8 +1,7 @@
 // Products of a group's queries with all keys in a few channels (SparQ). The keys lie a channel per row, so that the
 // other rows are never touched.
+#include "calls.hpp"
 #include "rows.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -10,14 +9,7 @@ constexpr int WIDE = 2 * LANES;   // tokens of a block
 constexpr int64_t CHUNK = 4096;   // tokens of a task
 constexpr int MOST_HEADS = 16;
 
-struct Call {
-    const float* q;           // [P g r]
-    const void* x;            // [B G D S], strides in elements
-    const int64_t* channels;  // [P r]
-    float* out;               // [P g S], or their sums [P S]
-    float* lse;               // [P g], or null
-    int64_t is_bf16, batch, groups, heads, count, num_channels, x_batch, x_group, x_row;
-};
+using Call = ChannelScores;
 
 // WIDE tokens of a row as two vectors: the first and the second half, in bf16 the even and the odd ones.
 inline void split(const float* x, f32* halves) { halves[0] = load<f32>(x), halves[1] = load<f32>(x + LANES); }
@@ -47,9 +39,9 @@ template <class E> struct Reader {
         : call(call), pair(pair), rows(call.num_channels), rest(WIDE * call.num_channels) {}
 
     void read(int64_t at, int64_t n, Block& logits) {
-        const E* base = (const E*)call.x + pair / call.groups * call.x_batch + pair % call.groups * call.x_group + at;
+        const char* base = (const char*)call.x + pair / call.groups * call.x_batch + pair % call.groups * call.x_group;
         for (int64_t c = 0; c < call.num_channels; c++) {
-            rows[c] = base + call.channels[pair * call.num_channels + c] * call.x_row;
+            rows[c] = (const E*)(base + call.channels[pair * call.num_channels + c] * call.x_channel) + at;
             if (n < WIDE) rows[c] = std::copy_n(rows[c], n, &rest[c * WIDE]) - n;
         }
         in_steps<4>(call.heads, [&](int h, auto heads) {
@@ -143,14 +135,5 @@ template <class E> void sums(const Call& call) {
 
 }  // namespace
 
-// Numbers as in struct Call.
-EXPORT void channel_scores(const int64_t* numbers) {
-    Call call;
-    std::memcpy(&call, numbers, sizeof call);
-    call.is_bf16 ? scores<bf16>(call) : scores<float>(call);
-}
-EXPORT void channel_sums(const int64_t* numbers) {
-    Call call;
-    std::memcpy(&call, numbers, sizeof call);
-    call.is_bf16 ? sums<bf16>(call) : sums<float>(call);
-}
+EXPORT void channel_scores(const ChannelScores& call) { call.is_bf16 ? scores<bf16>(call) : scores<float>(call); }
+EXPORT void channel_sums(const ChannelScores& call) { call.is_bf16 ? sums<bf16>(call) : sums<float>(call); }

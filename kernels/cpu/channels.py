@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from ctypes import c_void_p
-from struct import pack
-
 import torch
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.library import load
 
-_library = load("channels")
-_library.channel_scores.argtypes = [c_void_p]
-_library.channel_sums.argtypes = [c_void_p]
+
+class ChannelScores(Struct):
+    q = floats("batch * groups * heads * num_channels")
+    x = elements(strides="batch group channel")  # [B G D S]
+    channels = int64s("batch * groups * num_channels")
+    out = floats(written=True)  # [B G g S], or their sums [B G S]
+    lse = floats("batch * groups * heads", written=True, optional=True)  # with the sums
+    batch = groups = heads = count = num_channels = integer()
+
+
+_library = load("channels", Function("channel_scores", ChannelScores), Function("channel_sums", ChannelScores))
 
 _MOST_HEADS = 16
 
@@ -21,7 +27,7 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     """As in kernels/reference.py."""
     out = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
     q, channels = q.float().contiguous(), channels.long().contiguous()
-    _library.channel_scores(_numbers(q, x, channels, out, None))
+    _library.channel_scores(q=q, x=x, channels=channels, out=out, lse=None, **_sizes(q, x))
     return out
 
 
@@ -39,7 +45,7 @@ def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor
     out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q, channels = q.float().contiguous(), channels.long().contiguous()
-    _library.channel_sums(_numbers(q, x, channels, out, lse))
+    _library.channel_sums(q=q, x=x, channels=channels, out=out, lse=lse, **_sizes(q, x))
     return out, lse
 
 
@@ -47,7 +53,6 @@ def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
     return channel_scores_refuses(q, x, channels)
 
 
-def _numbers(q: Tensor, x: Tensor, channels: Tensor, out: Tensor, lse: Tensor | None) -> bytes:
-    addresses = [0 if part is None else part.data_ptr() for part in (q, x, channels, out, lse)]
-    batch, groups, heads, width = q.shape
-    return pack("14q", *addresses, x.element_size() == 2, batch, groups, heads, x.shape[3], width, *x.stride()[:3])
+def _sizes(q: Tensor, x: Tensor) -> dict[str, int]:
+    batch, groups, heads, num_channels = q.shape
+    return {"batch": batch, "groups": groups, "heads": heads, "count": x.shape[3], "num_channels": num_channels}

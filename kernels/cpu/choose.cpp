@@ -1,7 +1,6 @@
 // From logits to the tokens a step reads: softmax over the candidates, one weight per KV head, the largest of them.
+#include "calls.hpp"
 #include "simd.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -172,31 +171,33 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
 }  // namespace
 
 // The log of the sum of exponentials of each row
-EXPORT void log_sum_exp(const float* logits, float* out, int64_t rows, int64_t count, float scale) {
-    each_task(rows, rows * count > 4096, [&](int64_t row) {
-        out[row] = softmax(logits + row * count, count, scale * (float)M_LOG2E).log();
+EXPORT void log_sum_exp(const LogSumExp& call) {
+    float scale = (float)call.scale * (float)M_LOG2E;
+    each_task(call.rows, call.rows * call.count > 4096, [&](int64_t row) {
+        call.out[row] = softmax(call.logits + row * call.count, call.count, scale).log();
     });
 }
 
-// logits [P g S] -> weights [P S]
-EXPORT void group_weights(const float* logits, float* out, int64_t pairs, int64_t heads, int64_t count, float scale,
-                          int largest) {
-    each_task(pairs, pairs * heads * count > 4096, [&](int64_t pair) {
-        (largest ? weigh<true> : weigh<false>)(logits + pair * heads * count, out + pair * count, heads, count,
-                                               scale * (float)M_LOG2E);
+EXPORT void group_weights(const GroupWeights& call) {
+    float scale = (float)call.scale * (float)M_LOG2E;
+    int64_t of_pair = call.heads * call.count;
+    each_task(call.pairs, call.pairs * of_pair > 4096, [&](int64_t pair) {
+        (call.largest ? weigh<true> : weigh<false>)(call.logits + pair * of_pair, call.out + pair * call.count,
+                                                    call.heads, call.count, scale);
     });
 }
 
-// logits [P g S] -> margins [P candidates] and counts [P]
-EXPORT void group_margins(const float* logits, float* out, int64_t* counts, int64_t pairs, int64_t heads, int64_t count,
-                          int64_t candidates, float reach) {
-    each_task(pairs, pairs * heads * count > 4096, [&](int64_t pair) {
-        counts[pair] = margins(logits + pair * heads * count, out + pair * candidates, heads, count, candidates, reach);
+EXPORT void group_margins(const GroupMargins& call) {
+    int64_t of_pair = call.heads * call.count;
+    each_task(call.pairs, call.pairs * of_pair > 4096, [&](int64_t pair) {
+        call.counts[pair] = margins(call.logits + pair * of_pair, call.out + pair * call.candidates, call.heads,
+                                    call.count, call.candidates, call.reach);
     });
 }
 
-// Rows of scores `stride` apart -> indices [rows k], in no order
-EXPORT void top_k(const float* scores, int64_t* out, int64_t rows, int64_t count, int64_t stride, int64_t k) {
-    each_task(rows, rows * count > 8192,
-              [&](int64_t row) { largest_of(scores + row * stride, count, k, out + row * k); });
+// In no order
+EXPORT void top_k(const TopK& call) {
+    each_task(call.rows, call.rows * call.count > 8192, [&](int64_t row) {
+        largest_of(call.scores + row * call.stride, call.count, call.k, call.out + row * call.k);
+    });
 }

@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.library import load
 
-_library = load("choose")
-_library.group_weights.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int]
-_library.group_margins.argtypes = [*[c_void_p] * 3, *[c_int64] * 4, c_float]
-_library.log_sum_exp.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float]
-_library.top_k.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
+
+class GroupWeights(Struct):
+    logits = floats("pairs * heads * count")
+    out = floats("pairs * count", written=True)
+    pairs = heads = count = largest = integer()
+    scale = real()
+
+
+class GroupMargins(Struct):
+    logits = floats("pairs * heads * count")
+    out = floats("pairs * candidates", written=True)
+    counts = int64s("pairs", written=True)
+    pairs = heads = count = candidates = integer()
+    reach = real()
+
+
+class LogSumExp(Struct):
+    logits = floats("rows * count")
+    out = floats("rows", written=True)
+    rows = count = integer()
+    scale = real()
+
+
+class TopK(Struct):
+    scores = floats()  # `rows` of `count`, `stride` entries apart
+    out = int64s("rows * k", written=True)
+    rows = count = stride = k = integer()
+
+
+_library = load(
+    "choose",
+    Function("group_weights", GroupWeights),
+    Function("group_margins", GroupMargins),
+    Function("log_sum_exp", LogSumExp),
+    Function("top_k", TopK),
+)
 
 
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     """As in kernels/reference.py."""
     batch, groups, heads, count = logits.shape
     out = logits.new_empty((batch, groups, count))
-    logits = logits.contiguous()
-    _library.group_weights(logits.data_ptr(), out.data_ptr(), batch * groups, heads, count, scale, reduce == "largest")
+    _library.group_weights(
+        logits=logits.contiguous(),
+        out=out,
+        pairs=batch * groups,
+        heads=heads,
+        count=count,
+        largest=reduce == "largest",
+        scale=scale,
+    )
     return out
 
 
@@ -32,9 +69,10 @@ def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | No
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
     batch, groups, heads, count = logits.shape
     out, counts = logits.new_empty((batch, groups, candidates)), logits.new_empty((batch, groups), dtype=torch.int64)
-    logits, pairs = logits.contiguous(), batch * groups
-    addresses = (x.data_ptr() for x in (logits, out, counts))
-    _library.group_margins(*addresses, pairs, heads, count, candidates, reach)
+    _library.group_margins(
+        logits=logits.contiguous(), out=out, counts=counts, pairs=batch * groups, heads=heads, count=count,
+        candidates=candidates, reach=reach,
+    )  # fmt: skip
     return out, counts
 
 
@@ -44,8 +82,7 @@ def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str 
 
 def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
     out = logits.new_empty(logits.shape[:-1])
-    logits = logits.contiguous()
-    _library.log_sum_exp(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], scale)
+    _library.log_sum_exp(logits=logits.contiguous(), out=out, rows=out.numel(), count=logits.shape[-1], scale=scale)
     return out
 
 
@@ -61,7 +98,7 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     rows = scores.numel() // size if size else 0
     stride = scores.stride(-2) if scores.dim() > 1 else size
     if count:
-        _library.top_k(scores.data_ptr(), out.data_ptr(), rows, size, stride, count)
+        _library.top_k(scores=scores, out=out, rows=rows, count=size, stride=stride, k=count)
     return out
 
 

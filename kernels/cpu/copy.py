@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from ctypes import c_void_p
-from struct import pack
-
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, anything, int64s, integer
 from kernels.cpu.library import load
 
-_library = load("copy")
-_library.gather_rows.argtypes = [c_void_p]
-_library.put_rows.argtypes = [c_void_p]
+
+class CopyRows(Struct):
+    """x and the block exchange rows of `width` bytes."""
+
+    x = anything(strides="batch group row", written=True)  # [B G S D]
+    rows = int64s("pairs * count")
+    block = anything("pairs * count * channels", written=True)
+    pairs = groups = count = channels = width = integer()
+
+
+_library = load("copy", Function("gather_rows", CopyRows), Function("put_rows", CopyRows))
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """As in kernels/reference.py."""
     out = x.new_empty((*rows.shape, x.shape[3]))
     rows = rows.long().contiguous()
-    _library.gather_rows(_numbers(x, rows, out))
+    _library.gather_rows(x=x, rows=rows, block=out, **_sizes(x, rows))
     return out
 
 
@@ -30,7 +36,7 @@ def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
-    _library.put_rows(_numbers(x, rows, values))
+    _library.put_rows(x=x, rows=rows, block=values, **_sizes(x, rows))
 
 
 def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:
@@ -39,8 +45,7 @@ def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:
     return gather_rows_refuses(x, rows)
 
 
-def _numbers(x: Tensor, rows: Tensor, block: Tensor) -> bytes:
-    addresses = (part.data_ptr() for part in (x, rows, block))
-    batch, groups, count = rows.shape
-    sizes = (batch * groups, groups, count, x.shape[3] * x.element_size())
-    return pack("10q", *addresses, *sizes, *(x.element_size() * stride for stride in x.stride()[:3]))
+def _sizes(x: Tensor, rows: Tensor) -> dict[str, int]:
+    (batch, groups, count), channels = rows.shape, x.shape[3]
+    width = channels * x.element_size()
+    return {"pairs": batch * groups, "groups": groups, "count": count, "channels": channels, "width": width}

@@ -2,6 +2,7 @@
 // group. What limits it is memory, so the order and the pace of the reads are the design: rows in blocks that fit the
 // first cache level, a block's values asked for while its logits are computed, the next block's keys while the values
 // are summed. (Asking for both in the same phase, or in bursts, reaches half of the bandwidth.)
+#include "calls.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -9,15 +10,8 @@ namespace {
 constexpr int HEADS = 8;    // of a group, at a time
 constexpr int64_t TASKS = 64, FEWEST = 512;  // so many parts of all rows, none of fewer rows than this
 
-struct Segment {  // strides in bytes
-    const char *k, *v;
-    const int64_t* rows;  // null: all
-    int64_t count, k_batch, k_group, k_token, v_batch, v_group, v_token;
-    int64_t k_share, rows_share;  // how many neighbours among `groups` have the same keys, and the same rows
-};
-
 struct Call {
-    const Segment* segments;
+    const PackedSegment* segments;
     int64_t num_segments, batch, groups, heads, dim;  // groups that choose rows; heads of a group
     float scale;                                      // with log2(e): logits are powers of two
 };
@@ -31,7 +25,7 @@ struct Block {
 struct Rows {
     const Call& call;
     int64_t pair, left, at, row_bytes;  // at: in the current segment
-    const Segment* segment;
+    const PackedSegment* segment;
 
     Rows(const Call& call, int64_t pair, int64_t first, int64_t count, int64_t row_bytes)
         : call(call), pair(pair), left(count), at(first), row_bytes(row_bytes), segment(call.segments) {
@@ -49,9 +43,9 @@ struct Rows {
         int count = 0;
         while (count < TOKENS && left) {
             int64_t n = std::min({int64_t{TOKENS - count}, left, segment->count - at});
-            const Segment& s = *segment;
-            const char* k = s.k + pair / call.groups * s.k_batch + pair % call.groups / s.k_share * s.k_group;
-            const char* v = s.v + pair / call.groups * s.v_batch + pair % call.groups / s.k_share * s.v_group;
+            const PackedSegment& s = *segment;
+            const char* k = (const char*)s.k + pair / call.groups * s.k_batch + pair % call.groups / s.k_share * s.k_group;
+            const char* v = (const char*)s.v + pair / call.groups * s.v_batch + pair % call.groups / s.k_share * s.v_group;
             const int64_t* rows = s.rows + pair / s.rows_share * s.count + at;
             for (int i = 0; i < n; i++) {
                 int64_t row = s.rows ? rows[i] : at + i;
@@ -227,13 +221,10 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
 
 }  // namespace
 
-// q and out [B H D] without gaps, lse [B H] or null; twelve numbers a segment, as in struct Segment.
-extern "C" __attribute__((visibility("default"))) void segment_attention(int is_bf16, const void* q, void* out, float* lse, const int64_t* segments,
-                                  int64_t num_segments, int64_t batch, int64_t groups, int64_t heads, int64_t dim,
-                                  float scale) {
-    Call call{(const Segment*)segments, num_segments, batch, groups, heads, dim, scale * (float)M_LOG2E};
-    if (is_bf16)
-        run<BF16>(call, (const bf16*)q, (bf16*)out, lse);
+EXPORT void segment_attention(const PackedSegment& segments, const SegmentAttention& in) {
+    Call call{&segments, in.num_segments, in.batch, in.groups, in.heads, in.dim, (float)in.scale * (float)M_LOG2E};
+    if (in.is_bf16)
+        run<BF16>(call, (const bf16*)in.q, (bf16*)in.out, in.lse);
     else
-        run<F32>(call, (const float*)q, (float*)out, lse);
+        run<F32>(call, (const float*)in.q, (float*)in.out, in.lse);
 }

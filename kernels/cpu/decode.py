@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
-from struct import pack
 
 import torch
 from torch import Tensor
 
+from kernels.cpu import bindings
+from kernels.cpu.bindings import Function, elements, floats, int64s, integer, real
 from kernels.cpu.library import load
 from kernels.reference import Segment
 
-_library = load("decode")
-_library.segment_attention.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 5, c_float]
+
+class PackedSegment(bindings.Struct):
+    k = elements(strides="batch group token")
+    v = elements(strides="batch group token")
+    rows = int64s(optional=True)  # None: all
+    count = integer()
+    k_share = rows_share = integer()  # how many neighbours among the groups have the same keys, and the same rows
+
+
+class SegmentAttention(bindings.Struct):
+    """After the segments, one behind the other."""
+
+    q = elements("batch * groups * heads * dim")
+    out = elements("batch * groups * heads * dim", written=True)
+    lse = floats("batch * groups * heads", written=True, optional=True)
+    num_segments = batch = integer()
+    groups = heads = dim = integer()  # groups that choose rows; heads of a group
+    scale = real()
+
+
+_library = load("decode", Function("segment_attention", PackedSegment, SegmentAttention))
 
 _LINES = (1, 2, 3, 4, 6, 8)  # head sizes it was built for, in cache lines
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -51,24 +70,20 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
-    size = _BYTES[q.dtype]
     groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
-    numbers: list[int] = []
-    kept = []  # alive until the call is over
+    packed, kept = [], []  # kept: alive until the call is over
     for k, v, rows, _ in segments:
-        count, address, rows_share = k.shape[2], 0, 1
+        count, rows_share = k.shape[2], 1
         if rows is not None:
             rows = rows.long().contiguous()
             kept.append(rows)
-            count, address, rows_share = rows.shape[2], rows.data_ptr(), groups // rows.shape[1]
-        (kb, kg, kt, _), (vb, vg, vt, _) = k.stride(), v.stride()
-        numbers += (k.data_ptr(), v.data_ptr(), address, count)
-        numbers += (size * kb, size * kg, size * kt, size * vb, size * vg, size * vt)
-        numbers += (groups // k.shape[1], rows_share)
+            count, rows_share = rows.shape[2], groups // rows.shape[1]
+        k_share = groups // k.shape[1]
+        packed.append(PackedSegment.pack(k=k, v=v, rows=rows, count=count, k_share=k_share, rows_share=rows_share))
     q = q.contiguous()
     out = torch.empty_like(q)
     _library.segment_attention(
-        size == 2, q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-        pack(f"{len(numbers)}q", *numbers), len(segments), batch, groups, heads // groups, dim, scale,
+        b"".join(packed), q=q, out=out, lse=lse, num_segments=len(segments), batch=batch, groups=groups,
+        heads=heads // groups, dim=dim, scale=scale,
     )  # fmt: skip
     return out

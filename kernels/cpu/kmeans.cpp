@@ -1,5 +1,6 @@
 // Lloyd's iterations for many small problems at once. A round reads each point once: its nearest centroid is found by
 // a matrix product with 64 centroids at a time, and the point is added to that centroid's sum while it is at hand.
+#include "calls.hpp"
 #include "tiles.hpp"
 
 namespace {
@@ -134,16 +135,16 @@ struct Problem {
 
 }  // namespace
 
-// x [N P d]; centroids [N C d], the initial ones, are moved; codes [N P]. Ends after `iterations` rounds, or once the
-// movement of every problem is at most `tolerance` times the mean variance of its points.
-extern "C" __attribute__((visibility("default"))) void kmeans(const float* x, float* centroids, int32_t* codes,
-                                                              int64_t problems, int64_t points, int64_t dim,
-                                                              int64_t clusters, int64_t iterations, double tolerance) {
+// Ends after `iterations` rounds, or once the movement of every problem is at most `tolerance` times the mean variance
+// of its points.
+EXPORT void kmeans(const KMeans& call) {
+    const int64_t problems = call.problems, iterations = call.iterations;
+    const double tolerance = call.tolerance;
     Problem like{};
-    like.points = points, like.dim = dim, like.clusters = clusters;
-    like.tiles = (clusters + WIDE - 1) / WIDE, like.tasks = (points + POINTS - 1) / POINTS;
+    like.points = call.points, like.dim = call.dim, like.clusters = call.clusters;
+    like.tiles = (call.clusters + WIDE - 1) / WIDE, like.tasks = (call.points + POINTS - 1) / POINTS;
     std::vector<Problem> all(problems, like);
-    for (int64_t i = 0; i < problems; i++) all[i].start(x, centroids, codes, i);
+    for (int64_t i = 0; i < problems; i++) all[i].start(call.x, call.centroids, call.codes, i);
     int64_t tasks = problems * like.tasks;
     bool more = iterations > 0;
 #pragma omp parallel

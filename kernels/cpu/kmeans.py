@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from ctypes import c_double, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, floats, int32s, integer, real
 from kernels.cpu.library import load
 
-_kmeans = load("kmeans").kmeans
-_kmeans.argtypes = [*[c_void_p] * 3, *[c_int64] * 5, c_double]
-_kmeans.restype = None
+
+class KMeans(Struct):
+    x = floats("problems * points * dim")
+    centroids = floats("problems * clusters * dim", written=True)  # the initial ones, which are moved
+    codes = int32s("problems * points", written=True)
+    problems = points = dim = clusters = iterations = integer()
+    tolerance = real()
+
+
+_library = load("kmeans", Function("kmeans", KMeans))
 
 _MOST_CLUSTERS = 4096  # a table of sums per 4096 points
 
@@ -22,9 +28,10 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
     problems, points, dim = x.shape
     centroids = x[:, initial]
     codes = torch.empty(problems, points, dtype=torch.int32)
-    _kmeans(
-        x.data_ptr(), centroids.data_ptr(), codes.data_ptr(), problems, points, dim, len(initial), iterations, tolerance
-    )
+    _library.kmeans(
+        x=x, centroids=centroids, codes=codes, problems=problems, points=points, dim=dim, clusters=len(initial),
+        iterations=iterations, tolerance=tolerance,
+    )  # fmt: skip
     return centroids, codes
 
 

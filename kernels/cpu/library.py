@@ -12,40 +12,49 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch  # first: its OpenMP runtime is then the one the libraries share  # noqa: F401
+
+from kernels.cpu.bindings import Function, bound, header
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = (
-    "-O3 -march=native -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast "
-    "-w -fvisibility=hidden"
+    "-O3 -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-fvisibility=hidden -Wall -Wextra -Wno-psabi"  # psabi: no vector goes from one library to another
 ).split()
 
 
-def load(name: str) -> ctypes.CDLL:
-    """The library of `name`.cpp, from the cache or freshly built; ImportError says why there can be none."""
+def load(name: str, *functions: Function) -> SimpleNamespace:
+    """These functions of `name`.cpp, from the cache or freshly built; ImportError says why there can be none."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
     team()
-    return _load(name)
+    calls = header(functions)
+    return SimpleNamespace(calls=calls, **bound(_load(name, calls), functions))
+
+
+def march() -> str:
+    """The processor that is built for: this one, or KV_HARNESS_MARCH, say x86-64-v3 for AVX2 without AVX-512."""
+    return os.environ.get("KV_HARNESS_MARCH") or "native"
 
 
 @cache
 def team() -> ctypes.CDLL:
     """The one state of all libraries (team.cpp): they find its functions among the global names."""
-    library = _load("team", ctypes.RTLD_GLOBAL)
+    library = _load("team", "", ctypes.RTLD_GLOBAL)
     library.kv_team_size.argtypes = [ctypes.c_int64]
     library.kv_team_report.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return library
 
 
-def _load(name: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
+def _load(name: str, calls: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
     compiler = _compiler()
-    built = _folder() / f"{name}-{_key(name, compiler)}.so"
+    built = _folder() / f"{name}-{_key(name, calls, compiler)}.so"
     if not built.exists():
-        _build(SOURCES / f"{name}.cpp", built, compiler)
+        _build(SOURCES / f"{name}.cpp", calls, built, compiler)
     try:
         return ctypes.CDLL(str(built), mode)
     except OSError as error:
@@ -65,23 +74,24 @@ def _folder() -> Path:
     return base.expanduser() / "kernels"
 
 
-def _key(name: str, compiler: str) -> str:
-    """Source, flags, and what the compiler says of itself and of this processor."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+def _key(name: str, calls: str, compiler: str) -> str:
+    """Source, flags, and what the compiler says of itself and of the processor."""
+    digest = hashlib.sha256(" ".join([*FLAGS, march(), calls]).encode())
     for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
         digest.update(file.read_bytes())
-    digest.update(_run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).encode())
+    digest.update(_run([compiler, f"-march={march()}", "-dM", "-E", "-x", "c++", os.devnull]).encode())
     return digest.hexdigest()[:16]
 
 
-def _build(source: Path, target: Path, compiler: str) -> None:
+def _build(source: Path, calls: str, target: Path, compiler: str) -> None:
     """Through a file of its own and a rename: of several processes each builds, and none loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             fresh = Path(folder) / target.name
-            _run([compiler, *FLAGS, str(source), "-o", str(fresh)])
+            Path(folder, "calls.hpp").write_text(calls)
+            _run([compiler, *FLAGS, f"-march={march()}", f"-I{folder}", str(source), "-o", str(fresh)])
             fresh.replace(target)
     except OSError as error:
         raise ImportError(f"cannot write {target}: {error.strerror}; set KV_HARNESS_CACHE") from error

@@ -2,19 +2,14 @@
 //
 // A table row belongs to a centroid and holds its products with the query heads of the group side by side, so that one
 // read per code serves all of them.
+#include "calls.hpp"
 #include "simd.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 constexpr int64_t CHUNK = 1 << 15;  // tokens of a task
 
-struct Call {
-    const void *q, *centroids, *codes;  // [P g m d'], [P m C d'], [P S m]
-    float* out;
-    int64_t is_bf16, code_bytes, pairs, heads, parts, clusters, width, count;
-};
+using Call = PQScores;
 
 // W floats: the heads of a group, and zeros behind them.
 template <int W> struct Lanes;
@@ -230,16 +225,13 @@ template <class F> void choose(const Call& call, F f) {
 
 }  // namespace
 
-// Numbers as in struct Call. out [P g S]
-EXPORT void pq_scores(const int64_t* numbers) {
-    Call call;
-    std::memcpy(&call, numbers, sizeof call);
+// out [P g S]
+EXPORT void pq_scores(const PQScores& call) {
     choose(call, [&](auto w, auto code) { scores<w, decltype(code)>(call); });
 }
 
 // out [P S]
-EXPORT void pq_weights(const int64_t* numbers, float scale) {
-    Call call;
-    std::memcpy(&call, numbers, sizeof call);
-    choose(call, [&](auto w, auto code) { weights<w, decltype(code)>(call, scale * (float)M_LOG2E); });
+EXPORT void pq_weights(const PQScores& call) {
+    float scale = (float)call.scale * (float)M_LOG2E;
+    choose(call, [&](auto w, auto code) { weights<w, decltype(code)>(call, scale); });
 }

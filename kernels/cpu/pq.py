@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_void_p
-from struct import pack
-
 import torch
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, anything, elements, floats, integer, real
 from kernels.cpu.library import load
 
-_library = load("pq")
-_library.pq_scores.argtypes = [c_void_p]
-_library.pq_weights.argtypes = [c_void_p, c_float]
+
+class PQScores(Struct):
+    q = elements("pairs * heads * parts * width")
+    centroids = elements("pairs * parts * clusters * width")
+    codes = anything("pairs * count * parts")  # of `code_bytes`
+    out = floats(written=True)  # [P g S], or their weights' sums [P S]
+    code_bytes = pairs = heads = parts = clusters = width = count = integer()
+    scale = real()  # of the weights
+
+
+_library = load("pq", Function("pq_scores", PQScores), Function("pq_weights", PQScores))
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
@@ -20,7 +26,7 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     batch, groups = centroids.shape[:2]
     out = q.new_empty((batch, groups, q.shape[1] // groups, codes.shape[2]), dtype=torch.float32)
     q, centroids, codes = q.contiguous(), centroids.contiguous(), codes.contiguous()
-    _library.pq_scores(_numbers(q, centroids, codes, out))
+    _library.pq_scores(q=q, centroids=centroids, codes=codes, out=out, scale=1, **_sizes(q, centroids, codes))
     return out
 
 
@@ -38,7 +44,7 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
     out = q.new_empty((*centroids.shape[:2], codes.shape[2]), dtype=torch.float32)
     q, centroids, codes = q.contiguous(), centroids.contiguous(), codes.contiguous()
     if codes.shape[2]:
-        _library.pq_weights(_numbers(q, centroids, codes, out), scale)
+        _library.pq_weights(q=q, centroids=centroids, codes=codes, out=out, scale=scale, **_sizes(q, centroids, codes))
     return out
 
 
@@ -46,8 +52,9 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float
     return pq_scores_refuses(q, centroids, codes)
 
 
-def _numbers(q: Tensor, centroids: Tensor, codes: Tensor, out: Tensor) -> bytes:
+def _sizes(q: Tensor, centroids: Tensor, codes: Tensor) -> dict[str, int]:
     batch, groups, parts, clusters, width = centroids.shape
-    addresses = (x.data_ptr() for x in (q, centroids, codes, out))
-    sizes = (batch * groups, q.shape[1] // groups, parts, clusters, width, codes.shape[2])
-    return pack("12q", *addresses, q.element_size() == 2, codes.element_size(), *sizes)
+    return {
+        "code_bytes": codes.element_size(), "pairs": batch * groups, "heads": q.shape[1] // groups, "parts": parts,
+        "clusters": clusters, "width": width, "count": codes.shape[2],
+    }  # fmt: skip

@@ -5,6 +5,7 @@
 // task are kept until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored
 // tokens.
 #include "amx.hpp"
+#include "calls.hpp"
 
 namespace {
 
@@ -14,17 +15,8 @@ constexpr int VECTORS = KEYS / LANES;
 constexpr float SLACK = 8;   // weights grow to 2^8 before all that was summed is scaled down
 constexpr i32 NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-struct Call {  // strides in bytes
-    const char *q, *k, *v;  // v and out are null where only the sums are wanted
-    char* out;
-    float* sums;  // [B H S], or null
-    float* lse;  // [B H T], or null: each query's log of the sum of exponentials
-    const float* given;  // the same, or null: what the weights in `sums` are divided by in place of their own totals
-    int64_t batch, groups, heads, fresh, stored, dim;  // heads of a group; fresh: queries
-    int64_t first, window;  // query t sees the last `window` keys up to place first + t
-    int64_t q_batch, q_head, q_token, k_batch, k_group, k_token, v_batch, v_group, v_token;
-    int64_t out_batch, out_head, out_token;
-    float scale;
+struct Call : PrefillAttention {
+    float log2_scale;  // logits are powers of two
 };
 
 // One KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
@@ -145,11 +137,11 @@ template <class T> struct Task {
             if (MASKED) x[i] = (key > end) | (key < first) ? splat(-INFINITY) : x[i];
             best = maximum(best, x[i]);
         }
-        if (any(best * call.scale > top[m] + SLACK)) raise(m, largest(best) * call.scale);
+        if (any(best * call.log2_scale > top[m] + SLACK)) raise(m, largest(best) * call.log2_scale);
         float shift = MASKED && top[m] == -INFINITY ? 0 : top[m];  // it has seen no key so far
         f32 sum_of = {};
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.scale - shift);
+            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.log2_scale - shift);
             sum_of += x[i];
         }
         totals[m] += sum_of;
@@ -230,8 +222,8 @@ template <class T> struct Task {
 };
 
 template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b, int64_t g) {
-    const char* keys = call.k + b * call.k_batch + g * call.k_group;
-    const char* values = call.v + b * call.v_batch + g * call.v_group;
+    const char* keys = (const char*)call.k + b * call.k_batch + g * call.k_group;
+    const char* values = (const char*)call.v + b * call.v_batch + g * call.v_group;
     int64_t blocks = packed.k.size() / packed.block_words, parts = (call.fresh + QUERIES - 1) / QUERIES;
     int64_t tasks = parts * call.heads, threads = omp_get_max_threads(), sums_size = call.heads * call.stored;
     Buffer<float> sums(call.sums ? threads * sums_size : 0);  // per thread: always added in the same order
@@ -245,8 +237,8 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
 #pragma omp for schedule(static, 1)
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
             int64_t h = i % call.heads, first = i / call.heads * QUERIES, head = g * call.heads + h;
-            task->run(call.q + b * call.q_batch + head * call.q_head,
-                      call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr,
+            task->run((const char*)call.q + b * call.q_batch + head * call.q_head,
+                      (char*)call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr,
                       (b * call.groups * call.heads + head) * call.fresh + first, first,
                       std::min<int64_t>(QUERIES, call.fresh - first));
         }
@@ -263,20 +255,14 @@ template <class T> void run(const Call& call) {
 
 }  // namespace
 
-// Numbers as in struct Call, without the scale; sums are added to.
-extern "C" __attribute__((visibility("default"))) void prefill_attention(int is_bf16, const int64_t* numbers,
-                                                                         float scale) {
-    Call call;
-    std::memcpy(&call, numbers, offsetof(Call, scale));
-    call.scale = scale * (float)M_LOG2E;
-    if (is_bf16)
-        run<BF16Words>(call);
-    else
-        run<F32Words>(call);
+// Sums are added to.
+EXPORT void prefill_attention(const PrefillAttention& in) {
+    Call call{in, (float)in.scale * (float)M_LOG2E};
+    in.is_bf16 ? run<BF16Words>(call) : run<F32Words>(call);
 }
 
 // Whether it was built for vectors this wide; on narrower ones torch's own attention is faster.
-extern "C" __attribute__((visibility("default"))) int has_wide_vectors() {
+EXPORT int64_t has_wide_vectors() {
 #if defined(__AVX512F__)
     return 1;
 #else

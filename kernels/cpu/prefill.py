@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_void_p
-from struct import pack
-
 import torch
 from torch import Tensor
 
 from kernels.cpu import decode, scores
+from kernels.cpu.bindings import Function, Struct, elements, floats, integer, real
 from kernels.cpu.library import load
 from kernels.reference import Segment
 
-_library = load("prefill")
-_library.prefill_attention.argtypes = [c_int, c_void_p, c_float]
+
+class PrefillAttention(Struct):
+    q = elements(strides="batch head token")  # [B H T D]
+    k = elements(strides="batch group token")
+    v = elements(strides="batch group token", optional=True)  # None, and no out, where only the sums are wanted
+    out = elements(strides="batch head token", optional=True, written=True)
+    sums = floats("batch * groups * heads * stored", optional=True, written=True)
+    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # of each query's softmax
+    given = floats("batch * groups * heads * fresh", optional=True)  # lse that divides what is summed, or its own
+    batch = groups = heads = fresh = stored = dim = integer()  # heads of a group; fresh: queries
+    first = window = integer()  # query t sees the last `window` keys up to place first + t
+    scale = real()
+
+
+_library = load(
+    "prefill",
+    Function("prefill_attention", PrefillAttention),
+    Function("has_wide_vectors", returns="int64_t"),
+)
 _WIDE = bool(_library.has_wide_vectors())
 
 
@@ -117,9 +132,8 @@ def _run(
     """What is wanted into out, sums and lse. seen: the first query's place and the window, else the whole past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
-    size = q.element_size()
-    numbers = [0 if x is None else x.data_ptr() for x in (q, k, v, out, sums, lse, given)]
-    numbers += [batch, groups, heads // groups, fresh, stored, dim, *(seen or (stored - fresh, stored))]
-    for x in (q, k, v, out):
-        numbers += (0, 0, 0) if x is None else [size * stride for stride in x.stride()[:3]]
-    _library.prefill_attention(size == 2, pack(f"{len(numbers)}q", *numbers), scale)
+    first, window = seen or (stored - fresh, stored)
+    _library.prefill_attention(
+        q=q, k=k, v=v, out=out, sums=sums, lse=lse, given=given, batch=batch, groups=groups, heads=heads // groups,
+        fresh=fresh, stored=stored, dim=dim, first=first, window=window, scale=scale,
+    )  # fmt: skip

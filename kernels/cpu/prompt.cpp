@@ -14,13 +14,7 @@ inline void narrow_apart(bf16* first, bf16* second, f32 one, f32 two) {
     std::memcpy(second, (const char*)&both + LINE / 2, LINE / 2);
 }
 
-struct Inputs {
-    const void *x, *cos, *sin;
-    void *normed, *q, *k, *v;
-    int64_t batch, tokens, turned, per_sequence;  // channels that turn; of cos from one sequence to the next, or 0
-};
-
-template <class T> void prompt_inputs(const Block& block, const Inputs& in) {
+template <class T> void prompt_inputs(const BlockWeights& block, const BlockInputs& in) {
     using E = typename T::Element;
     int64_t width = block.channels, dim = block.head_dim, heads[] = {block.heads, block.kv_heads, block.kv_heads};
     const void* norms[] = {block.q_norm, block.k_norm, nullptr};
@@ -40,7 +34,7 @@ template <class T> void prompt_inputs(const Block& block, const Inputs& in) {
         });
         for (int64_t r = 0; r < rows; r++) {
             int64_t b = (first + r) / in.tokens, t = (first + r) % in.tokens;
-            int64_t at = b * in.per_sequence + t * in.turned;
+            int64_t at = b * angles_apart(in) + t * in.turned;
             const E* x = out[r];
             for (int part = 0; part < 3; part++)
                 for (int64_t h = 0; h < heads[part]; h++, x += dim) {
@@ -54,16 +48,14 @@ template <class T> void prompt_inputs(const Block& block, const Inputs& in) {
     });
 }
 
-// hidden [rows][E], attended [rows][heads D] -> result [rows][E]
-template <class T>
-void prompt_output(const Block& block, const void* hidden, const void* attended, void* result, int64_t rows) {
+template <class T> void prompt_output(const BlockWeights& block, const BlockOutput& in) {
     using E = typename T::Element;
     int64_t width = block.channels, inner = block.inner, from = block.heads * block.head_dim;
     Panels<T> o(from), gate_up(width), down(inner);
     o.add_all(block.o, width);
     down.add_all(block.down, width);
     for (int64_t row = 0; row < inner; row += LANES) gate_up.add(block.gate, row), gate_up.add(block.up, row);
-    in_slabs<T, 3>({&o, &gate_up, &down}, rows, [&](int64_t first, int64_t count, bool by_tiles) {
+    in_slabs<T, 3>({&o, &gate_up, &down}, in.rows, [&](int64_t first, int64_t count, bool by_tiles) {
         static thread_local Buffer<E> middle_room, attended_room, normed_room, active_room;
         Rows<E> middle(middle_room, count, width), normed(normed_room, count, width);
         Rows<E> heads(attended_room, count, from), active(active_room, count, inner);
@@ -78,8 +70,8 @@ void prompt_output(const Block& block, const void* hidden, const void* attended,
             };
         };
         for (int64_t r = 0; r < count; r++)
-            std::memcpy(heads[r], (const E*)attended + (first + r) * from, from * sizeof(E));
-        const E* x = (const E*)hidden + first * width;
+            std::memcpy(heads[r], (const E*)in.attended + (first + r) * from, from * sizeof(E));
+        const E* x = (const E*)in.x + first * width;
         products<T>(heads, count, o, by_tiles, add_to(x, width, middle[0], middle.stride));
         for (int64_t r = 0; r < count; r++)
             rms_norm(middle[r], (const E*)block.mlp_norm, width, block.eps, normed[r], width);
@@ -94,78 +86,66 @@ void prompt_output(const Block& block, const void* hidden, const void* attended,
             E *one = active[row] + panel * LANES, *two = one + active.stride;
             narrow_apart(one, two, gate[0] * up[0], gate[1] * up[1]);
         });
-        E* y = (E*)result + first * width;
+        E* y = (E*)in.out + first * width;
         products<T>(active, count, down, by_tiles, add_to(middle[0], middle.stride, y, width));
     });
 }
 
-// Of a prompt: rows [rows][width].
-template <class E>
-void norm_rows(const void* x, const void* weight, void* out, int64_t rows, int64_t width, double eps) {
+template <class E> void norm_rows(const NormRows& in) {
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        rms_norm((const E*)x + row * width, (const E*)weight, width, eps, (E*)out + row * width, width);
+    for (int64_t row = 0; row < in.rows; row++)
+        rms_norm((const E*)in.x + row * in.width, (const E*)in.weight, in.width, in.eps, (E*)in.out + row * in.width,
+                 in.width);
 }
 
-// x [B T n D] -> out [B n T D], normed and turned on the way.
-template <class E>
-void turn_rows(const void* x, const void* norm, const void* cos, const void* sin, void* out, const int64_t* shape,
-               double eps) {
-    auto [batch, tokens, heads, dim, turned, per_sequence] = *(const std::array<int64_t, 6>*)shape;
+template <class E> void turn_rows(const TurnRows& in) {
+    const int64_t batch = in.batch, tokens = in.tokens, heads = in.heads, dim = in.dim, turned = in.turned;
+    const int64_t per_sequence = in.angles > 1 ? tokens * turned : 0;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < batch; b++)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t h = 0; h < heads; h++) {
-                E* to = (E*)out + ((b * heads + h) * tokens + t) * dim;
-                std::memcpy(to, (const E*)x + ((b * tokens + t) * heads + h) * dim, dim * sizeof(E));
+                E* to = (E*)in.out + ((b * heads + h) * tokens + t) * dim;
+                std::memcpy(to, (const E*)in.x + ((b * tokens + t) * heads + h) * dim, dim * sizeof(E));
                 int64_t at = b * per_sequence + t * turned;
-                finish_head(to, dim, (const E*)norm, eps, (const E*)cos + at, (const E*)sin + at, turned);
+                finish_head(to, dim, (const E*)in.norm, in.eps, (const E*)in.cos + at, (const E*)in.sin + at, turned);
             }
 }
 
-// gate = silu(gate) * up
-template <class E> void gate_rows(void* gate, const void* up, int64_t count) {
+template <class E> void gate_rows(const GateRows& in) {
     constexpr int64_t CHUNK = 4096;
 #pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < count; at += CHUNK)
-        gated((const E*)gate + at, (const E*)up + at, std::min(CHUNK, count - at), (E*)gate + at);
+    for (int64_t at = 0; at < in.count; at += CHUNK)
+        gated((const E*)in.gate + at, (const E*)in.up + at, std::min(CHUNK, in.count - at), (E*)in.gate + at);
 }
 
 }  // namespace
 
-EXPORT void norm_rows(int is_bf16, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
-                      double eps) {
-    is_bf16 ? norm_rows<bf16>(x, weight, out, rows, width, eps) : norm_rows<float>(x, weight, out, rows, width, eps);
+EXPORT void norm_rows(const NormRows& in) { in.is_bf16 ? norm_rows<bf16>(in) : norm_rows<float>(in); }
+
+EXPORT void turn_rows(const TurnRows& in) { in.is_bf16 ? turn_rows<bf16>(in) : turn_rows<float>(in); }
+
+EXPORT void gate_rows(const GateRows& in) { in.is_bf16 ? gate_rows<bf16>(in) : gate_rows<float>(in); }
+
+EXPORT void prompt_inputs(const BlockWeights& block, const BlockInputs& in) {
+    in.is_bf16 ? prompt_inputs<BF16Words>(block, in) : prompt_inputs<F32Words>(block, in);
 }
 
-// shape: sequences, tokens, heads, channels, those that turn, cos and sin from one sequence to the next (or 0)
-EXPORT void turn_rows(int is_bf16, const void* x, const void* norm, const void* cos, const void* sin, void* out,
-                      const int64_t* shape, double eps) {
-    is_bf16 ? turn_rows<bf16>(x, norm, cos, sin, out, shape, eps) : turn_rows<float>(x, norm, cos, sin, out, shape, eps);
-}
-
-EXPORT void gate_rows(int is_bf16, void* gate, const void* up, int64_t count) {
-    is_bf16 ? gate_rows<bf16>(gate, up, count) : gate_rows<float>(gate, up, count);
-}
-
-// shape: sequences, tokens, channels that turn, cos and sin from one sequence to the next (or 0)
-EXPORT void prompt_inputs(const Block* block, const void* x, const void* cos, const void* sin, void* normed, void* q,
-                          void* k, void* v, const int64_t* shape) {
-    Inputs in{x, cos, sin, normed, q, k, v, shape[0], shape[1], shape[2], shape[3]};
-    block->is_bf16 ? prompt_inputs<BF16Words>(*block, in) : prompt_inputs<F32Words>(*block, in);
-}
-
-EXPORT void prompt_output(const Block* block, const void* x, const void* attended, void* out, int64_t rows) {
-    block->is_bf16 ? prompt_output<BF16Words>(*block, x, attended, out, rows)
-                   : prompt_output<F32Words>(*block, x, attended, out, rows);
+EXPORT void prompt_output(const BlockWeights& block, const BlockOutput& in) {
+    in.is_bf16 ? prompt_output<BF16Words>(block, in) : prompt_output<F32Words>(block, in);
 }
 
 // Whether products here are built for this processor; torch's are faster on one without wide vectors, or dpbf16.
-EXPORT int is_fast(int is_bf16) {
+EXPORT int64_t is_fast_in_float32() {
+#if defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+EXPORT int64_t is_fast_in_bfloat16() {
 #if defined(__AVX512BF16__)
     return 1;
-#elif defined(__AVX512F__)
-    return !is_bf16;
 #else
     return 0;
 #endif

@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
-from struct import pack
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.block import Block
+from kernels.cpu import weights
+from kernels.cpu.bindings import Function, Struct, elements, integer, real
 from kernels.cpu.library import load
+from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights
 
-_library = load("prompt")
-_library.prompt_inputs.argtypes = [c_char_p, *[c_void_p] * 7, c_char_p]
-_library.prompt_output.argtypes = [c_char_p, *[c_void_p] * 3, c_int64]
-_library.norm_rows.argtypes = [c_int, *[c_void_p] * 3, c_int64, c_int64, c_double]
-_library.turn_rows.argtypes = [c_int, *[c_void_p] * 5, c_char_p, c_double]
-_library.gate_rows.argtypes = [c_int, *[c_void_p] * 2, c_int64]
+
+class NormRows(Struct):
+    x = elements("rows * width")
+    weight = elements("width")
+    out = elements("rows * width", written=True)
+    rows = width = integer()
+    eps = real()
+
+
+class TurnRows(Struct):
+    """x [B T n D] -> out [B n T D], normed and turned on the way."""
+
+    x = elements("batch * tokens * heads * dim")
+    norm = elements("dim", optional=True)
+    cos = elements("angles * tokens * turned")
+    sin = elements("angles * tokens * turned")
+    out = elements("batch * tokens * heads * dim", written=True)
+    batch = tokens = heads = dim = integer()
+    angles = turned = integer()  # as in BlockInputs
+    eps = real()
+
+
+class GateRows(Struct):
+    """gate = silu(gate) * up"""
+
+    gate = elements("count", written=True)
+    up = elements("count")
+    count = integer()
+
+
+_library = load(
+    "prompt",
+    Function("prompt_inputs", BlockWeights, BlockInputs),
+    Function("prompt_output", BlockWeights, BlockOutput),
+    Function("norm_rows", NormRows),
+    Function("turn_rows", TurnRows),
+    Function("gate_rows", GateRows),
+    Function("is_fast_in_float32", returns="int64_t"),
+    Function("is_fast_in_bfloat16", returns="int64_t"),
+)
 
 TOKENS_AT_ONCE = 4096  # of a prompt: bounds the memory between torch's products
 LEAST_TOKENS = 64  # below, packing the weights does not pay
 MOST_INNER = 4096  # channels of the MLP; above, a thread's tokens leave its cache, and torch's products are faster
-_FAST = {torch.float32: bool(_library.is_fast(0)), torch.bfloat16: bool(_library.is_fast(1))}
+_FAST = {
+    torch.float32: bool(_library.is_fast_in_float32()),
+    torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
+}
 _PANEL = 32  # outputs; sums, too, go over a multiple of as many
 
 
@@ -33,21 +72,29 @@ def multiplies(x: Tensor, block: Block) -> bool:
     return _FAST[x.dtype] and whole and inner <= MOST_INNER and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
-def inputs(x: Tensor, block: Block, packed: bytes, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As attention_inputs in kernels/block.py. `packed`: struct Block."""
-    (batch, tokens, _), dim, turned = x.shape, block.head_dim, cos.shape[-1]
+def inputs(
+    x: Tensor, block: Block, cos: Tensor, sin: Tensor, run: Callable[..., None] = _library.prompt_inputs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As attention_inputs in kernels/block.py."""
+    (batch, tokens, channels), dim = x.shape, block.head_dim
     normed = torch.empty_like(x)
     q, k, v = (x.new_empty((batch, part.weight.shape[0] // dim, tokens, dim)) for part in (block.q, block.k, block.v))
-    addresses = (part.data_ptr() for part in (x, cos, sin, normed, q, k, v))
-    shape = pack("4q", batch, tokens, turned, tokens * turned * (cos.shape[0] > 1))
-    _library.prompt_inputs(packed, *addresses, shape)
+    run(
+        weights.of_block(block), x=x, cos=cos, sin=sin, normed=normed, q=q, k=k, v=v, batch=batch, tokens=tokens,
+        channels=channels, q_channels=q.shape[1] * dim, kv_channels=k.shape[1] * dim, angles=cos.shape[0],
+        turned=cos.shape[2],
+    )  # fmt: skip
     return normed, q, k, v
 
 
-def output(x: Tensor, attended: Tensor, packed: bytes) -> Tensor:
+def output(x: Tensor, attended: Tensor, block: Block, run: Callable[..., None] = _library.prompt_output) -> Tensor:
     """As block_output in kernels/block.py."""
-    out, attended = torch.empty_like(x), attended.transpose(1, 2).contiguous()
-    _library.prompt_output(packed, x.data_ptr(), attended.data_ptr(), out.data_ptr(), x.shape[0] * x.shape[1])
+    out, heads = torch.empty_like(x), attended.transpose(1, 2).contiguous()
+    (batch, tokens, channels), q_channels = x.shape, heads.shape[2] * heads.shape[3]
+    run(
+        weights.of_block(block), x=x, attended=heads, out=out, rows=batch * tokens, channels=channels,
+        q_channels=q_channels,
+    )  # fmt: skip
     return out
 
 
@@ -68,7 +115,7 @@ def output_by_torch(x: Tensor, attended: Tensor, block: Block) -> Tensor:
         middle = block.o(heads[part]).add_(rows[part])
         normed = normed_rows(middle, block.mlp_norm, block.eps)
         gate, up = block.gate(normed), block.up(normed)
-        _library.gate_rows(gate.element_size() == 2, gate.data_ptr(), up.data_ptr(), gate.numel())
+        _library.gate_rows(gate=gate, up=up, count=gate.numel())
         torch.add(middle, block.down(gate), out=out[part])
     return out.view_as(x)
 
@@ -76,22 +123,17 @@ def output_by_torch(x: Tensor, attended: Tensor, block: Block) -> Tensor:
 def normed_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, width = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // width
-    _library.norm_rows(x.element_size() == 2, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    _library.norm_rows(x=x, weight=weight, out=out, rows=rows, width=width, eps=eps)
     return out
 
 
 def _turned(x: Tensor, norm: Tensor | None, block: Block, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads of x [B T n*D], normed where the model does that, and rotated -> [B n T D]"""
-    (batch, tokens, channels), turned = x.shape, cos.shape[-1]
+    batch, tokens, channels = x.shape
     heads = channels // block.head_dim
     out = x.new_empty((batch, heads, tokens, block.head_dim))
-    shape = pack("6q", *out.shape[:1], tokens, heads, block.head_dim, turned, tokens * turned * (cos.shape[0] > 1))
     _library.turn_rows(
-        x.element_size() == 2, x.data_ptr(), _address(norm), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), shape,
-        block.eps,
+        x=x, norm=norm, cos=cos, sin=sin, out=out, batch=batch, tokens=tokens, heads=heads, dim=block.head_dim,
+        angles=cos.shape[0], turned=cos.shape[2], eps=block.eps,
     )  # fmt: skip
     return out
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

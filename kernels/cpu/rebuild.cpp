@@ -2,16 +2,16 @@
 #include <type_traits>
 
 #include "amx.hpp"
+#include "calls.hpp"
 
 namespace {
 
-struct Call {  // strides in elements; a position is a row of u, of cos and of sin
-    const void *u, *basis, *cos, *sin;
-    const int64_t* positions;  // [B G K]
-    void* out;                 // [B G K D]
-    int64_t batch, groups, count, rank, dim;
-    int64_t u_batch, u_row, angle_row;
-};
+using Call = RebuildKeys;
+
+// Row `at` of x, rows being `stride` bytes apart.
+template <class E> const E* row_of(const void* x, int64_t stride, int64_t at) {
+    return (const E*)((const char*)x + at * stride);
+}
 
 inline f32 load_floats(const float* x) { return load<f32>(x); }
 inline f32 load_floats(const bf16* x) {
@@ -76,7 +76,8 @@ void products(const uint32_t* rows, const uint32_t* b, int64_t stride, int64_t w
 template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
-    int64_t half = call.dim / 2, b = pair / call.groups, words = call.rank / T::PER_WORD;
+    int64_t half = call.dim / 2, words = call.rank / T::PER_WORD;
+    const void* u = row_of<char>(call.u, call.u_batch, pair / call.groups);
     Buffer<uint32_t> copies(ROWS * padded(words));
     const bool by_tiles = std::is_same_v<T, BF16Words> && amx_allowed();
     Tiles tiles(by_tiles);
@@ -86,13 +87,13 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
         const E *cos[ROWS], *sin[ROWS];
         for (int r = 0; r < ROWS; r++) {
             int64_t position = call.positions[pair * call.count + at + std::min(r, n - 1)];
-            rows[r] = (const uint32_t*)((const E*)call.u + b * call.u_batch + position * call.u_row);
-            cos[r] = (const E*)call.cos + position * call.angle_row;
-            sin[r] = (const E*)call.sin + position * call.angle_row;
+            rows[r] = row_of<uint32_t>(u, call.u_row, position);
+            cos[r] = row_of<E>(call.cos, call.cos_row, position);
+            sin[r] = row_of<E>(call.sin, call.sin_row, position);
             int64_t next = call.positions[pair * call.count + std::min(at + ROWS + r, last - 1)];
-            fetch((const E*)call.u + b * call.u_batch + next * call.u_row, call.rank * sizeof(E));
-            fetch((const E*)call.cos + next * call.angle_row, half * sizeof(E));
-            fetch((const E*)call.sin + next * call.angle_row, half * sizeof(E));
+            fetch(row_of<E>(u, call.u_row, next), call.rank * sizeof(E));
+            fetch(row_of<E>(call.cos, call.cos_row, next), half * sizeof(E));
+            fetch(row_of<E>(call.sin, call.sin_row, next), half * sizeof(E));
             if (by_tiles) std::copy_n(rows[r], words, &copies[r * padded(words)]);
         }
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
@@ -136,12 +137,4 @@ template <class T> void run(const Call& call) {
 
 }  // namespace
 
-// Numbers as in struct Call.
-extern "C" __attribute__((visibility("default"))) void rebuild_keys(int is_bf16, const int64_t* numbers) {
-    Call call;
-    std::memcpy(&call, numbers, sizeof call);
-    if (is_bf16)
-        run<BF16Words>(call);
-    else
-        run<F32Words>(call);
-}
+EXPORT void rebuild_keys(const RebuildKeys& call) { call.is_bf16 ? run<BF16Words>(call) : run<F32Words>(call); }

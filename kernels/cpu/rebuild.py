@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_void_p
-from struct import pack
-
 import torch
 from torch import Tensor
 
+from kernels.cpu.bindings import Function, Struct, elements, int64s, integer
 from kernels.cpu.library import load
 
-_rebuild = load("rebuild").rebuild_keys
-_rebuild.argtypes = [c_int, c_void_p]
-_rebuild.restype = None
+
+class RebuildKeys(Struct):
+    """A position is a row of u, of cos and of sin."""
+
+    u = elements(strides="batch row")
+    basis = elements("batch * groups * rank * dim")
+    cos = elements(strides="row")
+    sin = elements(strides="row")
+    positions = int64s("batch * groups * count")
+    out = elements("batch * groups * count * dim", written=True)
+    batch = groups = count = rank = dim = integer()
+
+
+_library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 
 
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -20,9 +29,10 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
     batch, groups, rank, dim = basis.shape
     basis, positions = basis.contiguous(), positions.long().contiguous()
     out = u.new_empty((batch, groups, positions.shape[2], dim))
-    numbers = [x.data_ptr() for x in (u, basis, cos, sin, positions, out)]
-    numbers += [batch, groups, positions.shape[2], rank, dim, u.stride(0), u.stride(1), cos.stride(0)]
-    _rebuild(u.element_size() == 2, pack(f"{len(numbers)}q", *numbers))
+    _library.rebuild_keys(
+        u=u, basis=basis, cos=cos, sin=sin, positions=positions, out=out, batch=batch, groups=groups,
+        count=positions.shape[2], rank=rank, dim=dim,
+    )  # fmt: skip
     return out
 
 

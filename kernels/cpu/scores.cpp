@@ -1,13 +1,11 @@
 // Products of a group's queries with every row of an index.
 #include "amx.hpp"
+#include "calls.hpp"
 #include "rows.hpp"
 
 namespace {
 
-struct Rows {  // strides in bytes
-    const char* x;
-    int64_t batch, groups, heads, count, row_bytes, x_batch, x_group, x_row;
-};
+using Rows = RowScores;
 
 inline void copy_row(char* to, const char* from, int64_t bytes) {
     int64_t i = 0;
@@ -22,7 +20,7 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
     int rest = in.row_bytes - (L - 1) * LINE;
     each_task(tasks, tasks > 64, [&](int64_t task) {
         int64_t pair = task / blocks, first = task % blocks * TOKENS;
-        const char* base = in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
+        const char* base = (const char*)in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
         const char *rows[TOKENS], *ahead[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
             rows[t] = base + std::min(first + t, in.count - 1) * in.x_row;
@@ -72,10 +70,11 @@ template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float
             for (int64_t w = 0; w < steps * 16; w++) columns[w * W + h] = q[(pair * in.heads + h) * steps * 16 + w];
         Buffer<char> copies(TOKENS * steps * LINE);
         alignas(LINE) float sums[TOKENS * W];
+        const char* base = (const char*)in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
         Tiles tiles(true, W);
         for (int64_t at = first; at < last; at += TOKENS) {
             int64_t n = std::min<int64_t>(TOKENS, last - at), stride = in.x_row;
-            const char* rows = in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group + at * in.x_row;
+            const char* rows = base + at * in.x_row;
             const char* ahead = rows + std::min<int64_t>(2 * TOKENS, in.count - 1 - at) * in.x_row;
             for (int64_t i = 0; i < TOKENS * in.row_bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
             if (n < TOKENS || in.row_bytes % LINE) {
@@ -108,10 +107,7 @@ void products_by_tiles(const void* q, const Rows& in, float* out) {
 
 }  // namespace
 
-// q [B G g C] without gaps, C filled up to whole lines with zeros; numbers as in struct Rows.
-extern "C" __attribute__((visibility("default"))) void row_scores(int is_bf16, const void* q, const int64_t* numbers, float* out) {
-    Rows in;
-    std::memcpy(&in, numbers, sizeof in);
-    if (is_bf16 && in.heads <= MOST_COLUMNS && amx_allowed()) return products_by_tiles(q, in, out);
-    is_bf16 ? products_of<BF16>(q, in, out) : products_of<F32>(q, in, out);
+EXPORT void row_scores(const RowScores& in) {
+    if (in.is_bf16 && in.heads <= MOST_COLUMNS && amx_allowed()) return products_by_tiles(in.q, in, in.out);
+    in.is_bf16 ? products_of<BF16>(in.q, in, in.out) : products_of<F32>(in.q, in, in.out);
 }

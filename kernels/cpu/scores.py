@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_void_p
-from struct import pack
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.cpu.bindings import Function, Struct, elements, floats, integer
 from kernels.cpu.library import load
 
-_library = load("scores")
-_library.row_scores.argtypes = [c_int, *[c_void_p] * 3]
+
+class RowScores(Struct):
+    q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
+    x = elements(strides="batch group row")  # [B G S C]
+    out = floats("batch * groups * heads * count", written=True)
+    batch = groups = heads = width = count = row_bytes = integer()
+
+
+_library = load("scores", Function("row_scores", RowScores))
 
 _LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes it was built for, in cache lines
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -24,9 +29,11 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     count, size = x.shape[2], x.element_size()
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
-    numbers = (x.data_ptr(), batch, groups, heads, count, width * size, *(size * stride for stride in x.stride()[:3]))
     if count:
-        _library.row_scores(size == 2, q.data_ptr(), pack("9q", *numbers), out.data_ptr())
+        _library.row_scores(
+            q=q, x=x, out=out, batch=batch, groups=groups, heads=heads, width=q.shape[3], count=count,
+            row_bytes=width * size,
+        )  # fmt: skip
     return out
 
 

@@ -3,11 +3,9 @@
 // A region ends when its last thread does. Where another process keeps a core busy, the kernel takes that core from one
 // of ours for some milliseconds, and a decode step of a dozen short regions waits a dozen times. So a thread that was
 // kept off its core is left out for a while; then all are tried again, later and later while it goes on.
-#include <omp.h>
+#include "team.hpp"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

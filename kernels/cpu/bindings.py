@@ -1,0 +1,248 @@
+"""What a compiled function takes is described once, here in Python; both sides are made from the description.
+
+    class RowScores(Struct):
+        q = elements("batch * groups * heads * width")
+        x = elements(strides="batch group row")
+        out = floats("batch * groups * heads * count", written=True)
+        batch = groups = heads = count = width = integer()
+
+    library = load("scores", Function("row_scores", RowScores))
+    library.row_scores(q=q, x=x, out=out, batch=1, ...)
+
+The build writes `struct RowScores` and the prototype of `row_scores` into the header calls.hpp, which the C++ file
+includes: neither can differ from what Python packs. A call checks every tensor (dtype, device, size, layout).
+docs/kernels.md says why it is not torch's extension mechanism.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from struct import Struct as Packer
+from typing import Any, ClassVar
+
+import torch
+
+_ELEMENTS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A number, or a tensor; all of eight bytes, so that no compiler puts gaps between them."""
+
+    type: str  # in C++
+    dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; () is any, two are the same for all of a call
+    size: str | None = None  # entries of a contiguous tensor, an expression in the other fields
+    strides: tuple[str, ...] = ()  # names of the dimensions before the last: their strides in bytes become fields
+    optional: bool = False  # None is a null pointer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Fields that are a struct of their own in C++; in Python `<group>_<field>`."""
+
+    type: str
+    fields: dict[str, Field]
+
+
+def integer() -> Field:
+    return Field("int64_t")
+
+
+def real() -> Field:
+    return Field("double")
+
+
+def elements(size: str | None = None, **how: Any) -> Field:
+    """A tensor of float32 or bfloat16, like all others of a call; the struct gets the field `is_bf16`."""
+    return _tensor("void", _ELEMENTS, size, **how)
+
+
+def floats(size: str | None = None, **how: Any) -> Field:
+    return _tensor("float", (torch.float32,), size, **how)
+
+
+def int64s(size: str | None = None, **how: Any) -> Field:
+    return _tensor("int64_t", (torch.int64,), size, **how)
+
+
+def int32s(size: str | None = None, **how: Any) -> Field:
+    return _tensor("int32_t", (torch.int32,), size, **how)
+
+
+def anything(size: str | None = None, **how: Any) -> Field:
+    return _tensor("void", (), size, **how)
+
+
+def _tensor(
+    entry: str,
+    dtypes: tuple[torch.dtype, ...],
+    size: str | None,
+    *,
+    strides: str = "",
+    written: bool = False,
+    optional: bool = False,
+) -> Field:
+    """Contiguous with `size` entries, or by its `strides`; with neither the caller answers for the layout."""
+    return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
+
+
+class Struct:
+    """Subclasses list fields; `pack` takes them by name and gives the bytes of the struct in C++."""
+
+    pack: ClassVar[Callable[..., bytes]]
+    header: ClassVar[list[str]]
+
+    def __init_subclass__(cls) -> None:
+        named = {name: value for name, value in vars(cls).items() if isinstance(value, Field | Group)}
+        cls.header = _header(cls.__name__, named)
+        cls.pack = staticmethod(_packer(cls.__name__, dict(_flat(named))))
+
+
+class Function:
+    """`extern "C"`, of structs: the last one's fields are given by name, those before it packed. Or of nothing."""
+
+    def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
+        self.name, self.structs, self.returns = name, structs, returns
+
+    @property
+    def prototype(self) -> str:
+        return f"EXPORT {self.returns} {self.name}({', '.join(f'const {one.__name__}&' for one in self.structs)});"
+
+    def bound(self, library: ctypes.CDLL) -> Callable[..., Any]:
+        entry = getattr(library, self.name)
+        entry.argtypes = [ctypes.c_char_p] * len(self.structs)
+        entry.restype = ctypes.c_int64 if self.returns == "int64_t" else None
+        if not self.structs:
+            return lambda: entry()
+        pack = self.structs[-1].pack
+
+        def call(*packed: bytes, **fields: Any) -> Any:  # `fields` keeps the tensors alive until C++ is done
+            return entry(*packed, pack(**fields))
+
+        return call
+
+
+def header(functions: tuple[Function, ...]) -> str:
+    """calls.hpp of these functions."""
+    structs = dict.fromkeys(one for function in functions for one in function.structs)
+    parts = dict.fromkeys(part for one in structs for part in one.header)
+    return "\n".join([_PREAMBLE, *parts, *(function.prototype for function in functions), ""])
+
+
+def bound(library: ctypes.CDLL, functions: tuple[Function, ...]) -> dict[str, Callable[..., Any]]:
+    return {function.name: function.bound(library) for function in functions}
+
+
+_PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see bindings.py
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#define EXPORT extern "C" __attribute__((visibility("default")))
+"""
+
+
+def _header(name: str, fields: dict[str, Field | Group]) -> list[str]:
+    """The struct, after those it contains, and what its places must be."""
+    groups = {field.type: field.fields for field in fields.values() if isinstance(field, Group)}
+    inner = [_definition(name, parts) for name, parts in groups.items()]
+    places, at = [], 0
+    for field_name, field in _with_dtype(fields).items():
+        places.append(f"static_assert(offsetof({name}, {field_name}) == {at});")
+        at += 8 * sum(1 + len(one.strides) for _, one in _flat({field_name: field}))
+    places.append(f"static_assert(sizeof({name}) == {at});")
+    return [*inner, _definition(name, _with_dtype(fields)), *places]
+
+
+def _definition(name: str, fields: dict[str, Any]) -> str:
+    lines = [f"    {field.type} {part};" for part, field in _with_strides(fields)]
+    return "\n".join([f"struct {name} {{", *lines, "};"])
+
+
+def _with_dtype(fields: dict[str, Any]) -> dict[str, Any]:
+    typed = any(field.dtypes == _ELEMENTS for _, field in _flat(fields))
+    return {"is_bf16": integer(), **fields} if typed else fields
+
+
+def _with_strides(fields: dict[str, Any]) -> Iterator[tuple[str, Field | Group]]:
+    for name, field in fields.items():
+        yield name, field
+        if isinstance(field, Field):
+            yield from ((f"{name}_{dimension}", integer()) for dimension in field.strides)
+
+
+def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
+    for name, field in fields.items():
+        if isinstance(field, Group):
+            yield from ((f"{name}_{part}", one) for part, one in field.fields.items())
+        else:
+            yield name, field
+
+
+def _packer(name: str, fields: dict[str, Field]) -> Callable[..., bytes]:
+    """A function as one would write it by hand: a step makes hundreds of calls."""
+    typed = [part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional]
+    values = ["dtype is bfloat16"] if typed else []
+    lines = [f"def pack(*, {', '.join(fields)}):"]
+    lines += [f"dtype = {typed[0]}.dtype"] if typed else []
+    for part, field in fields.items():
+        lines += _checks(part, field)
+        values += _values(part, field)
+    codes = "".join("d" if field.type == "double" else "q" * (1 + len(field.strides)) for field in fields.values())
+    lines.append(f"return packed({', '.join(values)})")
+    scope: dict[str, Any] = {
+        "packed": Packer("q" * bool(typed) + codes).pack,
+        "refused": _refusal(name, fields),
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "int32": torch.int32,
+        "int64": torch.int64,
+    }
+    exec("\n    ".join(lines), scope)
+    return scope["pack"]
+
+
+def _checks(name: str, field: Field) -> list[str]:
+    """Lines that refuse a tensor that is not what C++ will take it for."""
+    if not field.type.endswith("*"):
+        return []
+    wrong = [f"not {name}.is_cpu"]
+    if field.dtypes == _ELEMENTS:
+        wrong += [f"{name}.dtype is not dtype", "dtype is not float32 and dtype is not bfloat16"]
+    elif field.dtypes:
+        wrong.append(f"{name}.dtype is not {str(field.dtypes[0]).removeprefix('torch.')}")
+    if field.size:
+        wrong += [f"{name}.numel() != {field.size}", f"not {name}.is_contiguous()"]
+    if field.strides:
+        wrong.append(f"{name}.dim() != {len(field.strides) + 1}")
+        wrong.append(f"{name}.stride(-1) != 1 and {name}.shape[-1] > 1")
+    there = f"{name} is not None and " if field.optional else ""
+    return [f"if {there}({' or '.join(wrong)}): raise refused({name!r}, locals())"]
+
+
+def _values(name: str, field: Field) -> list[str]:
+    if not field.type.endswith("*"):
+        return [name]
+    values = [f"{name}.data_ptr()"]
+    values += [f"{name}.stride({i}) * {name}.element_size()" for i in range(len(field.strides))]
+    return [f"0 if {name} is None else {value}" for value in values] if field.optional else values
+
+
+def _refusal(struct: str, fields: dict[str, Field]) -> Callable[[str, dict[str, Any]], ValueError]:
+    """The error that says what a tensor should have been."""
+
+    def refused(name: str, given: dict[str, Any]) -> ValueError:
+        field, x = fields[name], given[name]
+        dtypes = " or ".join(str(one).removeprefix("torch.") for one in field.dtypes) or "any dtype"
+        wanted = f"{dtypes}, one for all" if field.dtypes == _ELEMENTS else dtypes
+        if field.size:
+            wanted += f", contiguous, {field.size} = {eval(field.size, {}, given)} entries"
+        if field.strides:
+            wanted += f", [{' '.join(field.strides)} *] with the last dimension's entries side by side"
+        return ValueError(
+            f"{struct}: {name} must be a CPU tensor ({wanted}), got {x.dtype} {list(x.shape)} with strides "
+            f"{list(x.stride())} on {x.device}"
+        )
+
+    return refused

@@ -1,0 +1,87 @@
+"""Descriptions of what compiled functions take, and the checks made from them (kernels/cpu/bindings.py)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from struct import unpack
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cpu.bindings import Function, Group, Struct, elements, floats, header, int64s, integer, real
+
+
+class Example(Struct):
+    x = elements(strides="batch row")
+    weights = Group("Pair", {"weight": elements("rows * width"), "bias": elements("rows", optional=True)})
+    rows_read = int64s("count")
+    out = floats("count", written=True)
+    rows = width = count = integer()
+    scale = real()
+
+
+def fields(**other: Any) -> dict[str, Any]:
+    return {
+        "x": torch.zeros(2, 3, 4), "weights_weight": torch.zeros(3, 4), "weights_bias": None,
+        "rows_read": torch.zeros(5, dtype=torch.int64), "out": torch.zeros(5), "rows": 3, "width": 4, "count": 5,
+        "scale": 0.5, **other,
+    }  # fmt: skip
+
+
+def test_fields_are_packed_in_the_order_of_the_struct() -> None:
+    given = fields(x=torch.zeros(2, 3, 4)[:, 1:])
+    addresses = [given[name].data_ptr() for name in ("x", "weights_weight", "rows_read", "out")]
+    packed = unpack("11qd", Example.pack(**given))
+    assert packed == (0, addresses[0], 48, 16, addresses[1], 0, *addresses[2:], 3, 4, 5, 0.5)
+
+
+def test_bfloat16_is_told_to_the_compiled_side() -> None:
+    half = {name: fields()[name].bfloat16() for name in ("x", "weights_weight")}
+    assert unpack("11qd", Example.pack(**fields(**half)))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"x": torch.zeros(2, 3, 4).half()}, "x must be a CPU tensor .float32 or bfloat16"),
+        ({"x": torch.zeros(2, 3, 4, device="meta")}, "x must be a CPU tensor .* on meta"),
+        ({"x": torch.zeros(2, 4, 3).transpose(1, 2)}, "last dimension's entries side by side"),
+        ({"x": torch.zeros(3, 4)}, "x must be"),
+        ({"weights_weight": torch.zeros(3, 4).bfloat16()}, "one for all"),
+        ({"weights_weight": torch.zeros(4, 3).T}, "weights_weight must be .* contiguous"),
+        ({"weights_bias": torch.zeros(4)}, r"rows = 3 entries.*, got torch.float32 \[4\]"),
+        ({"rows_read": torch.zeros(5, dtype=torch.int32)}, "rows_read must be a CPU tensor .int64"),
+        ({"out": torch.zeros(6)}, "count = 5 entries"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(other: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"Example: .*{said}"):
+        Example.pack(**fields(**other))
+
+
+@pytest.mark.parametrize("change", [{"more": 1}, {"width": None}])
+def test_fields_on_one_side_alone_are_an_error(change: dict[str, Any]) -> None:
+    given = {name: value for name, value in fields(**change).items() if value is not None or name == "weights_bias"}
+    with pytest.raises(TypeError, match=r"more|width"):
+        Example.pack(**given)
+
+
+def compiled(folder: Path, source: str) -> str:
+    """What the compiler says against `source` behind the header of Example."""
+    library = pytest.importorskip("kernels.cpu.library")
+    try:
+        compiler = library._compiler()
+    except ImportError as error:
+        pytest.skip(str(error))
+    (folder / "calls.hpp").write_text(header((Function("run", Example),)))
+    (folder / "it.cpp").write_text(f'#include "calls.hpp"\n{source}\n')
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{folder}", str(folder / "it.cpp")]
+    return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def test_what_cpp_reads_is_what_python_describes(tmp_path: Path) -> None:
+    assert compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = (float)e.x_row * e.scale; }") == ""
+    assert "gone" in compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = e.gone; }")
+    assert "conflicting" in compiled(tmp_path, "EXPORT void run(const Example& e, int64_t more) {}")
