@@ -169,3 +169,13 @@ def test_what_no_backend_can_take_is_left_to_torch() -> None:
             ops.token_logits.refusal("triton", x.double(), Head(1e-5, block.norm, block.up)),
         ):
             assert refused is not None
+
+
+def test_weights_of_another_dtype_are_refused_after_their_first_use_too() -> None:
+    block, x, cos, sin = drawn("qwen3", torch.float32)
+    results("cpu", block, x, cos, sin)
+    half = x.bfloat16()
+    reason = ops.attention_inputs.refusal("cpu", half, block, cos.bfloat16(), sin.bfloat16())
+    assert reason is not None
+    assert "bfloat16" in reason
+    assert ops.token_logits.refusal("cpu", half, Head(1e-5, block.norm, block.up)) is not None
