@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.base import CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import DenseLayer
 from methods.parts import costs
 
@@ -34,5 +34,5 @@ class Full(Method):
     def cost(self, case: Case) -> Cost:
         return costs.dense(case)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [DenseLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [DenseLayer(spec, cache, self) for spec in specs]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec
 from methods.layers import EvictLayer, between_ends
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -68,19 +68,19 @@ class H2O(Windowed):
             raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
         return replace(self, compensation="literal") if self.compensation == "none" else self
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [H2OLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [H2OLayer(spec, cache, self) for spec in specs]
 
 
-class H2OLayer(EvictLayer):
+class H2OLayer(EvictLayer, capturable=True):
     """Counts in every phase; the scores of evicted tokens go with them."""
 
     method: H2O
 
-    def __init__(self, spec: LayerSpec, request: Request, method: H2O) -> None:
-        super().__init__(spec, request, method)
-        shape = (request.batch, spec.num_kv_heads, request.capacity)
-        self.received = torch.zeros(shape, device=request.device)  # [B G C], attention per stored token
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: H2O) -> None:
+        super().__init__(spec, cache, method)
+        shape = (self.request.batch, spec.num_kv_heads, self.request.capacity)
+        self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
 
     def limit(self) -> int | None:
         tokens = super().limit()

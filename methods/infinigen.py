@@ -20,7 +20,7 @@ evicts by what was fetched for earlier rows, and here no prompt row fetches, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -31,8 +31,20 @@ from kernels import ops
 from kernels.lowrank import directions, gram
 from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
-from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan, Request, check_layers
-from methods.base.clock import queues
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    Card,
+    Case,
+    Cost,
+    KVLayer,
+    LayerSpec,
+    Method,
+    Plan,
+    check_layers,
+)
+from methods.base.counters import queues
 from methods.layers import SelectLayer
 from methods.parts import costs
 
@@ -112,11 +124,9 @@ class InfiniGen(Method):
                 f"least {1 / spec.head_dim:.4g}."
             )
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        if request.budget is not None:
-            dense = tuple(sorted({*request.budget.dense_layers, *self.dense_layers}))
-            request = replace(request, budget=replace(request.budget, dense_layers=dense))
-        layers = [InfiniGenLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        cache = cache.with_dense(self.dense_layers)
+        layers = [InfiniGenLayer(spec, cache, self) for spec in specs]
         for layer, follower in pairwise(layers):
             layer.follower = follower
         return [*layers]
@@ -125,11 +135,11 @@ class InfiniGen(Method):
 Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
 
 
-class InfiniGenLayer(SelectLayer):
+class InfiniGenLayer(SelectLayer, capturable=True):
     """No sinks and no window: the whole budget is the limit of what the layer before may choose.
 
-    On a GPU, and while the clock runs, counts stay on the device: as many rows as the limit are chosen, and the first
-    n' read. With placement=host they are read in each step, for only n' rows are to be moved.
+    On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
+    first n' read. With placement=host they are read in each step, for only n' rows are to be moved.
     """
 
     method: InfiniGen
@@ -140,9 +150,9 @@ class InfiniGenLayer(SelectLayer):
     guessed: tuple[Tensor, Counts] | None = None  # rows and counts for the step that is under way
     counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
-    def __init__(self, spec: LayerSpec, request: Request, method: InfiniGen) -> None:
-        super().__init__(spec, request, method)
-        budget = request.budget
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: InfiniGen) -> None:
+        super().__init__(spec, cache, method)
+        request, budget = self.request, self.request.budget
         self.guesses = budget is not None and not budget.covers(request.capacity, spec.index)
         shape = (request.batch, spec.num_kv_heads, spec.head_dim)
         self.query_mass = torch.zeros(shape if self.guesses else 0, device=request.device)  # sum of |q A|
@@ -211,11 +221,11 @@ class InfiniGenLayer(SelectLayer):
     def logits(self, q: Tensor) -> Tensor:
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
         grouped = q.view(*self.partial.shape[:2], self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
-        clock, grouped = self.request.clock, grouped.to(q.dtype)
-        if not clock.running:
+        counters, grouped = self.cache.counters, grouped.to(q.dtype)
+        if not counters.running:
             made: Tensor = ops.row_scores(grouped, self.partial[:, :, : self.known])
             return made
-        live = clock.now(self.known, q.device)
+        live = counters.tensor(self.known, q.device)
         return without_missing(ops.row_scores(grouped, self.partial), live, float("-inf"))
 
     def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, Counts]:
@@ -224,7 +234,7 @@ class InfiniGenLayer(SelectLayer):
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
             ranks = ops.group_weights(logits[..., : self.sealed], 1.0, "sum")
-        if self.request.clock.running or (self.middle is None and queues(self.request.device)):
+        if self.cache.counters.running or (self.middle is None and queues(self.request.device)):
             return ranks.topk(limit).indices, asked  # best first
         counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))
@@ -260,13 +270,13 @@ class InfiniGenLayer(SelectLayer):
         counts = torch.as_tensor(self.counts, device=rows.device).view(-1, 1, 1)
         return rows.masked_fill(torch.arange(rows.shape[2], device=rows.device) >= counts, -1)
 
-    def count_repeated(self, steps: int) -> None:
-        super().count_repeated(steps)
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
         self.known += steps
 
     def _learn(self, keys: Tensor) -> None:
         """Append the partial keys of keys [B G T D]."""
-        self.request.clock.write(keys @ self.basis, self.partial, 2, self.known)
+        self.cache.counters.write(keys @ self.basis, self.partial, 2, self.known)
         self.known += keys.shape[2]
 
     def _skewed(self, x: Tensor) -> Tensor:

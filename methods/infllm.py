@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Method, Plan, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Method, Plan
 from methods.layers import SelectLayer
 from methods.parts import costs
 from methods.parts.hit_cache import token_rows
@@ -110,12 +110,12 @@ class InfLLM(Method):
             )
         return replace(self, repr_topk=tokens)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request)
-        return [InfLLMLayer(spec, request, self, angles) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        angles = Angles(cache)
+        return [InfLLMLayer(spec, cache, self, angles) for spec in specs]
 
 
-class InfLLMLayer(SelectLayer):
+class InfLLMLayer(SelectLayer, capturable=True):
     """Its middle are the blocks; their keys are stored as if they stood at position 0, all others truly rotated."""
 
     method: InfLLM
@@ -124,9 +124,10 @@ class InfLLMLayer(SelectLayer):
     far_k: Tensor  # [B G F D], of first tokens and those behind the blocks that left the window, as at position 0
     far_end = 0  # position of the first token that has not left it; room behind is for the others
 
-    def __init__(self, spec: LayerSpec, request: Request, method: InfLLM, angles: Angles) -> None:
-        super().__init__(spec, request, method)
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: InfLLM, angles: Angles) -> None:
+        super().__init__(spec, cache, method)
         self.angles = angles
+        request = self.request
         budget, shape = request.budget, (request.batch, spec.num_heads)
         self.sparse = budget is not None and not budget.covers(request.capacity, spec.index)
         self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # drawn, local
@@ -208,17 +209,17 @@ class InfLLMLayer(SelectLayer):
         """Tokens before position `window` are far from now on."""
         if self.far_end < window:
             place = self.far_end - self._after + self.method.n_init
-            self.request.clock.write(self._moved(self.far_end, window), self.far_k, 2, place)
+            self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
             self.far_end = window
 
     def _far(self) -> list[Segment]:
         assert self.rows is not None
-        first, after, clock, v = self.method.n_init, self._after - self._away, self.request.clock, self.store.v
+        first, after, counters, v = self.method.n_init, self._after - self._away, self.cache.counters, self.store.v
         blocks = self._middle_view()._replace(rows=self.rows) if self.middle is None else self.middle.fetch(self.rows)
         left = self.far_end - self._after
-        if clock.running:
+        if counters.running:
             room = self.far_k.shape[2] - first
-            live = clock.now(left, self.far_k.device)
+            live = counters.tensor(left, self.far_k.device)
             others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
         else:
             others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
@@ -226,13 +227,13 @@ class InfLLMLayer(SelectLayer):
 
     def _near(self, window: int) -> Segment:
         """The n_local tokens from position `window` on."""
-        if not self.request.clock.running:
+        if not self.cache.counters.running:
             return self.store.since(window - self._away)
         rows = self._positions(window, window + self.n_local)
         return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
 
-    def count_repeated(self, steps: int) -> None:
-        super().count_repeated(steps)
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
         self.far_end += steps
 
     def _moved(self, start: int, end: int) -> Tensor:
@@ -254,7 +255,7 @@ class InfLLMLayer(SelectLayer):
         return self.angles.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
 
     def _positions(self, start: int, end: int) -> Tensor:
-        return self.request.clock.places(start, end - start, self.request.device)
+        return self.cache.counters.positions(start, end - start, self.request.device)
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
         """One softmax over blocks read, first tokens and window. q, far_q [B H T D] at positions from `first`."""

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, KVLayer, LayerSpec, Method, Plan, Request
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.parts.stores import HostStore, KVStore
 
 
-class DenseLayer(KVLayer):
+class DenseLayer(KVLayer, capturable=True):
     """Keeps everything and reads everything."""
 
-    def __init__(self, spec: LayerSpec, request: Request, method: Method) -> None:
-        super().__init__(spec, request)
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
+        super().__init__(spec, cache)
         self.method = method
-        self.store = KVStore(spec, request, request.capacity)
+        self.store = KVStore(spec, cache, cache.request.capacity)
         self.sealed = 0  # stored tokens that belong to the sealed prompt
 
     @property
@@ -65,14 +65,14 @@ class DenseLayer(KVLayer):
     def read_positions(self) -> Tensor | None:
         return None
 
-    def unrepeatable(self) -> str | None:
+    def capture_refusal(self) -> str | None:
         if self.request.placement == "host":
             return "placement=host gathers the chosen rows on the host"
         if self.request.stale_by:
             return f"stale_by={self.request.stale_by} lets one step choose and others not"
-        return None
+        return super().capture_refusal()
 
-    def count_repeated(self, steps: int) -> None:
+    def count_replayed(self, steps: int) -> None:
         self.store.length += steps
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class DenseLayer(KVLayer):
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
 
-class SelectLayer(DenseLayer):
+class SelectLayer(DenseLayer, capturable=True):
     """Keeps everything; a step reads sinks, a prompt-local window, `select`ed tokens between them, and what came since.
 
     With placement=host the tokens between sinks and window lie on the host and only the selected ones are moved.
@@ -167,9 +167,9 @@ class SelectLayer(DenseLayer):
     def _offload(self) -> None:
         assert self.plan is not None
         whole, middle = self.store, self._middle_view()
-        self.middle = HostStore(self.spec, self.request, middle.k.shape[2])
+        self.middle = HostStore(self.spec, self.cache, middle.k.shape[2])
         self.middle.append(middle.k, middle.v)
-        self.store = KVStore(self.spec, self.request, self.request.capacity - self.middle.length)
+        self.store = KVStore(self.spec, self.cache, self.request.capacity - self.middle.length)
         for part in (slice(0, self.plan.sinks), slice(self.sealed - self.plan.local, self.sealed)):
             self.store.append(whole.k[:, :, part], whole.v[:, :, part])
 
@@ -177,7 +177,7 @@ class SelectLayer(DenseLayer):
         """A further turn attends to everything: the middle returns to its place on the device."""
         assert self.plan is not None
         assert self.middle is not None
-        resident, self.store = self.store, KVStore(self.spec, self.request, self.request.capacity)
+        resident, self.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
         sinks = self.plan.sinks
         self.store.append(resident.k[:, :, :sinks], resident.v[:, :, :sinks])
         self.store.append(*self.middle.fetch_all())
@@ -185,7 +185,7 @@ class SelectLayer(DenseLayer):
         self.middle = None
 
 
-class EvictLayer(DenseLayer):
+class EvictLayer(DenseLayer, capturable=True):
     """After the seal only `keep` of the prompt is left, in a store of its own size; what comes later is kept whole."""
 
     evicted = 0  # tokens that have left
@@ -218,7 +218,7 @@ class EvictLayer(DenseLayer):
         whole, left, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         self.positions = positions.repeat_interleave(heads // self.heads, 1).gather(2, rows)
         self.evicted += whole.length - rows.shape[2]
-        self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.request, rows.shape[2] + left)
+        self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + left)
         self.store.append(gather_per_head(whole.k, rows), gather_per_head(whole.v, rows))
         self.sealed = rows.shape[2]
 

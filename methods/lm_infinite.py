@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import EvictLayer, sinks_and_recent
 from methods.parts import costs
 from methods.parts.rope_table import Angles
@@ -72,20 +72,20 @@ class LMInfinite(Method):
         first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
         return costs.evict(case, case.budget) + costs.angles(case) + Cost(first)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request)
-        return [LMInfiniteLayer(spec, request, self, angles) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        angles = Angles(cache)
+        return [LMInfiniteLayer(spec, cache, self, angles) for spec in specs]
 
 
-class LMInfiniteLayer(EvictLayer):
+class LMInfiniteLayer(EvictLayer, capturable=True):
     """Stored keys keep their true rotation; the first ones are turned anew for each query far from them."""
 
     method: LMInfinite
     n_local: int | None = None  # None: everything is read
     first_keys: Tensor  # [B G n_init D] before their rotation, fp32
 
-    def __init__(self, spec: LayerSpec, request: Request, method: LMInfinite, angles: Angles) -> None:
-        super().__init__(spec, request, method)
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: LMInfinite, angles: Angles) -> None:
+        super().__init__(spec, cache, method)
         self.angles = angles
 
     def absorb(self, x: AttnInput) -> None:
@@ -114,7 +114,7 @@ class LMInfiniteLayer(EvictLayer):
             return super().decode(x)
         self.angles.note(x)
         self.store.append(x.k, x.v)
-        place = self.request.clock.now(x.start - self.n_local, x.q.device)
+        place = self.cache.counters.tensor(x.start - self.n_local, x.q.device)
         first = self.angles.turn(self.first_keys, place).to(x.k.dtype)
         count = self.method.n_init
         return self.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels import ops
-from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Plan, Request
+from methods.base import CacheState, Card, Case, Cost, KVLayer, LayerSpec, Plan
 from methods.layers import SelectLayer
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -47,11 +47,11 @@ class Oracle(Windowed):
             return costs.dense(case)
         return costs.select(case, self.windows.split(case.budget), index_bytes=0)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [OracleLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [OracleLayer(spec, cache, self) for spec in specs]
 
 
-class OracleLayer(SelectLayer):
+class OracleLayer(SelectLayer, capturable=True):
     """Ranks by softmax over all stored tokens, summed over the query heads of a group."""
 
     method: Oracle

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
 from methods.layers import SelectLayer
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -160,11 +160,11 @@ class PQCache(Windowed):
                 f"m={self.m} does not divide the model's head size {spec.head_dim}: choose a divisor of it."
             )
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [PQLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [PQLayer(spec, cache, self) for spec in specs]
 
 
-class PQLayer(SelectLayer):
+class PQLayer(SelectLayer, capturable=True):
     """With fewer candidates than centroids every candidate is its own centroid."""
 
     method: PQCache

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import floor
 from typing import ClassVar
 
-from methods.base import Card, Case, KVLayer, LayerSpec, Request
+from methods.base import CacheState, Card, Case, KVLayer, LayerSpec
 from methods.snapkv import SnapKV, SnapLayer
 
 
@@ -67,11 +67,11 @@ class PyramidKV(SnapKV):
         voted = pyramid(tokens - self.window, sealed - self.window, layers, self.beta)
         return [self.window + share for share in voted]
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [PyramidLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [PyramidLayer(spec, cache, self) for spec in specs]
 
 
-class PyramidLayer(SnapLayer):
+class PyramidLayer(SnapLayer, capturable=True):
     """Its own share of all layers' budgets."""
 
     method: PyramidKV

@@ -15,7 +15,7 @@ here a budget below `min_pages` pages is an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar, Literal
 
@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request, check_layers
+from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method, check_layers
 from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
 from methods.parts import costs
 
@@ -76,14 +76,12 @@ class Quest(Method):
     def check_model(self, spec: LayerSpec) -> None:
         check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        if request.budget is not None:
-            dense = tuple(sorted({*request.budget.dense_layers, *self.dense_layers}))
-            request = replace(request, budget=replace(request.budget, dense_layers=dense))
-        return [QuestLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        cache = cache.with_dense(self.dense_layers)
+        return [QuestLayer(spec, cache, self) for spec in specs]
 
 
-class QuestLayer(DenseLayer):
+class QuestLayer(DenseLayer, capturable=True):
     """Pages of the sealed prompt; the last one may be shorter. A selecting head is a query head or a KV head."""
 
     method: Quest
@@ -143,10 +141,10 @@ class QuestLayer(DenseLayer):
             return None
         return union_per_kv_head(self.rows, self.spec.num_kv_heads, self.sealed)
 
-    def unrepeatable(self) -> str | None:
+    def capture_refusal(self) -> str | None:
         if self.places is not None and self._ragged:
             return "last_page=false lets heads read different numbers of tokens"
-        return super().unrepeatable()
+        return super().capture_refusal()
 
     @property
     def _ragged(self) -> bool:

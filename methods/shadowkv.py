@@ -25,12 +25,12 @@ from torch.nn.functional import cosine_similarity
 from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import DenseLayer
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
 from methods.parts.rope_table import Angles
-from methods.parts.stores import KVStore, Rows
+from methods.parts.stores import KVStore, RowStore
 
 
 class ChunkPlan(NamedTuple):
@@ -134,19 +134,19 @@ class ShadowKV(Method):
                 "a share of them like 0.15625."
             )
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        angles = Angles(request)
-        return [ShadowLayer(spec, request, self, angles) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        angles = Angles(cache)
+        return [ShadowLayer(spec, cache, self, angles) for spec in specs]
 
 
-class ShadowLayer(DenseLayer):
+class ShadowLayer(DenseLayer, capturable=True):
     """After a seal under a budget, `store` holds outliers, local chunks and generated tokens, in this order."""
 
     method: ShadowKV
     plan: ChunkPlan | None = None  # None: everything is in `store` and read
     u: Tensor  # [B N*c r], a row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
-    values: Rows  # [B G N c*D]
+    values: RowStore  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
     chunks: Tensor  # [B G N-o], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
@@ -154,8 +154,8 @@ class ShadowLayer(DenseLayer):
     age = 0  # steps it has served
     hits: HitCache | None = None
 
-    def __init__(self, spec: LayerSpec, request: Request, method: ShadowKV, angles: Angles) -> None:
-        super().__init__(spec, request, method)
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: ShadowKV, angles: Angles) -> None:
+        super().__init__(spec, cache, method)
         self.angles = angles
 
     def absorb(self, x: AttnInput) -> None:
@@ -206,19 +206,19 @@ class ShadowLayer(DenseLayer):
         chosen = token_rows(torch.cat([self.outliers, self.rows], 2), self.method.chunk)
         return torch.cat([chosen, local.expand(*chosen.shape[:2], -1)], 2)
 
-    def unrepeatable(self) -> str | None:
+    def capture_refusal(self) -> str | None:
         if self.hits is not None:
             return "hit_cache=true asks the host how many chunks are new"
-        return super().unrepeatable()
+        return super().capture_refusal()
 
     def _compress(self, plan: ChunkPlan) -> None:
         whole, count = self.store, plan.candidates
         self._factorise(whole.k, count)
         keys, values = (_chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
-        self.values = Rows(values, self.request)
+        self.values = RowStore(values, self.cache)
         self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
         resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
-        self.store = KVStore(self.spec, self.request, resident)
+        self.store = KVStore(self.spec, self.cache, resident)
         shape = (*keys.shape[:2], plan.outliers * self.method.chunk, self.spec.head_dim)
         self.store.append(*(ops.gather_rows(x, self.outliers).view(shape) for x in (keys, values)))
         first_local = self.sealed - plan.local
@@ -253,7 +253,7 @@ class ShadowLayer(DenseLayer):
     def _bring_back(self) -> None:
         """A further turn attends to everything: rebuild the candidates, with the outliers' exact keys among them."""
         assert self.plan is not None
-        resident, self.store = self.store, KVStore(self.spec, self.request, self.request.capacity)
+        resident, self.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
         every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
         keys, values = self._rebuild(every)[:2]
         exact = self.plan.outliers * self.method.chunk

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
-from methods.base import AttnInput, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan
 from methods.layers import EvictLayer, between_ends
 from methods.parts import costs
 
@@ -75,11 +75,11 @@ class SnapKV(Method):
             return costs.dense(case)
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [SnapLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [SnapLayer(spec, cache, self) for spec in specs]
 
 
-class SnapLayer(EvictLayer):
+class SnapLayer(EvictLayer, capturable=True):
     """Holds the last `window` queries of the turn until the seal."""
 
     method: SnapKV

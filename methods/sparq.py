@@ -23,10 +23,10 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan, Request
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
 from methods.layers import SelectLayer
 from methods.parts import costs
-from methods.parts.stores import HostStore, Rows
+from methods.parts.stores import HostStore, RowStore
 from methods.parts.windows import Windowed
 
 
@@ -91,8 +91,8 @@ class SparQ(Windowed):
         if self.r > spec.head_dim:
             raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose up to that.")
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [SparQLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [SparQLayer(spec, cache, self) for spec in specs]
 
 
 class Approximate(NamedTuple):
@@ -102,11 +102,11 @@ class Approximate(NamedTuple):
     middle: Tensor  # [B G g] fp32, log of the sum of exponentials
 
 
-class SparQLayer(SelectLayer):
+class SparQLayer(SelectLayer, capturable=True):
     """The sum of values and the share of unread tokens are kept for `mean_value` only."""
 
     method: SparQ
-    by_channel: Rows | None = None  # the middle keys [B G D M]
+    by_channel: RowStore | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, of every token so far
     approximate: Approximate | None = None  # of the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, what the read tokens hold of the approximate softmax
@@ -116,7 +116,7 @@ class SparQLayer(SelectLayer):
 
     def index(self, keys: Tensor) -> None:
         if self.method.channel_copy:
-            self.by_channel = Rows(keys.transpose(2, 3), self.request)
+            self.by_channel = RowStore(keys.transpose(2, 3), self.cache)
         if self.method.mean_value:
             self.value_sum = self.store.v.sum(2, keepdim=True, dtype=torch.float32)
 
@@ -153,14 +153,14 @@ class SparQLayer(SelectLayer):
             return out
         self.value_sum += x.v
         away = self.middle.length if self.middle is not None else 0
-        mean = self.value_sum / self.request.clock.now(self.store.length + away, x.q.device)
+        mean = self.value_sum / self.cache.counters.tensor(self.store.length + away, x.q.device)
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Of the middle, from where its keys lie: `channel_sums` of picked [B G g r] in channels [B G r]."""
         if self.middle is None:
-            by_channel = self.by_channel.rows_held if self.by_channel is not None else self._middle_view().k.mT
+            by_channel = self.by_channel.stored if self.by_channel is not None else self._middle_view().k.mT
             return _sums(picked, by_channel, channels)
         every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         return _sums(picked, self._moved_channels(self.middle, channels), every)
@@ -171,7 +171,7 @@ class SparQLayer(SelectLayer):
             return self.by_channel.fetch(channels)
         index = channels.to(middle.k.device).unsqueeze(2).expand(-1, -1, middle.length, -1)
         found = middle.k.gather(-1, index).mT
-        self.request.traffic.to_device_bytes += found.nbytes
+        self.cache.traffic.to_device_bytes += found.nbytes
         return found.to(channels.device, non_blocking=True)
 
 

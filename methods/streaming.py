@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import Card, Case, Cost, KVLayer, LayerSpec, Method, Request
+from methods.base import CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import EvictLayer, sinks_and_recent
 from methods.parts import costs
 
@@ -58,11 +58,11 @@ class Streaming(Method):
     def cost(self, case: Case) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        return [StreamingLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [StreamingLayer(spec, cache, self) for spec in specs]
 
 
-class StreamingLayer(EvictLayer):
+class StreamingLayer(EvictLayer, capturable=True):
     """Keeps sinks and recent tokens; `evicted` is what the sinks are turned forward by."""
 
     method: Streaming

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from methods.base.clock import RecordingError
+from methods.base.counters import CaptureError
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
@@ -45,7 +45,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
-            raise RecordingError(f"{name} waits for a value of the device")
+            raise CaptureError(f"{name} waits for a value of the device")
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(given):

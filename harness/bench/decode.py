@@ -59,7 +59,7 @@ class Decoding:
         )
 
     def timed_turn(self) -> None:
-        traffic = self.cache.layers[0].request.traffic
+        traffic = self.cache.traffic
         before, watch = traffic.total_bytes, Watch()
         self.last = self.turn()
         disturbed = watch.disturbed()

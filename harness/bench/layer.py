@@ -26,7 +26,7 @@ from harness.engine.phases import PHASES
 from harness.engine.trace import Stopwatch, clocked
 from harness.terminal.tables import Column
 from kernels.threads import step_threads
-from methods.base import AttnInput, Budget, BudgetError, KVLayer, Method, Request
+from methods.base import AttnInput, Budget, BudgetError, CacheState, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import DenseLayer
 
@@ -50,7 +50,7 @@ class Decoding:
             prepared=method.prepare(specs, shape.observe()),
         )
         self.shape, self.position = shape, tokens - 1  # of the last token
-        self.layer: KVLayer = method.start(specs, request)[INDEX]
+        self.layer: KVLayer = method.start(specs, CacheState(request))[INDEX]
         shape.fill([self.layer], tokens, attending=not method.dense_prefill)
         self.seal_s = seconds(self.layer.seal, shape.device)
         self.next: AttnInput

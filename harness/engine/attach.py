@@ -12,16 +12,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.cache import LoopCache
+from harness.engine.cache import KVCache, LoopCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
-from methods.base import Budget, KVLayer, Method, Placement, Request
+from methods.base import Budget, CacheState, Method, Placement, Request
 
+AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, object]] = WeakKeyDictionary()
 
 
@@ -61,13 +63,14 @@ class Attachment:
             prepared=self.prepared,
         )
 
-    def start(self, *, capacity: int, batch: int = 1) -> list[KVLayer]:
-        """Fresh layers for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
-        return self.method.start(self.specs, self.request(capacity=capacity, batch=batch))
+    def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1) -> AnyCache:
+        """A fresh cache for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
+        state = CacheState(self.request(capacity=capacity, batch=batch))
+        return kind(self.method.start(self.specs, state), state)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
-        cache = LoopCache(self.start(capacity=capacity, batch=batch), capacity)
+        cache = self.start(LoopCache, capacity=capacity, batch=batch)
         self._handed_out.append(ref(cache))
         return cache
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import Cache
 
-from methods.base import AttnInput, KVLayer
-from methods.base.clock import Clock
+from methods.base import AttnInput, CacheState, KVLayer, Traffic
+from methods.base.counters import StepCounters
 
 if TYPE_CHECKING:
     from harness.engine.fidelity import Fidelity
@@ -28,9 +28,10 @@ class KVCache(Cache):
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: Sequence[KVLayer], capacity: int) -> None:
+    def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
+        """`state`: what the layers were started with."""
         self.layers = list(layers)
-        self.capacity = capacity
+        self.state = state
         self.sealed = False
         self.num_tokens = 0
         self.watch: Fidelity | None = None  # sees every attention call once the layer has answered it
@@ -56,15 +57,24 @@ class KVCache(Cache):
         self.num_tokens += self._arriving
 
     @property
-    def clock(self) -> Clock:
-        return self.layers[0].request.clock
+    def capacity(self) -> int:
+        """Tokens of all turns, prompts and answers, at most."""
+        return self.state.request.capacity
 
-    def count_repeated(self, steps: int) -> None:
-        """So many recorded steps ran without the model's forward."""
+    @property
+    def traffic(self) -> Traffic:
+        return self.state.traffic
+
+    @property
+    def counters(self) -> StepCounters:
+        return self.state.counters
+
+    def count_replayed(self, steps: int) -> None:
+        """So many steps were replayed without the model's forward."""
         self.num_tokens += steps
-        self.clock.steps += steps
+        self.counters.steps += steps
         for layer in self.layers:
-            layer.count_repeated(steps)
+            layer.count_replayed(steps)
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""

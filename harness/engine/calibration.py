@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache
 from harness.engine.hf import routed
-from methods.base import AttnInput, LayerSpec, Request
+from methods.base import AttnInput, CacheState, LayerSpec, Request
 from methods.full import Full
 from methods.layers import DenseLayer
 
@@ -38,10 +38,11 @@ def observer(
                 f"token ids [1 S], S >= {tokens}."
             )
         request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
-        layers = [_Watched(spec, request, Full()) for spec in specs]
+        state = CacheState(request)
+        layers = [_Watched(spec, state, Full()) for spec in specs]
         ids = text[:, :tokens].to(model.device)
         with routed(model):
-            model(ids, past_key_values=KVCache(layers, tokens), logits_to_keep=1, use_cache=True)
+            model(ids, past_key_values=KVCache(layers, state), logits_to_keep=1, use_cache=True)
         for layer in layers:
             assert layer.last is not None
             yield layer.last

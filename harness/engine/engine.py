@@ -21,7 +21,7 @@ from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
 from harness.engine.footprint import Footprint, footprint
 from harness.engine.forward import BlockForward, by_blocks
-from harness.engine.graph import Recorder, RepeatedStep, unrepeatable
+from harness.engine.graph import Recorder, RepeatedStep, capture_refusal
 from harness.engine.sampling import Greedy, Sampler
 from harness.engine.trace import Tracer
 from harness.engine.wait import wait_for
@@ -122,10 +122,9 @@ class Engine:
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: list[DenseLayer] | None = None) -> KVCache:
         """A fresh cache for `prompt` [B S] and what follows; `shared`: layers that hold the prompt for fidelity."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
-        cache = KVCache(self.attachment.start(capacity=capacity, batch=batch), capacity)
+        cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         if self.fidelity:
-            request = self.attachment.request(capacity=capacity, batch=batch)
-            cache.watch = Fidelity(self.attachment.specs, request, self.fidelity, shared)
+            cache.watch = Fidelity(self.attachment.specs, cache.state.request, self.fidelity, shared)
         return cache
 
     @torch.inference_mode()
@@ -217,7 +216,7 @@ class _Run:
     def record(self, forward: BlockForward | None, recorder: Recorder, traced: bool) -> None:
         """Decode steps are to be recorded, if they can be."""
         if self.plain_steps is None:
-            self.plain_steps = "trace=on clocks each step's parts" if traced else unrepeatable(forward, self.cache)
+            self.plain_steps = "trace=on clocks each step's parts" if traced else capture_refusal(forward, self.cache)
         if self.plain_steps is None:
             assert forward is not None
             self.step = RepeatedStep(forward, self.cache, recorder)
@@ -271,9 +270,9 @@ class _Run:
             out.attended_prompt = self.mean_prompt_reads()
             out.attended_total = out.attended_prompt + sum(self.other_reads) / steps
             out.moved_bytes_per_step = (self._moved() - self.moved_before) / steps
-        traffic = self.cache.layers[0].request.traffic
+        traffic = self.cache.traffic
         out.hit_rate = traffic.found / traffic.looked_up if traffic.looked_up else None
         return out
 
     def _moved(self) -> int:
-        return self.cache.layers[0].request.traffic.total_bytes
+        return self.cache.traffic.total_bytes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.engine.cache import KVCache
-from methods.base import AttnInput, KVLayer, LayerSpec, Request
+from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import DenseLayer
 from methods.parts.stores import KVStore
@@ -27,7 +27,8 @@ MEASURES = ("recall", "mass", "error")
 
 def reference_layers(specs: Sequence[LayerSpec], request: Request) -> list[DenseLayer]:
     """Layers that hold a whole prompt, for a `Fidelity` or several."""
-    return [DenseLayer(spec, request, Full()) for spec in specs]
+    state = CacheState(request)
+    return [DenseLayer(spec, state, Full()) for spec in specs]
 
 
 class Fidelity:
@@ -39,7 +40,8 @@ class Fidelity:
         self.specs, self.every = specs, every
         self.owns_prompt = prompt is None
         self.prompt = prompt or reference_layers(specs, request)
-        self.since = [KVStore(spec, request, request.capacity) for spec in specs]
+        state = CacheState(request)
+        self.since = [KVStore(spec, state, request.capacity) for spec in specs]
         self.sums = {name: torch.zeros(len(specs), request.batch, specs[0].num_kv_heads) for name in MEASURES}
         self.measured = 0
         self.fed: list[Tensor] = []  # [B 1] each, what was decoded
@@ -92,7 +94,7 @@ class Fidelity:
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Full's view of the same text, in one forward. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
         sealed = self.prompt[0].store.length
-        cache = KVCache(self.prompt, sealed + len(self.fed))
+        cache = KVCache(self.prompt, self.prompt[0].cache)
         cache.num_tokens = sealed
         try:
             full = model(

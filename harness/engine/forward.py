@@ -46,8 +46,8 @@ class BlockForward:
         position = cache.num_tokens
         cache.begin()
         x = embedding(ids, self.embedding)
-        places = cache.clock.places(position, ids.shape[1], ids.device)
-        cos, sin = self.decoder.rotary_emb(x, places.unsqueeze(0))
+        positions = cache.counters.positions(position, ids.shape[1], ids.device)
+        cos, sin = self.decoder.rotary_emb(x, positions.unsqueeze(0))
         for index, block in enumerate(self.blocks):
             normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
             attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, position))

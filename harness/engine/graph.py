@@ -1,7 +1,7 @@
 """One decode step, recorded once behind each seal and repeated for every further token: a CUDA graph.
 
 The first step behind a seal runs as always, but already in the form that is recorded: counts lie on the device
-(methods/base/clock.py), tokens are written and read through them. Then it is recorded, which runs nothing on the
+(methods/base/counters.py), tokens are written and read through them. Then it is recorded, which runs nothing on the
 device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
 per output token is that of repeats alone. A step that cannot be recorded after all is run one by one, with the
 reason.
@@ -73,7 +73,7 @@ class RepeatedStep:
         self._token.copy_(token)
         self._repeat()
         if self._after is None:
-            self.cache.count_repeated(1)
+            self.cache.count_replayed(1)
         else:
             self._after.restore()
             self._after = None
@@ -81,21 +81,21 @@ class RepeatedStep:
 
     def close(self) -> None:
         """The cache goes on without; a further turn may follow."""
-        self.cache.clock.stop()
+        self.cache.counters.stop()
 
     def _first(self, token: Tensor) -> Tensor:
         self._token = token.clone()
-        self.cache.clock.start()
+        self.cache.counters.start()
         logits = self._step().clone()
         wait_for(token.device)
         began, before = perf_counter(), Kept(self.cache)
-        self.cache.clock.recording = True
+        self.cache.counters.capturing = True
         try:
             self._repeat, self._logits = self.recorder.record(self._step)
         except Exception as error:  # whatever it is, plain steps can do without
             self.failure = f"recording a step failed: {_first_cause(error)}"
         else:
-            self.cache.clock.recording = False
+            self.cache.counters.capturing = False
             self._after = Kept(self.cache)
             self.recorded_s = perf_counter() - began
         finally:
@@ -106,7 +106,7 @@ class RepeatedStep:
 
     def _step(self) -> Tensor:
         logits = self.forward(self._token, self.cache)
-        self.cache.clock.tick()
+        self.cache.counters.advance()
         return logits
 
 
@@ -117,7 +117,7 @@ def _first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def unrepeatable(forward: BlockForward | None, cache: KVCache) -> str | None:
+def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
     """Why the decode steps of a sealed cache cannot be recorded, or None."""
     if forward is None:
         return "the model runs its own forward"
@@ -125,4 +125,4 @@ def unrepeatable(forward: BlockForward | None, cache: KVCache) -> str | None:
         return "fidelity compares steps with exact attention"
     if (rotation := getattr(forward.decoder.rotary_emb, "rope_type", None)) in READS_POSITIONS:
         return f"{rotation} rotations depend on the length of the text"
-    return next((reason for layer in cache.layers if (reason := layer.unrepeatable())), None)
+    return next((reason for layer in cache.layers if (reason := layer.capture_refusal())), None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.engine.cache import KVCache
 from methods.base import LayerSpec, Method, Request
 
-_CONSTANT = (str, bytes, int, float, type, ModuleType, Tensor, nn.Module, LayerSpec, Method)
+_CONSTANT = (str, bytes, int, float, type, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request)
 
 
 class Kept:
@@ -33,9 +33,7 @@ class Kept:
     def _keep(self, value: Any) -> None:
         if isinstance(value, _CONSTANT):
             return
-        if isinstance(value, Request):
-            value = (value.clock, value.traffic)
-        elif not isinstance(value, (dict, list, set, tuple)):
+        if not isinstance(value, (dict, list, set, tuple)):
             value = getattr(value, "__dict__", ())
         if id(value) in self._held:
             return

@@ -28,7 +28,7 @@ from harness.models.base import LoadedModel, ModelSource
 from harness.results.records import Record
 from harness.results.store import Run
 from kernels import ops
-from methods.base import AttnInput, KVLayer, Method
+from methods.base import AttnInput, CacheState, KVLayer, Method
 from methods.full import Full
 from methods.layers import DenseLayer
 
@@ -212,8 +212,8 @@ def _prefill(
     """One cache per member, all filled by one prefill of the first `context` tokens, and the last logits [1 V]."""
     engine = asking[0].runner.engine
     request = engine.attachment.request(capacity=ids.shape[1] + new_tokens)
-    plain = replace(request, budget=None, placement="device")
-    lead = [_Fan(spec, plain, Full()) for spec in engine.attachment.specs]
+    state = CacheState(replace(request, budget=None, placement="device"))
+    lead = [_Fan(spec, state, Full()) for spec in engine.attachment.specs]
     shared: list[DenseLayer] = list(lead)
     caches = []
     for member in asking:
@@ -221,7 +221,7 @@ def _prefill(
             caches.append((member, member.runner.engine.cache(ids, new_tokens, shared)))
     for place, layer in enumerate(lead):
         layer.followers = [(member, cache.layers[place]) for member, cache in caches]
-    front = KVCache(lead, request.capacity)
+    front = KVCache(lead, state)
     logits = engine.prefill(front, ids[:, :context])
     for _, cache in caches:
         cache.num_tokens = front.num_tokens

@@ -11,13 +11,15 @@ from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Method
-from methods.base.request import AttnInput, LayerSpec, Placement, Request, Traffic
+from methods.base.request import AttnInput, LayerSpec, Placement, Request
+from methods.base.state import CacheState, Traffic
 
 __all__ = [
     "Attended",
     "AttnInput",
     "Budget",
     "BudgetError",
+    "CacheState",
     "Card",
     "Case",
     "Cost",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from methods.base.request import AttnInput, LayerSpec, Request
+from methods.base.request import AttnInput, LayerSpec
+from methods.base.state import CacheState
 
 
 class Attended(NamedTuple):
@@ -23,11 +24,21 @@ class KVLayer(ABC):
 
     Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; for a further turn the same again. The
     phase is said, never guessed from a shape. All inputs and outputs are on `request.device`.
+
+    `class MyLayer(SelectLayer, capturable=True)` says that a decode step can be captured in a graph and replayed. A
+    subclass does not inherit this: what it overrides may count in Python, or wait for the device.
     """
 
-    def __init__(self, spec: LayerSpec, request: Request) -> None:
+    capturable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, capturable: bool = False, **more: object) -> None:
+        super().__init_subclass__(**more)
+        cls.capturable = capturable
+
+    def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
         self.spec = spec
-        self.request = request
+        self.cache = cache
+        self.request = cache.request
         self.fallback: str | None = None  # what this layer does in place of its method, and why
 
     @abstractmethod
@@ -60,10 +71,15 @@ class KVLayer(ABC):
     def read_positions(self) -> Tensor | None:
         """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
 
-    def unrepeatable(self) -> str | None:
-        """Why a decode step of this sealed layer cannot be recorded once and repeated (methods/clock.py), or None."""
-        return f"{type(self).__name__} does not say that its step can be"
+    def capture_refusal(self) -> str | None:
+        """Why a decode step of this sealed layer cannot be captured (methods/base/counters.py), or None."""
+        if self.capturable:
+            return None
+        name = type(self).__name__
+        return (
+            f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
+        )
 
-    def count_repeated(self, steps: int) -> None:
-        """So many recorded steps ran without `decode`: bring up to date what it counts in Python."""
-        raise NotImplementedError(f"{type(self).__name__} says that its step can be repeated, and counts no repeats")
+    def count_replayed(self, steps: int) -> None:
+        """So many steps were replayed without `decode`: bring up to date what it counts in Python."""
+        raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")

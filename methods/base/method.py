@@ -11,7 +11,8 @@ from methods.base.budget import Budget, BudgetError
 from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import KVLayer
-from methods.base.request import AttnInput, LayerSpec, Request
+from methods.base.request import AttnInput, LayerSpec
+from methods.base.state import CacheState
 
 
 class Method(ABC):
@@ -61,7 +62,7 @@ class Method(ABC):
         return {}
 
     @abstractmethod
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Fresh state for one batch, a layer per spec. Layers may be linked with one another here, only here."""
 
     def reads_whole(self, case: Case) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from methods.base.budget import Budget
-from methods.base.clock import Clock
 
 Placement = Literal["device", "host"]
 
@@ -33,20 +32,6 @@ class LayerSpec:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass
-class Traffic:
-    """Bytes that crossed between host and device, counted where they move."""
-
-    to_device_bytes: int = 0
-    to_host_bytes: int = 0
-    looked_up: int = 0  # rows that a cache on the device was asked for
-    found: int = 0  # and had
-
-    @property
-    def total_bytes(self) -> int:
-        return self.to_device_bytes + self.to_host_bytes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What one batch of equal-length sequences asks of a method. `capacity`: prompt and new tokens of all turns."""
@@ -59,8 +44,6 @@ class Request:
     stale_by: int = 0  # a selecting method may use a selection for so many further steps
     placement: Placement = "device"
     prepared: object = None  # what the method's `prepare` returned for this model
-    traffic: Traffic = field(default_factory=Traffic)
-    clock: Clock = field(default_factory=Clock)
 
 
 @dataclass(frozen=True, slots=True)

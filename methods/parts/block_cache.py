@@ -45,8 +45,8 @@ class BlockCache:
         missing = (slots < 0).flatten().nonzero().squeeze(1)
         for whole, fresh in zip(made, self.store.fetch_some(rows, missing), strict=True):
             whole.view(-1, whole.shape[3])[missing] = fresh
-        self.store.request.traffic.looked_up += rows.numel()
-        self.store.request.traffic.found += rows.numel() - len(missing)
+        self.store.cache.traffic.looked_up += rows.numel()
+        self.store.cache.traffic.found += rows.numel() - len(missing)
         self._offer(blocks)
         return Segment(*made)
 

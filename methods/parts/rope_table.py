@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate, unrotate
-from methods.base import AttnInput, Request
+from methods.base import AttnInput, CacheState
 
 
 class Angles:
@@ -19,8 +19,8 @@ class Angles:
     in bf16 they would add noise of full rank to the keys.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, cache: CacheState) -> None:
+        self.cache = cache
         self.cos = self.sin = torch.empty(0)
         self.length = 0
 
@@ -29,11 +29,11 @@ class Angles:
         if x.start < self.length:
             return
         if self.length == 0:
-            shape = (self.request.capacity, x.cos.shape[-1])
+            shape = (self.cache.request.capacity, x.cos.shape[-1])
             self.cos, self.sin = (part.new_empty(shape) for part in (x.cos, x.sin))
         self.length = x.start + x.cos.shape[1]
-        self.request.clock.write(x.cos[0], self.cos, 0, x.start)
-        self.request.clock.write(x.sin[0], self.sin, 0, x.start)
+        self.cache.counters.write(x.cos[0], self.cos, 0, x.start)
+        self.cache.counters.write(x.sin[0], self.sin, 0, x.start)
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""

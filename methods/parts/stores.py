@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import LayerSpec, Request
+from methods.base import CacheState, LayerSpec, Request
 
 Tier = Literal["device", "host"]
 
@@ -20,11 +20,12 @@ class KVStore:
 
     tier: Tier = "device"
 
-    def __init__(self, spec: LayerSpec, request: Request, capacity: int) -> None:
+    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
+        request = cache.request
         shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
         self.k_rows = self._allocate(shape, request)  # [B G C D]
         self.v_rows = self._allocate(shape, request)
-        self.request = request
+        self.cache = cache
         self.length = 0
 
     def _allocate(self, shape: tuple[int, ...], request: Request) -> Tensor:
@@ -42,23 +43,23 @@ class KVStore:
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D]"""
         end = self.length + k.shape[2]
-        if k.shape[0] != self.request.batch:
-            raise ValueError(f"The KV cache is for {self.request.batch} sequences and was given {k.shape[0]}.")
+        if k.shape[0] != self.cache.request.batch:
+            raise ValueError(f"The KV cache is for {self.cache.request.batch} sequences and was given {k.shape[0]}.")
         if end > self.k_rows.shape[2]:
             raise ValueError(
                 f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
                 "the prompt and all new tokens together."
             )
-        self.request.clock.write(k, self.k_rows, 2, self.length)
-        self.request.clock.write(v, self.v_rows, 2, self.length)
+        self.cache.counters.write(k, self.k_rows, 2, self.length)
+        self.cache.counters.write(v, self.v_rows, 2, self.length)
         self.length = end
 
     def since(self, start: int) -> Segment:
-        """The tokens from the `start`-th on; while the clock runs, in all the room there is for them."""
-        if not self.request.clock.running:
+        """The tokens from the `start`-th on; while steps are captured, in all the room there is for them."""
+        if not self.cache.counters.running:
             stored = slice(start, self.length)
             return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])
-        live = self.request.clock.now(self.length - start, self.request.device)
+        live = self.cache.counters.tensor(self.length - start, self.cache.request.device)
         return Segment(self.k_rows[:, :, start:], self.v_rows[:, :, start:], live=live)
 
 
@@ -72,45 +73,45 @@ class HostStore(KVStore):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         super().append(k, v)
-        self.request.traffic.to_host_bytes += k.nbytes + v.nbytes
+        self.cache.traffic.to_host_bytes += k.nbytes + v.nbytes
 
     def fetch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows [B G K] -> k, v [B G K D] on the device."""
         rows = rows.to(self.k_rows.device)
         return self._send(ops.gather_rows(self.k, rows)), self._send(ops.gather_rows(self.v, rows))
 
-    def fetch_some(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows [B G K] those at `places` [N], counted through all of them -> k, v [N D] on the device."""
+    def fetch_some(self, rows: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows [B G K] those numbered `which` [N], counted through all of them -> k, v [N D] on the device."""
         heads, capacity = self.k_rows.shape[0] * self.k_rows.shape[1], self.k_rows.shape[2]
         first = torch.arange(heads, device=rows.device).unsqueeze(1) * capacity
-        wanted = (rows.flatten(0, 1) + first).flatten()[places].to(self.k_rows.device)
+        wanted = (rows.flatten(0, 1) + first).flatten()[which].to(self.k_rows.device)
         return self._send(self.k_rows.flatten(0, 2)[wanted]), self._send(self.v_rows.flatten(0, 2)[wanted])
 
     def fetch_all(self) -> tuple[Tensor, Tensor]:
         return self._send(self.k), self._send(self.v)
 
     def _send(self, x: Tensor) -> Tensor:
-        self.request.traffic.to_device_bytes += x.nbytes
-        return x.to(self.request.device, non_blocking=True)
+        self.cache.traffic.to_device_bytes += x.nbytes
+        return x.to(self.cache.request.device, non_blocking=True)
 
 
-class Rows:
+class RowStore:
     """Rows of one tensor for each KV head, copied to where `request.placement` says; chosen ones come to the device."""
 
-    def __init__(self, x: Tensor, request: Request) -> None:
+    def __init__(self, x: Tensor, cache: CacheState) -> None:
         """x [B G S W]"""
-        self.tier: Tier = request.placement
-        self.request = request
+        self.tier: Tier = cache.request.placement
+        self.cache = cache
         if self.tier == "host":
-            pinned = request.device.type == "cuda"
-            self.rows_held = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x)
-            request.traffic.to_host_bytes += x.nbytes
+            pinned = cache.request.device.type == "cuda"
+            self.stored = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x)
+            cache.traffic.to_host_bytes += x.nbytes
         else:
-            self.rows_held = x.clone(memory_format=torch.contiguous_format)
+            self.stored = x.clone(memory_format=torch.contiguous_format)
 
     def fetch(self, rows: Tensor) -> Tensor:
         """rows [B G K] -> [B G K W] on the device"""
-        found: Tensor = ops.gather_rows(self.rows_held, rows.to(self.rows_held.device))
+        found: Tensor = ops.gather_rows(self.stored, rows.to(self.stored.device))
         if self.tier == "host":
-            self.request.traffic.to_device_bytes += found.nbytes
-        return found.to(self.request.device, non_blocking=True)
+            self.cache.traffic.to_device_bytes += found.nbytes
+        return found.to(self.cache.request.device, non_blocking=True)

@@ -20,6 +20,7 @@ from harness.bench.common.arguments import budget
 from harness.bench.common.synthetic import Shape
 from harness.engine.attach import Attachment
 from harness.engine.hf import layer_specs, routed
+from methods.base import CacheState
 from methods.full import Full
 from methods.layers import DenseLayer
 from tests.fast import PQ
@@ -104,7 +105,7 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
         def absorb(self, x: Any) -> None:
             seen.append(x)
 
-    shape.fill([Seen(spec, kv.request(capacity=100), Full())], 100)
+    shape.fill([Seen(spec, CacheState(kv.request(capacity=100)), Full())], 100)
     assert torch.equal(seen[0].cos, spec.rope(torch.arange(100))[0])
 
 

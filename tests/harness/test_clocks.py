@@ -53,15 +53,15 @@ class LaunchingLayer(DenseLayer):
         super().seal()
 
     def decode(self, x: AttnInput) -> Tensor:
-        if not self.request.clock.recording:
+        if not self.cache.counters.capturing:
             self.device.launch(STEP / 3)
         return super().decode(x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launching(Full):
-    def start(self, specs: Any, request: Any) -> Any:
-        return [LaunchingLayer(spec, request, self) for spec in specs]
+    def start(self, specs: Any, cache: Any) -> Any:
+        return [LaunchingLayer(spec, cache, self) for spec in specs]
 
 
 class Waiting(Greedy):

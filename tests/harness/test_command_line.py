@@ -36,7 +36,7 @@ class Broken(Streaming):
         if self.when == "planned":
             raise KeyError("no such head")
         super().check(budget, length, layer)
-    def start(self, specs, request):
+    def start(self, specs, cache):
         raise KeyError("no such head")
 """
 

@@ -19,9 +19,10 @@ from harness.engine.graph import CudaGraphs, Recorder, RepeatedStep
 from harness.engine.trace import Tracer
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
-from methods.base.clock import Clock, RecordingError
+from methods.base.counters import CaptureError, StepCounters
 from methods.full import Full
 from methods.layers import DenseLayer
+from methods.oracle import Oracle, OracleLayer
 from methods.shadowkv import ShadowKV
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small
 from tests.recorder import Tape
@@ -213,15 +214,15 @@ def test_a_rotation_that_depends_on_the_length_is_refused() -> None:
     assert engine.plain_steps == "dynamic rotations depend on the length of the text"
 
 
-class CountsInPython(DenseLayer):
-    """Says that its step can be repeated, and reads a number of tokens that Python knows."""
+class CountsInPython(DenseLayer, capturable=True):
+    """Says that its step can be captured, and reads a number of tokens that Python knows."""
 
     def decode(self, x: AttnInput) -> Tensor:
         self.store.append(x.k, x.v)
         return self.attend(x.q, self.store.since(0)._replace(k=self.store.k, v=self.store.v, live=None))
 
 
-class Waits(DenseLayer):
+class Waits(DenseLayer, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) * float(x.q.sum() < 1e9)
 
@@ -230,8 +231,45 @@ class Waits(DenseLayer):
 class Wrong(Full):
     layer: type[DenseLayer]
 
-    def start(self, specs: Any, request: Any) -> Any:
-        return [self.layer(spec, request, self) for spec in specs]
+    def start(self, specs: Any, cache: Any) -> Any:
+        return [self.layer(spec, cache, self) for spec in specs]
+
+
+class EveryOther(OracleLayer):
+    """A newcomer's: keeps the order of the steps in Python, where no replay changes it."""
+
+    odd = False
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        self.odd = not self.odd
+        return torch.arange(int(self.odd), int(self.odd) + top).expand(q.shape[0], self.spec.num_kv_heads, -1)
+
+
+class Declared(EveryOther, capturable=True): ...
+
+
+def test_a_newcomers_layer_is_captured_only_if_its_own_class_says_so() -> None:
+    """What a ready-made layer can do says nothing of a subclass."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Newcomer(Oracle):
+        layer: type[OracleLayer] = EveryOther
+
+        def start(self, specs: Any, cache: Any) -> Any:
+            return [self.layer(spec, cache, self) for spec in specs]
+
+    ids = prompt(80)
+    with attach(Newcomer(sinks=4), 0.3) as kv:
+        wanted, _ = generate(kv, ids, False)
+        got, engine = generate(kv, ids, True)
+    assert got.tokens == wanted.tokens
+    assert got.graph_s is None
+    assert engine.plain_steps is not None
+    assert "EveryOther does not say that its step can be captured" in engine.plain_steps
+    with attach(Newcomer(sinks=4, layer=Declared), 0.3) as kv:
+        claimed, engine = generate(kv, ids, True)
+    assert engine.plain_steps is None
+    assert claimed.graph_s is not None
 
 
 def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
@@ -244,22 +282,22 @@ def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
     with attach(Wrong(layer=Waits), None) as kv:
         made, engine = generate(kv, ids, True)
     assert made.tokens == wanted.tokens
-    assert engine.plain_steps == "recording a step failed: RecordingError: item waits for a value of the device"
+    assert engine.plain_steps == "recording a step failed: CaptureError: item waits for a value of the device"
 
 
-def test_the_clock_gives_the_same_tensor_one_higher_in_the_next_step() -> None:
-    clock, device = Clock(), torch.device("cpu")
-    clock.start()
-    position, places = clock.now(7, device), clock.places(7, 3, device)
-    assert places.tolist() == [7, 8, 9]
-    clock.tick()
-    assert clock.now(8, device) is position
+def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
+    counters, device = StepCounters(), torch.device("cpu")
+    counters.start()
+    position, positions = counters.tensor(7, device), counters.positions(7, 3, device)
+    assert positions.tolist() == [7, 8, 9]
+    counters.advance()
+    assert counters.tensor(8, device) is position
     assert position.tolist() == [8]
-    clock.recording = True
-    with pytest.raises(RecordingError, match="count of 3"):
-        clock.now(3, device)
-    clock.stop()
-    assert clock.now(3, device).tolist() == [3]
+    counters.capturing = True
+    with pytest.raises(CaptureError, match="count of 3"):
+        counters.tensor(3, device)
+    counters.stop()
+    assert counters.tensor(3, device).tolist() == [3]
 
 
 def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:

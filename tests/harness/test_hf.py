@@ -120,8 +120,8 @@ def test_project_query_and_rope_rebuild_the_query_that_attention_sees(architectu
     seen = []
 
     class Watching(Full):
-        def start(self, specs, request):  # type: ignore[no-untyped-def]
-            layers = super().start(specs, request)
+        def start(self, specs, cache):  # type: ignore[no-untyped-def]
+            layers = super().start(specs, cache)
             inner = layers[1].prefill
             layers[1].prefill = lambda x: (seen.append(x), inner(x))[1]  # type: ignore[method-assign]
             return layers

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine, Generation
-from methods.base import Method
-from methods.parts.stores import HostStore, Rows
+from methods.base import CacheState, Method
+from methods.parts.stores import HostStore, RowStore
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
@@ -50,17 +50,17 @@ def test_placement_changes_no_token(name: str, device: str) -> None:
 @devices
 def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
     kv = Attachment(model_on(device), OFFLOADING["pqcache"], 40, "host")
-    request = kv.request(capacity=60)
-    store = HostStore(kv.specs[0], request, 60)
+    cache = CacheState(kv.request(capacity=60))
+    store = HostStore(kv.specs[0], cache, 60)
     k, v = (random(seed, 1, 2, 50, 16).to(device) for seed in (1, 2))
     store.append(k[:, :, :31], v[:, :, :31])
     store.append(k[:, :, 31:], v[:, :, 31:])
     rows = pick(3, 1, 2, 50, 9).to(device)
     found, wanted = store.fetch(rows), [x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 16)) for x in (k, v)]
     some = store.fetch_some(rows, torch.tensor([4, 11], device=device))
-    held = Rows(k, request)
-    assert store.k_rows.device.type == held.rows_held.device.type == "cpu"
-    assert store.k_rows.is_pinned() == store.v_rows.is_pinned() == held.rows_held.is_pinned() == (device == "cuda")
+    held = RowStore(k, cache)
+    assert store.k_rows.device.type == held.stored.device.type == "cpu"
+    assert store.k_rows.is_pinned() == store.v_rows.is_pinned() == held.stored.is_pinned() == (device == "cuda")
     for one, other, whole, stored in zip(found, wanted, store.fetch_all(), (k, v), strict=True):
         assert one.device == other.device
         assert torch.equal(one, other)
@@ -68,4 +68,4 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
     for one, other in zip(some, wanted, strict=True):
         assert torch.equal(one, other.flatten(0, 2)[[4, 11]])
     assert torch.equal(held.fetch(rows), wanted[0])
-    assert request.traffic.to_host_bytes == 3 * k.nbytes
+    assert cache.traffic.to_host_bytes == 3 * k.nbytes

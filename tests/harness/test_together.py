@@ -13,7 +13,7 @@ from harness.jobs.run import evaluate
 from harness.jobs.together import Wanted, evaluate_together
 from harness.results.files import read_json
 from harness.results.store import load
-from methods.base import KVLayer, LayerSpec, Request
+from methods.base import CacheState, KVLayer, LayerSpec
 from methods.full import Full
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
@@ -87,8 +87,8 @@ class Broken(Streaming):
 
     fails: ClassVar[str] = ""
 
-    def start(self, specs: Sequence[LayerSpec], request: Request) -> list[KVLayer]:
-        layers = super().start(specs, request)
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        layers = super().start(specs, cache)
         if self.fails == "start":
             raise KeyError("start")
         if self.fails in ("absorb", "attend"):

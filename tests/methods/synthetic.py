@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
-from methods.base import AttnInput, Budget, KVLayer, LayerSpec, Method, Placement, Request
+from methods.base import AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Placement, Request
 
 WIDTH = 48  # of the model
 
@@ -103,7 +103,7 @@ class Sequences:
         )
 
     def start(self, method: Method, budget: int | float | Budget | None, **more: object) -> list[KVLayer]:
-        return method.start(self.specs, self.request(budget, **more))  # type: ignore[arg-type]
+        return method.start(self.specs, CacheState(self.request(budget, **more)))  # type: ignore[arg-type]
 
     def prefill(self, layers: Sequence[KVLayer], start: int, end: int, *, chunk: int | None = None) -> list[Tensor]:
         """All layers take in tokens start..end-1 as prompt. -> the outputs of each layer"""

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from kernels.reference import Segment
-from methods.base import Request
+from methods.base import CacheState, Request
 from methods.parts.block_cache import BlockCache
 from methods.parts.stores import HostStore
 from methods.pqcache import PQCache
@@ -31,7 +31,7 @@ def cache_of(slots: int, offered: int) -> tuple[BlockCache, HostStore]:
     with attached(tiny("llama"), PQ, budget=0.4) as kv:
         spec, device = kv.specs[0], torch.device("cpu")
     request = Request(batch=BATCH, capacity=LENGTH, dtype=torch.float32, device=device, placement="host")
-    store = HostStore(spec, request, LENGTH)
+    store = HostStore(spec, CacheState(request), LENGTH)
     store.append(torch.randn(BATCH, GROUPS, LENGTH, DIM), torch.randn(BATCH, GROUPS, LENGTH, DIM))
     return BlockCache(store, Segment(store.k, store.v), size=SIZE, slots=slots, offered=offered), store
 
@@ -74,7 +74,7 @@ def skewed(step: int) -> Tensor:
 def test_it_holds_what_the_rule_says_and_every_row_is_the_hosts(slots: int, offered: int) -> None:
     cache, store = cache_of(slots, offered)
     rules = [Lfu(8, slots, offered) for _ in range(BATCH)]
-    traffic = store.request.traffic
+    traffic = store.cache.traffic
     for step in range(40):
         rows, before = skewed(step), (traffic.to_device_bytes, traffic.found)
         made = cache.read(rows)
@@ -115,7 +115,7 @@ def test_tokens_are_those_without_it(changes: dict[str, Any], batch: int) -> Non
     plain, _ = run(PQ, ids)
     cached, layers = run(replace(CACHED, **changes), ids)
     assert_same(cached, plain)
-    traffic = layers[0].request.traffic
+    traffic = layers[0].cache.traffic
     assert 0 < traffic.found <= traffic.looked_up
 
 
@@ -124,7 +124,7 @@ def test_a_selection_that_stays_is_moved_once() -> None:
     moved = {}
     for method in (PQ, CACHED, replace(CACHED, cache_tokens=1000)):
         _, layers = run(method, ids, stale_by=100)
-        moved[method.cache_tokens] = layers[0].request.traffic.to_device_bytes
+        moved[method.cache_tokens] = layers[0].cache.traffic.to_device_bytes
     assert moved[1000] < moved[40] < moved[0]
 
 
@@ -144,7 +144,7 @@ def test_its_cost(cache_tokens: int) -> None:
     with attached(tiny("llama"), method, budget=0.3, placement="host") as kv:
         cache = kv.cache(capacity=403)
         turn(kv, cache, prompt(400), steps=1)
-        traffic, held = cache.layers[0].request.traffic, footprint(cache.layers)
+        traffic, held = cache.traffic, footprint(cache.layers)
         assert kv.budget is not None
         formula = expected(method, kv.specs, kv.budget, "host")
     assert (held.device_bytes, held.host_bytes) == pytest.approx(formula[:2], rel=0.02)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from methods.base import Budget, BudgetError, Method, PaperBudget
+from methods.base import Budget, BudgetError, CacheState, Method, PaperBudget
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infllm import InfLLM
@@ -57,7 +57,7 @@ def test_infllm_reads_first_tokens_and_the_unfinished_block_on_top(length: int) 
     s = Sequences(Shape(2, 2, 64), length + 1)
     method = InfLLM(n_init=32, block=128, local_ratio=0.5, exc_block=4096)
     request = replace(s.request(None), budget=PaperBudget(RHO, count=method.paper_tokens))
-    (layer,) = method.start(s.specs, request)
+    (layer,) = method.start(s.specs, CacheState(request))
     s.seal([layer], 0, length)
     s.decode([layer], length)
     share = int((length - 32) * RHO)

@@ -288,7 +288,7 @@ def test_no_layer_keeps_its_attention_input_alive(name: str) -> None:
     """It is [B S E], larger than the layer's keys and values together."""
     with attach(small(name), 0.4) as kv:
         made = kv.cache(capacity=79)
-        cache = Watching(made.layers, made.capacity)
+        cache = Watching(made.layers, made.state)
         turn(kv, cache, prompt(71), steps=2)
     gc.collect()
     assert len(cache.inputs) == 3 * 3  # type: ignore[attr-defined]
@@ -317,8 +317,8 @@ def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:
         pytest.skip("the prompt's outputs are not Full's")
     with attach(method, 0.4) as kv:
         made = kv.cache(capacity=79)
-        cache = SharedPrefill(made.layers, made.capacity)
-        cache.full = Full().start(kv.specs, kv.request(capacity=79))
+        cache = SharedPrefill(made.layers, made.state)
+        cache.full = Full().start(kv.specs, made.state)
         shared = turn(kv, cache, ids, chunk=chunk)
     assert_same(shared, run(method, ids, 0.4))
 

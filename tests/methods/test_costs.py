@@ -41,7 +41,7 @@ def measured(method: Method, budget: Budget, placement: Any) -> tuple[Cost, Cost
         cache = kv.cache(capacity=LENGTH + RESERVE)
         token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
         cache.seal()
-        traffic = cache.layers[0].request.traffic
+        traffic = cache.traffic
         before = traffic.total_bytes
         model(token[:, None], past_key_values=cache, use_cache=True)
         held = footprint(cache.layers)

@@ -236,11 +236,11 @@ def test_host_fetches_what_it_reads_and_agrees_also_in_a_further_turn() -> None:
     outs = []
     for placement in ("device", "host"):
         layers = sealed(text, placement=placement)
-        before, fetched, steps = layers[0].request.traffic.to_device_bytes, 0, []
+        before, fetched, steps = layers[0].cache.traffic.to_device_bytes, 0, []
         for t in range(PROMPT, PROMPT + STEPS):
             steps.append(text.decode(layers, t)[2])
             fetched += sum(max(layer.counts) for layer in layers[1:])
-        moved = layers[0].request.traffic.to_device_bytes - before
+        moved = layers[0].cache.traffic.to_device_bytes - before
         row_bytes = 2 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
         assert moved == (fetched * row_bytes if placement == "host" else 0)
         again = PROMPT + STEPS

@@ -139,9 +139,9 @@ def test_host_moves_the_blocks_it_reads_and_agrees_also_in_a_further_turn() -> N
     for placement in ("device", "host"):
         layer = start(text, placement=placement)
         text.seal([layer], 0, PROMPT)
-        before = layer.request.traffic.to_device_bytes
+        before = layer.cache.traffic.to_device_bytes
         steps = [layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)]
-        moved = layer.request.traffic.to_device_bytes - before
+        moved = layer.cache.traffic.to_device_bytes - before
         tokens = STEPS * 16 * text.shape.groups * text.shape.batch
         assert moved == (2 * tokens * text.shape.dim * 4 if placement == "host" else 0)
         again = PROMPT + STEPS

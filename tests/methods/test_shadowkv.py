@@ -186,9 +186,9 @@ def test_hit_cache_moves_less_and_changes_nothing() -> None:
     moved, outs = {}, {}
     for cached in (True, False):
         layer = sealed(text, replace(METHOD, hit_cache=cached), placement="host")
-        before = layer.request.traffic.to_device_bytes
+        before = layer.cache.traffic.to_device_bytes
         outs[cached] = torch.stack([layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)])
-        moved[cached] = layer.request.traffic.to_device_bytes - before
+        moved[cached] = layer.cache.traffic.to_device_bytes - before
     torch.testing.assert_close(outs[True], outs[False], atol=1e-5, rtol=1e-4)
     chunk_bytes = 4 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
     assert moved[False] == STEPS * 5 * chunk_bytes  # values of five chunks, and no keys

@@ -96,7 +96,7 @@ def test_a_step_moves_r_channels_of_the_keys_and_the_selected_rows(channel_copy:
     s = _sequences(SHAPES[1])
     layers = s.start(replace(METHOD, channel_copy=channel_copy), BUDGET, placement="host")
     s.seal(layers, 0, PROMPT)
-    traffic = layers[0].request.traffic
+    traffic = layers[0].cache.traffic
     assert traffic.to_host_bytes == (3 if channel_copy else 2) * len(MIDDLE) * 2 * 2 * 96 * 4  # batch 2, 2 KV heads
     assert traffic.to_device_bytes == 0
     s.decode(layers, PROMPT)
@@ -109,9 +109,9 @@ def test_a_reused_selection_scores_nothing() -> None:
     s.seal(layers, 0, PROMPT)
     moved = []
     for position in range(PROMPT, s.length):
-        before = layers[0].request.traffic.to_device_bytes
+        before = layers[0].cache.traffic.to_device_bytes
         s.decode(layers, position)
-        moved.append(layers[0].request.traffic.to_device_bytes - before)
+        moved.append(layers[0].cache.traffic.to_device_bytes - before)
     rows = TOP * 2 * 96 * 2 * 2 * 4
     assert moved == [moved[0], rows, moved[0]]
     assert moved[0] > rows

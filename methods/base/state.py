@@ -1,0 +1,40 @@
+"""What all layers of one cache share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from methods.base.counters import StepCounters
+from methods.base.request import Request
+
+
+@dataclass
+class Traffic:
+    """Bytes that crossed between host and device, counted where they move."""
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    looked_up: int = 0  # rows that a cache on the device was asked for
+    found: int = 0  # and had
+
+    @property
+    def total_bytes(self) -> int:
+        return self.to_device_bytes + self.to_host_bytes
+
+
+@dataclass
+class CacheState:
+    """`request`: what was asked for. `traffic` and `counters` change with every step, and belong to the cache."""
+
+    request: Request
+    traffic: Traffic = field(default_factory=Traffic)
+    counters: StepCounters = field(default_factory=StepCounters)
+
+    def with_dense(self, layers: Iterable[int]) -> CacheState:
+        """The same cache, with a budget that leaves `layers` whole as well."""
+        budget = self.request.budget
+        if budget is None:
+            return self
+        dense = tuple(sorted({*budget.dense_layers, *layers}))
+        return replace(self, request=replace(self.request, budget=replace(budget, dense_layers=dense)))
