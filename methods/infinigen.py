@@ -148,6 +148,7 @@ class InfiniGenLayer(SelectLayer, capturable=True):
     partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
     known = 0  # tokens in `partial`
     guessed: tuple[Tensor, Counts] | None = None  # rows and counts for the step that is under way
+    diagnostics: ClassVar[tuple[str, ...]] = (*SelectLayer.diagnostics, "counts")
     counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: InfiniGen) -> None:
@@ -213,7 +214,7 @@ class InfiniGenLayer(SelectLayer, capturable=True):
 
     def guess(self, before: AttnInput) -> None:
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
-        if self.plan is None or (self.rows is not None and self.age < self.request.stale_by):
+        if self.plan is None or not self.selects_next:
             return
         q = rotate(self.spec.project_query(before.hidden), before.cos, before.sin)
         self.guessed = self.choose(self.logits(q), self.plan.top)

@@ -26,7 +26,7 @@ from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVL
 from methods.layers import SelectLayer
 from methods.parts import costs
 from methods.parts.hit_cache import token_rows
-from methods.parts.rope_table import Angles
+from methods.parts.rope_table import RopeTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class InfLLM(Method):
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
-        spec, shared = case.spec, costs.angles(case)
+        spec, shared = case.spec, costs.rope_table(case)
         if case.budget < case.sealed:
             shared += Cost(costs.FP32 * spec.num_heads * case.capacity)  # weights drawn
         if self.reads_whole(case):
@@ -111,8 +111,8 @@ class InfLLM(Method):
         return replace(self, repr_topk=tokens)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        angles = Angles(cache)
-        return [InfLLMLayer(spec, cache, self, angles) for spec in specs]
+        rope_table = RopeTable(cache)
+        return [InfLLMLayer(spec, cache, self, rope_table) for spec in specs]
 
 
 class InfLLMLayer(SelectLayer, capturable=True):
@@ -124,9 +124,9 @@ class InfLLMLayer(SelectLayer, capturable=True):
     far_k: Tensor  # [B G F D], of first tokens and those behind the blocks that left the window, as at position 0
     far_end = 0  # position of the first token that has not left it; room behind is for the others
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, method: InfLLM, angles: Angles) -> None:
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: InfLLM, rope_table: RopeTable) -> None:
         super().__init__(spec, cache, method)
-        self.angles = angles
+        self.rope_table = rope_table
         request = self.request
         budget, shape = request.budget, (request.batch, spec.num_heads)
         self.sparse = budget is not None and not budget.covers(request.capacity, spec.index)
@@ -137,7 +137,7 @@ class InfLLMLayer(SelectLayer, capturable=True):
         raise ValueError("InfLLM cannot take over a shared prefill, for its own is sparse: run its prefill instead.")
 
     def prefill(self, x: AttnInput) -> Tensor:
-        self.angles.note(x)
+        self.rope_table.note(x)
         super().absorb(x)
         if not self.sparse:
             out: Tensor = ops.prefill_attention(x.q, self.store.k, self.store.v, self.spec.scale)
@@ -170,18 +170,15 @@ class InfLLMLayer(SelectLayer, capturable=True):
         """The representatives have been there since the blocks were filled."""
 
     def decode(self, x: AttnInput) -> Tensor:
-        self.angles.note(x)
-        if self.plan is None:
-            return super().decode(x)
-        self.store.append(x.k, x.v)
+        self.rope_table.note(x)
+        return super().decode(x)
+
+    def read(self, x: AttnInput, plan: Plan) -> Tensor:
         far_q = self._far_query(x.q, x.start)
-        if self.rows is None or self.age >= self.request.stale_by:
-            self.rows, self.age = self.select(far_q, self.plan.top), 0
-        else:
-            self.age += 1
+        rows = self.chosen(far_q, plan.top)
         window = x.start - self.n_local + 1
         self._leave(window)
-        far, near = self._far(), self._near(window)
+        far, near = self._far(rows), self._near(window)
         far_out, far_lse = ops.segment_attention_with_lse(far_q, far, self.spec.scale)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
         drawn = self.weights(x.q, near, torch.logaddexp(far_lse, near_lse))
@@ -212,10 +209,9 @@ class InfLLMLayer(SelectLayer, capturable=True):
             self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
             self.far_end = window
 
-    def _far(self) -> list[Segment]:
-        assert self.rows is not None
+    def _far(self, rows: Tensor) -> list[Segment]:
         first, after, counters, v = self.method.n_init, self._after - self._away, self.cache.counters, self.store.v
-        blocks = self._middle_view()._replace(rows=self.rows) if self.middle is None else self.middle.fetch(self.rows)
+        blocks = self._middle_view()._replace(rows=rows) if self.middle is None else self.middle.fetch(rows)
         left = self.far_end - self._after
         if counters.running:
             room = self.far_k.shape[2] - first
@@ -240,7 +236,7 @@ class InfLLMLayer(SelectLayer, capturable=True):
         """Keys of tokens outside the host's blocks, as if they stood at position 0."""
         positions = self._positions(start, end)
         keys = self.store.k_rows.index_select(2, positions - self._away if start else positions)
-        return self.angles.move(keys, positions, 0)
+        return self.rope_table.move(keys, positions, 0)
 
     def _spend_so_far(self) -> tuple[int, int]:
         """n_local and blocks to read at prefill; everything is local while that is little."""
@@ -252,7 +248,7 @@ class InfLLMLayer(SelectLayer, capturable=True):
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
         """The queries at positions from `first`, as if they stood n_local - 1 after all far keys."""
-        return self.angles.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
+        return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
 
     def _positions(self, start: int, end: int) -> Tensor:
         return self.cache.counters.positions(start, end - start, self.request.device)

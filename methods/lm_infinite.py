@@ -23,7 +23,7 @@ from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import EvictLayer, sinks_and_recent
 from methods.parts import costs
-from methods.parts.rope_table import Angles
+from methods.parts.rope_table import RopeTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,13 @@ class LMInfinite(Method):
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):
-            return costs.dense(case) + costs.angles(case)
+            return costs.dense(case) + costs.rope_table(case)
         first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
-        return costs.evict(case, case.budget) + costs.angles(case) + Cost(first)
+        return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        angles = Angles(cache)
-        return [LMInfiniteLayer(spec, cache, self, angles) for spec in specs]
+        rope_table = RopeTable(cache)
+        return [LMInfiniteLayer(spec, cache, self, rope_table) for spec in specs]
 
 
 class LMInfiniteLayer(EvictLayer, capturable=True):
@@ -84,15 +84,15 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
     n_local: int | None = None  # None: everything is read
     first_keys: Tensor  # [B G n_init D] before their rotation, fp32
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, method: LMInfinite, angles: Angles) -> None:
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: LMInfinite, rope_table: RopeTable) -> None:
         super().__init__(spec, cache, method)
-        self.angles = angles
+        self.rope_table = rope_table
 
     def absorb(self, x: AttnInput) -> None:
         raise ValueError("LM-Infinite cannot take over a shared prefill, for its own is windowed: run its prefill.")
 
     def prefill(self, x: AttnInput) -> Tensor:
-        self.angles.note(x)
+        self.rope_table.note(x)
         super().absorb(x)
         self.n_local = self._window_so_far()
         if self.n_local is None:
@@ -112,10 +112,10 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         if self.n_local is None:
             return super().decode(x)
-        self.angles.note(x)
+        self.rope_table.note(x)
         self.store.append(x.k, x.v)
         place = self.cache.counters.tensor(x.start - self.n_local, x.q.device)
-        first = self.angles.turn(self.first_keys, place).to(x.k.dtype)
+        first = self.rope_table.rotate(self.first_keys, place).to(x.k.dtype)
         count = self.method.n_init
         return self.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
 
@@ -127,7 +127,9 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
 
     def _note_first(self) -> None:
         count = min(self.method.n_init, self.store.length)
-        self.first_keys = self.angles.undo(self.store.k[:, :, :count], torch.arange(count, device=self.request.device))
+        self.first_keys = self.rope_table.unrotate(
+            self.store.k[:, :, :count], torch.arange(count, device=self.request.device)
+        )
 
     def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
         """Queries from position `start` on. -> [B H T D]"""
@@ -144,8 +146,8 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
         distance = places.unsqueeze(1) - torch.arange(count, device=q.device)
-        turned = self.angles.turn(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
-        far = self._logits(self.angles.move(q, places, n_local), turned)
+        turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
+        far = self._logits(self.rope_table.move(q, places, n_local), turned)
         logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))
         logits = logits.masked_fill(distance < 0, float("-inf"))
         weights = logits.softmax(-1).to(q.dtype).flatten(2, 3)  # [B G g*T n_init]

@@ -26,7 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from kernels import ops
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method, check_layers
-from methods.layers import DenseLayer, gather_per_head, union_per_kv_head
+from methods.layers import ChoosingLayer, gather_per_head, union_per_kv_head
 from methods.parts import costs
 
 
@@ -81,35 +81,24 @@ class Quest(Method):
         return [QuestLayer(spec, cache, self) for spec in specs]
 
 
-class QuestLayer(DenseLayer, capturable=True):
-    """Pages of the sealed prompt; the last one may be shorter. A selecting head is a query head or a KV head."""
+class QuestLayer(ChoosingLayer[int], capturable=True):
+    """Its plan is a number of pages; the prompt's last one may be shorter. A selecting head is a query or a KV head."""
 
     method: Quest
-    places: int | None = None  # pages a selecting head reads; None: everything is read
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
-    rows: Tensor | None = None  # [B H|G K], tokens of the pages last chosen; from `sealed` on there is none
-    age = 0  # steps they have served
 
-    def seal(self) -> None:
-        super().seal()
-        limit = self.limit()
-        self.places = None if limit is None else limit // self.method.page_size
-        self.rows = None
-        if self.places is not None:
-            self.bounds = page_bounds(self.store.k, self.method.page_size)
+    def split(self, budget: int) -> int:
+        return budget // self.method.page_size
 
-    def decode(self, x: AttnInput) -> Tensor:
-        if self.places is None:
-            return super().decode(x)
-        self.store.append(x.k, x.v)
-        if self.rows is None or self.age >= self.request.stale_by:
-            self.rows, self.age = self._choose(x.q, self.places), 0
-        else:
-            self.age += 1
+    def prepare(self, plan: int) -> None:
+        self.bounds = page_bounds(self.store.k, self.method.page_size)
+
+    def read(self, x: AttnInput, plan: int) -> Tensor:
+        rows = self.chosen(x.q, plan)
         if self._ragged:
-            return self._attend_ragged(x.q, self.rows)
+            return self._attend_ragged(x.q, rows)
         k, v = self.store.k[:, :, : self.sealed], self.store.v[:, :, : self.sealed]
-        return self.attend(x.q, Segment(k, v, self.rows), self.store.since(self.sealed))
+        return self.attend(x.q, Segment(k, v, rows), self.store.since(self.sealed))
 
     def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
         """Rows that do not exist are read as others are, and masked."""
@@ -120,29 +109,27 @@ class QuestLayer(DenseLayer, capturable=True):
         real = real.repeat_interleave(self.spec.num_heads // real.shape[1], 1).unsqueeze(2)
         return scaled_dot_product_attention(q, k, v, attn_mask=real, scale=self.spec.scale, enable_gqa=True)
 
-    @property
-    def attended(self) -> Attended:
-        read, generated = self.reading
+    def attended_under(self, plan: int) -> Attended:
+        read, generated = self._reading(plan)
         return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        read, generated = super().attended
-        if self.places is None:
-            return read, generated
+        return self.attended if self.plan is None else self._reading(self.plan)
+
+    def _reading(self, plan: int) -> tuple[float | Tensor, float]:
+        generated = self.store.length - self.sealed
         if self.rows is None:
-            return self.places * self.method.page_size, generated
+            return plan * self.method.page_size, generated
         if self._ragged:
             return (self.rows < self.sealed).sum(-1).double().mean(1), generated
         return self.rows.shape[-1], generated
 
-    def read_positions(self) -> Tensor | None:
-        if self.places is None or self.rows is None:
-            return None
-        return union_per_kv_head(self.rows, self.spec.num_kv_heads, self.sealed)
+    def positions_of(self, rows: Tensor, plan: int) -> Tensor:
+        return union_per_kv_head(rows, self.spec.num_kv_heads, self.sealed)
 
     def capture_refusal(self) -> str | None:
-        if self.places is not None and self._ragged:
+        if self.plan is not None and self._ragged:
             return "last_page=false lets heads read different numbers of tokens"
         return super().capture_refusal()
 
@@ -151,15 +138,15 @@ class QuestLayer(DenseLayer, capturable=True):
         """Whether selecting heads may read different numbers of tokens: those that chose a shorter last page."""
         return not self.method.last_page and self.sealed % self.method.page_size != 0
 
-    def _choose(self, q: Tensor, places: int) -> Tensor:
-        """Tokens of the best pages. q [B H 1 D] -> [B H|G K]"""
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Tokens of the `top` best pages; from `sealed` on there is none. q [B H 1 D] -> [B H|G K]"""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
         scores = ops.row_scores(both, self.bounds)  # [B G g P]
         scores = scores.amax(2) if self.method.select_per == "kv_head" else scores.flatten(1, 2)
         if not self.method.last_page:
-            return self._tokens(ops.top_k(scores, places))
-        chosen = self._tokens(ops.top_k(scores[..., :-1], places - 1))
+            return self._tokens(ops.top_k(scores, top))
+        chosen = self._tokens(ops.top_k(scores[..., :-1], top - 1))
         last = torch.arange((scores.shape[-1] - 1) * self.method.page_size, self.sealed, device=q.device)
         return torch.cat([chosen, last.expand(*chosen.shape[:2], -1)], -1)
 

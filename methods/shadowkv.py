@@ -26,10 +26,10 @@ from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
-from methods.layers import DenseLayer
+from methods.layers import ChoosingLayer
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
-from methods.parts.rope_table import Angles
+from methods.parts.rope_table import RopeTable
 from methods.parts.stores import KVStore, RowStore
 
 
@@ -112,7 +112,7 @@ class ShadowKV(Method):
     def cost(self, case: Case) -> Cost:
         """Without hits: a step fetches all it chooses."""
         if self.reads_whole(case):
-            return costs.dense(case) + costs.angles(case)
+            return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
         values = case.row_bytes * self.chunk // 2  # of a chunk
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
@@ -123,7 +123,7 @@ class ShadowKV(Method):
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
         hits = plan.top * (2 * values + ids) if self.hit_cache else 0
         stored = plan.candidates * values
-        device = Cost(resident + factors + index + hits + stored) + costs.angles(case)
+        device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
         return device + costs.offload(case, stored, plan.top * values)
 
     def check_model(self, spec: LayerSpec) -> None:
@@ -135,56 +135,47 @@ class ShadowKV(Method):
             )
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        angles = Angles(cache)
-        return [ShadowLayer(spec, cache, self, angles) for spec in specs]
+        rope_table = RopeTable(cache)
+        return [ShadowLayer(spec, cache, self, rope_table) for spec in specs]
 
 
-class ShadowLayer(DenseLayer, capturable=True):
-    """After a seal under a budget, `store` holds outliers, local chunks and generated tokens, in this order."""
+class ShadowLayer(ChoosingLayer[ChunkPlan], capturable=True):
+    """Chooses chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
 
     method: ShadowKV
-    plan: ChunkPlan | None = None  # None: everything is in `store` and read
     u: Tensor  # [B N*c r], a row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
     values: RowStore  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
     chunks: Tensor  # [B G N-o], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
-    rows: Tensor | None = None  # the last selection [B G k], chunks
-    age = 0  # steps it has served
     hits: HitCache | None = None
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, method: ShadowKV, angles: Angles) -> None:
+    def __init__(self, spec: LayerSpec, cache: CacheState, method: ShadowKV, rope_table: RopeTable) -> None:
         super().__init__(spec, cache, method)
-        self.angles = angles
+        self.rope_table = rope_table
 
     def absorb(self, x: AttnInput) -> None:
-        self.angles.note(x)
+        self.rope_table.note(x)
         if self.plan is not None:
             self._bring_back()
         super().absorb(x)
 
-    def seal(self) -> None:
-        super().seal()
-        limit = self.limit()
-        self.rows = self.hits = None
-        if limit is not None:
-            self.plan = self.method.plan(limit, self.sealed)
-            self._compress(self.plan)
-            if self.method.hit_cache:
-                self.hits = HitCache(self._rebuild, self.method.chunk, self.plan.candidates)
+    def split(self, budget: int) -> ChunkPlan:
+        return self.method.plan(budget, self.sealed)
+
+    def prepare(self, plan: ChunkPlan) -> None:
+        self._compress(plan)
+        self.hits = HitCache(self._rebuild, self.method.chunk, plan.candidates) if self.method.hit_cache else None
 
     def decode(self, x: AttnInput) -> Tensor:
-        self.angles.note(x)
-        if self.plan is None:
-            return super().decode(x)
-        self.store.append(x.k, x.v)
-        if self.rows is None or self.age >= self.request.stale_by:
-            self.rows, self.age = self.select(x.q, self.plan.top), 0
-        else:
-            self.age += 1
-        chosen = self.hits.read(self.rows) if self.hits is not None else self._rebuild(self.rows)
-        return self.attend(x.q, self.store.since(0), chosen)
+        self.rope_table.note(x)
+        return super().decode(x)
+
+    def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
+        rows = self.chosen(x.q, plan.top)
+        read = self.hits.read(rows) if self.hits is not None else self._rebuild(rows)
+        return self.attend(x.q, self.store.since(0), read)
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """The `top` chunks to read. q [B H 1 D] -> [B G top]"""
@@ -192,19 +183,14 @@ class ShadowLayer(DenseLayer, capturable=True):
         weights = ops.group_weights(logits, self.spec.scale, "largest")
         return self.chunks.gather(2, ops.top_k(weights, top))
 
-    @property
-    def attended(self) -> Attended:
-        if self.plan is None:
-            return super().attended
-        exact = self.plan.outliers * self.method.chunk + self.plan.local
-        return Attended(exact + self.plan.top * self.method.chunk, self.store.length - exact)
+    def attended_under(self, plan: ChunkPlan) -> Attended:
+        exact = plan.outliers * self.method.chunk + plan.local
+        return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
 
-    def read_positions(self) -> Tensor | None:
-        if self.plan is None or self.rows is None:
-            return None
-        local = torch.arange(self.sealed - self.plan.local, self.sealed, device=self.rows.device)
-        chosen = token_rows(torch.cat([self.outliers, self.rows], 2), self.method.chunk)
-        return torch.cat([chosen, local.expand(*chosen.shape[:2], -1)], 2)
+    def positions_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
+        local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
+        found = token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
 
     def capture_refusal(self) -> str | None:
         if self.hits is not None:
@@ -227,7 +213,7 @@ class ShadowLayer(DenseLayer, capturable=True):
     def _factorise(self, keys: Tensor, count: int) -> None:
         """keys [B G S D], all of the prompt; only the candidates' rows of u are kept."""
         positions = torch.arange(keys.shape[2], device=keys.device)
-        joint = self.angles.undo(keys, positions).transpose(1, 2).flatten(2)  # [B S G*D]
+        joint = self.rope_table.unrotate(keys, positions).transpose(1, 2).flatten(2)  # [B S G*D]
         rank = self.method.rank_of(*joint.shape[1:])
         u, basis = low_rank(joint, rank, self.method.solver)
         self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
@@ -247,7 +233,7 @@ class ShadowLayer(DenseLayer, capturable=True):
     def _rebuild(self, chunks: Tensor) -> Segment:
         """Keys from their factors, values from their store. chunks [B G K] -> K*c tokens"""
         positions = token_rows(chunks, self.method.chunk)
-        keys = ops.rebuild_keys(self.u, self.basis, positions, self.angles.cos, self.angles.sin)
+        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         return Segment(keys, self.values.fetch(chunks).view(keys.shape))
 
     def _bring_back(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from methods.base import KVLayer, LayerSpec, Method, Request
+from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.parts.stores import Tier
 
-_DIAGNOSTIC = {"positions", "rows", "counts"}  # kept for the record, no part of the cache
-_SHARED = (LayerSpec, Request, Method)  # descriptions and per-model work, not this sequence's state
+_SHARED = (LayerSpec, Request, CacheState, Method)  # descriptions and per-model work, not this sequence's state
+_PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +41,40 @@ def _tensors(value: Any, tier: Tier, visited: set[int]) -> Iterator[tuple[Tensor
     if isinstance(value, Tensor):
         yield value, tier
         return
-    if isinstance(value, (str, bytes, int, float, type, *_SHARED)) or id(value) in visited:
+    if isinstance(value, (*_PLAIN, *_SHARED)) or id(value) in visited:
         return
     visited.add(id(value))
-    if isinstance(value, dict):
-        inside: Any = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        inside = value
-    else:
-        inside = [item for name, item in getattr(value, "__dict__", {}).items() if name not in _DIAGNOSTIC]
-        tier = getattr(value, "tier", tier)
-    for item in list(inside):
-        yield from _tensors(item, tier, visited)
+    tier = getattr(value, "tier", tier)
+    for inside in list(_held_by(value)):
+        yield from _tensors(inside, tier, visited)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """All that `value` refers to, but for what a layer calls its diagnostics (`KVLayer.diagnostics`)."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, FunctionType):
+        return (*(value.__defaults__ or ()), *_closed_over(value))
+    left_out = getattr(value, "diagnostics", ()) if isinstance(value, KVLayer) else ()
+    return (inside for name, inside in _attributes(value) if name not in left_out)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """In its `__dict__` and in its slots, those of its base classes too."""
+    yield from getattr(value, "__dict__", {}).items()
+    for cls in type(value).__mro__:
+        for name in [name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)]:
+            with suppress(AttributeError):  # never set
+                yield name, vars(cls)[name].__get__(value)
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not bound yet
+            yield cell.cell_contents

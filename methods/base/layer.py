@@ -30,6 +30,7 @@ class KVLayer(ABC):
     """
 
     capturable: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
 
     def __init_subclass__(cls, *, capturable: bool = False, **more: object) -> None:
         super().__init_subclass__(**more)

@@ -29,6 +29,6 @@ def offload(case: Case, stored: int, moved: int) -> Cost:
     return Cost(-stored, stored, moved) if case.placement == "host" else Cost(0)
 
 
-def angles(case: Case) -> Cost:
+def rope_table(case: Case) -> Cost:
     """cos and sin of every position; one table for all layers, counted with the first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

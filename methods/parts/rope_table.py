@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.rope import rotate, unrotate
+from kernels import rope
 from methods.base import AttnInput, CacheState
 
 
-class Angles:
+class RopeTable:
     """cos and sin of every position so far [C R], one table for all layers of a batch.
 
     Kept as the model made them: with LongRoPE and dynamic scaling they depend on the length of the call, so asking
@@ -35,13 +35,13 @@ class Angles:
         self.cache.counters.write(x.cos[0], self.cos, 0, x.start)
         self.cache.counters.write(x.sin[0], self.sin, 0, x.start)
 
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
-        return self._apply(rotate, x, positions)
+        return self._apply(rope.rotate, x, positions)
 
-    def undo(self, x: Tensor, positions: Tensor) -> Tensor:
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rows before their rotation. -> fp32"""
-        return self._apply(unrotate, x, positions)
+        return self._apply(rope.unrotate, x, positions)
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
         """Rows at `positions` as if they all stood at `target`, in their dtype."""
@@ -51,7 +51,7 @@ class Angles:
             """Back by one angle and on by the other, in one turn."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
-            return rotate(x, turn / norm, tilt / norm)
+            return rope.rotate(x, turn / norm, tilt / norm)
 
         return self._apply(both, x, positions).to(x.dtype)
 

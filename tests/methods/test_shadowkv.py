@@ -159,7 +159,7 @@ def test_positions_shifted_together_change_neither_choice_nor_factors() -> None:
     near, far = (sealed(Sequences(SHAPES[1], PROMPT + 1, shift=shift)) for shift in (0, 1000))
     torch.testing.assert_close(near.outliers, far.outliers)
     every = torch.arange(15).expand(2, 2, 15)
-    plain = [layer.angles.undo(layer._rebuild(every).k, torch.arange(60)) for layer in (near, far)]
+    plain = [layer.rope_table.unrotate(layer._rebuild(every).k, torch.arange(60)) for layer in (near, far)]
     torch.testing.assert_close(*plain, atol=1e-4, rtol=1e-3)
     assert (near.landmarks - far.landmarks).abs().max() > 0.1
     for layer, shift in ((near, 0), (far, 1000)):

@@ -134,7 +134,7 @@ def test_wrong_parameters_are_named() -> None:
     with pytest.raises(ValueError, match="r=0"):
         replace(METHOD, r=0)
     with pytest.raises(ValueError, match="head size 64"):
-        replace(METHOD, r=65).check_model(Sequences(SHAPES[0], 9).specs()[0])
+        replace(METHOD, r=65).check_model(Sequences(SHAPES[0], 9).specs[0])
 
 
 @parity.sources

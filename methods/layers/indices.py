@@ -1,0 +1,42 @@
+"""Which stored tokens are kept or read, as rows of indices per head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from methods.base import Plan
+
+
+def sinks_and_recent(batch: int, groups: int, sinks: int, budget: int, stored: int, device: torch.device) -> Tensor:
+    """The first `sinks` and the last `budget - sinks` of `stored` tokens. -> [B G budget]"""
+    rows = torch.cat([torch.arange(sinks, device=device), torch.arange(stored - budget + sinks, stored, device=device)])
+    return rows.expand(batch, groups, -1)
+
+
+def between_ends(middle: Tensor, plan: Plan, stored: int) -> Tensor:
+    """`plan` carried out: the first tokens, `middle` [B G top] (counted from behind the sinks), the last ones.
+    -> [B G budget], ascending"""
+    sinks = torch.arange(plan.sinks, device=middle.device).expand(*middle.shape[:2], -1)
+    local = torch.arange(stored - plan.local, stored, device=middle.device).expand(*middle.shape[:2], -1)
+    return torch.cat([sinks, middle.sort(-1).values + plan.sinks, local], -1)
+
+
+def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of each KV head or of each query head. x [B G S D], rows [B G|H K] -> [B G|H K D]"""
+    batch, groups = x.shape[:2]
+    found: Tensor = ops.gather_rows(x, rows.reshape(batch, groups, -1))
+    return found.view(*rows.shape, -1)
+
+
+def union_per_kv_head(rows: Tensor, groups: int, stored: int) -> Tensor:
+    """What a KV head's query heads read together. rows [B H K], of `stored` -> [B G K'], ascending, filled up with -1
+    where another KV head's union is larger. Rows from `stored` on are left out."""
+    together = rows.reshape(rows.shape[0], groups, -1)
+    room = max(stored, int(together.max()) + 1)
+    read = torch.zeros(*together.shape[:2], room, dtype=torch.bool, device=rows.device)
+    read = read.scatter_(2, together, True)[..., :stored]
+    found = torch.where(read, torch.arange(stored, device=rows.device), stored).sort(-1).values
+    found = found[..., : int(read.sum(-1).max())]
+    return found.masked_fill(found == stored, -1)
