@@ -84,7 +84,6 @@ class InfiniGen(Method):
     group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash
         if self.alpha < 0:
             raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
         if not 0 < self.partial_ratio <= 1:

@@ -35,8 +35,6 @@ class InfLLM(Method):
 
     offloads: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = False
-    exact_keys: ClassVar[bool] = False
-    paper_leaves_out = True
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
     card: ClassVar[Card | None] = Card(
         prefill="sparse: block-wise like a step, {exc_block} queries at a time",

@@ -31,7 +31,6 @@ class LMInfinite(Method):
     """n_init: first tokens always read; 10 and 100 gave the paper's authors the same."""
 
     dense_prefill: ClassVar[bool] = False
-    exact_keys: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
     card: ClassVar[Card | None] = Card(
         prefill="sparse: windowed like a step",
@@ -57,10 +56,6 @@ class LMInfinite(Method):
     @property
     def smallest_budget(self) -> int:
         return self.n_init + 1
-
-    @property
-    def paper_leaves_out(self) -> bool:
-        return self.n_init > 0
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """The paper sets the window's length."""

@@ -88,13 +88,11 @@ class PQCache(Windowed):
         asked = self.iterations
         if isinstance(asked, int) and asked < 1:
             raise ValueError(f"iterations={asked} must be at least 1: k-means needs a round.")
-        if isinstance(asked, Sequence) and asked != "auto":
-            object.__setattr__(self, "iterations", tuple(asked))  # yaml brings a list, which has no hash
-            if len(asked) != len(Fit._fields) or min(asked) < 0:
-                raise ValueError(
-                    f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} "
-                    "numbers that a run with auto wrote into its run.json, none negative."
-                )
+        if isinstance(asked, tuple) and (len(asked) != len(Fit._fields) or min(asked) < 0):
+            raise ValueError(
+                f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} numbers that "
+                "a run with auto wrote into its run.json, none negative."
+            )
 
     def rounds(self, tokens: int, prepared: object) -> int:
         """The most rounds for `tokens` clustered tokens; `prepared` is what `prepare` returned."""

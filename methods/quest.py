@@ -56,7 +56,6 @@ class Quest(Method):
     last_page: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # yaml brings a list, which has no hash
         if self.page_size < 1:
             raise ValueError(f"page_size={self.page_size} must be at least 1 token; 16 in the paper.")
         if self.min_pages < 1:

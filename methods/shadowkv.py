@@ -47,8 +47,6 @@ class ShadowKV(Method):
     """Sizes in chunks but for rank: a whole number, or a share of a layer's key channels."""
 
     offloads: ClassVar[bool] = True
-    exact_keys: ClassVar[bool] = False
-    paper_leaves_out = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the chunks whose mean keys get the largest softmax weights; outliers are always read",

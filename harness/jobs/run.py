@@ -229,7 +229,7 @@ class Job:
             | self.task.provenance(),
             presets=dict(self.presets or {}) or None,
             num_expected=len(self.items),
-            simulated=self.method.simulated or self.settings.shared_prefill,
+            simulated=self.settings.shared_prefill,
             host_is_cpu=self.settings.device == "cpu",
         )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from methods.base.budget import Budget, BudgetError
 from methods.base.card import Card
@@ -14,8 +14,21 @@ from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
 
+LONG = 1 << 20  # tokens of a prompt that no sinks or windows fill
 
-class Method(ABC):
+
+class _TupleForList(ABCMeta):
+    """Yaml and callers bring lists. A method is a value and must have a hash, so its fields get tuples instead."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        return super().__call__(*args, **{name: _frozen(value) for name, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+class Method(metaclass=_TupleForList):
     """A method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
 
     The budget is not among them: the request brings it, and it limits the same thing for every method: what one head
@@ -25,8 +38,6 @@ class Method(ABC):
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
     offloads: ClassVar[bool] = False  # placement=host is meant for it
-    exact_keys: ClassVar[bool] = True  # a step attends with the true keys of the tokens it reads, at their positions
-    simulated: ClassVar[bool] = False  # the cost is not paid in this code: speed cells stay empty
     card: ClassVar[Card | None] = None
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
 
@@ -38,7 +49,7 @@ class Method(ABC):
     @property
     def paper_leaves_out(self) -> bool:
         """Whether the paper's budget leaves out prompt tokens that a step reads all the same, sinks for example."""
-        return False
+        return self.paper_tokens(lambda tokens: 0, LONG) > 0
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """What a KV head reads of `sealed` prompt tokens where the budget is counted as in the paper.
@@ -80,7 +91,7 @@ class Method(ABC):
         """
         return self
 
-    def check_model(self, spec: LayerSpec) -> None:  # noqa: B027 (most methods suit every model)
+    def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` where a parameter does not suit a model with such layers; no weights are needed."""
 
     def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:

@@ -52,9 +52,5 @@ class Windowed(Method):
     def smallest_budget(self) -> int:
         return self.windows.smallest_budget
 
-    @property
-    def paper_leaves_out(self) -> bool:
-        return self.sinks > 0
-
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         return self.sinks + budget(sealed - self.sinks)
