@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.footprint import Footprint, footprint
+from harness.engine.footprint import Footprint, footprint
 from methods.base import CacheState
 from methods.full import Full
 from methods.layers import DenseLayer
