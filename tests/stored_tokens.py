@@ -1,0 +1,194 @@
+"""Tokens of every method, stored: what a change of structure must leave as they are.
+
+`python -m tests.stored_tokens` makes stored_tokens.json again; tests/test_stored_tokens.py compares.
+
+Every preset of conf/method runs under both protocols and, where it offloads, in both places, on the plain-torch backend
+in fp32; a few further cases take the branches, models and engine settings that these leave out. Nothing depends on the
+machine beyond the rounding of fp32: weights and prompts are drawn by number, not by torch's initialisation. A prompt is
+taken only where rounding cannot tip it: each token leads by `LEAD` of the logits' spread, and stays the same under
+`SHAKES` disturbances of all weights by one part in 10,000. It also has to tell the method from Full, and not to make it
+repeat itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from harness.config.catalogue import entries
+from harness.config.plugins import build
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from kernels.dispatch import use_backend
+from methods.base import Method
+from methods.full import Full
+from tests.tiny import ARCHITECTURES, SHAPE
+
+FILE = Path(__file__).with_suffix(".json")
+LAYERS, PROMPT, QUESTION, CALIBRATION, NEW, BUDGET = 4, 256, 12, 2048, 12, 0.3
+WIDTH = 2.5  # of the weights, over what keeps the variance: attention is far from uniform
+LEAD, SHAKES, SHAKE = 0.03, 3, 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One prompt (or batch) under one method."""
+
+    preset: str
+    changes: dict[str, Any] = field(default_factory=dict)  # parameters of the method
+    settings: dict[str, int] = field(default_factory=dict)  # batch, prefill_chunk, stale_by
+    protocol: str = "prompt"
+    placement: str = "device"
+    architecture: str = "llama"
+
+    @property
+    def name(self) -> str:
+        more = [f"{key}={value}" for key, value in (self.changes | self.settings).items()]
+        return " ".join([self.preset, *more, self.protocol, self.placement, self.architecture])
+
+    @property
+    def method(self) -> Method:
+        (entry,) = [entry for entry in entries("method") if entry.name == self.preset]
+        method: Method = build(entry.values() | self.changes, "method")
+        return method
+
+
+def cases() -> list[Case]:
+    presets = [Case(preset=entry.name) for entry in entries("method")]
+    places = {one.preset: ["device", "host"] if one.method.offloads else ["device"] for one in presets}
+    grid = [
+        Case(preset=preset, protocol=protocol, placement=placement)
+        for preset in places
+        for protocol in ("prompt", "context")
+        for placement in places[preset]
+    ]
+    return [*grid, *further()]
+
+
+def further() -> Iterator[Case]:
+    for architecture in sorted(ARCHITECTURES.keys() - {"llama"}):
+        yield Case(preset="full", architecture=architecture)
+        yield Case(preset="pqcache", architecture=architecture, placement="host")
+    for preset, changes in (
+        ("streaming", {"positions": "original"}),
+        ("h2o", {"sinks": 4, "compensation": "bytes"}),
+        ("snapkv", {"pooling": "avg", "select_per": "query_head"}),
+        ("quest", {"select_per": "kv_head"}),
+        ("sparq", {"sinks": 4, "mean_value": False, "channel_copy": False}),
+        ("infinigen", {"alpha": 1.0, "column_rule": "query", "group_rank": "prob_sum"}),
+        ("shadowkv", {"solver": "thin_svd", "hit_cache": False}),
+    ):
+        yield Case(preset=preset, changes=changes)
+    yield Case(preset="pqcache", changes={"cache_tokens": 32, "cache_block": 8}, placement="host")
+    for preset, settings in (("pqcache", {"stale_by": 2}), ("snapkv", {"prefill_chunk": 100}), ("sparq", {"batch": 2})):
+        yield Case(preset=preset, settings=settings)
+
+
+@cache
+def model(architecture: str, shake: int = 0) -> PreTrainedModel:
+    """Weights by name and number alone; `shake` > 0: each of them a little larger or smaller."""
+    shape = SHAPE | {"hidden_size": 256, "num_hidden_layers": LAYERS}
+    config = AutoConfig.for_model(architecture, **shape, **ARCHITECTURES[architecture])
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight.copy_(_weight(name, weight.shape))
+            if shake:
+                weight.mul_(1 + SHAKE * _drawn(f"{name}/{shake}", weight.shape))
+    return made
+
+
+def _weight(name: str, shape: torch.Size) -> Tensor:
+    if len(shape) > 1:
+        return WIDTH * shape[-1] ** -0.5 * _drawn(name, shape)
+    return 0.1 * _drawn(name, shape) + (0 if name.endswith("bias") else 1)
+
+
+def _drawn(name: str, shape: torch.Size) -> Tensor:
+    """Uniform in (-1, 1)."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def ids(seed: int | str, length: int = PROMPT) -> list[int]:
+    draw = Random(seed)
+    return [draw.randrange(3, SHAPE["vocab_size"]) for _ in range(length)]
+
+
+class Watched:
+    """Greedy, and how far each token led the next one, in standard deviations of the logits."""
+
+    def __init__(self) -> None:
+        self.leads: list[float] = []
+
+    def pick(self, logits: Tensor) -> Tensor:
+        first, second = logits.topk(2).values.unbind(-1)
+        self.leads.append(((first - second) / logits.std(-1)).min().item())
+        return logits.argmax(-1)
+
+
+def run(case: Case, seed: int, method: Method | None = None, shake: int = 0) -> tuple[list[list[int]], float]:
+    """-> tokens of each sequence, and the smallest lead of one of them. `method` in place of the case's."""
+    batch = case.settings.get("batch", 1)
+    prompt = torch.tensor([ids(f"{seed}/{i}") for i in range(batch)])
+    watched = Watched()
+    with (
+        use_backend("torch"),
+        attached(
+            model(case.architecture, shake),
+            method or case.method,
+            budget=BUDGET,
+            placement=case.placement,  # type: ignore[arg-type]
+            calibration=torch.tensor([ids("calibration", CALIBRATION)]),
+            stale_by=case.settings.get("stale_by", 0),
+        ) as kv,
+    ):
+        made = Engine(kv, prefill_chunk=case.settings.get("prefill_chunk")).generate(
+            prompt,
+            max_new_tokens=NEW,
+            context_tokens=PROMPT - QUESTION if case.protocol == "context" else None,
+            sampler=watched,
+        )
+    return made.tokens, min(watched.leads)
+
+
+def steady(case: Case, seed: int) -> list[list[int]] | None:
+    """The tokens of a prompt that is fit to be stored; None where this one is not."""
+    tokens, lead = run(case, seed)
+    varied = all(len(set(row)) > NEW // 2 for row in tokens)
+    if lead < LEAD or not varied or any(run(case, seed, shake=shake)[0] != tokens for shake in range(1, SHAKES + 1)):
+        return None
+    on_device = Case(preset="full", settings=case.settings, protocol=case.protocol, architecture=case.architecture)
+    told_apart = not case.method.uses_budget or run(on_device, seed, Full())[0] != tokens
+    return tokens if told_apart else None
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """By the name of the case: `seed` of its prompt, and its `tokens`."""
+    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())["tokens"]
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    lines = []
+    for case in cases():
+        seed, tokens = next((seed, found) for seed in count() if (found := steady(case, seed)))
+        lines.append(f"{json.dumps(case.name)}: {json.dumps({'seed': seed, 'tokens': tokens})}")
+        print(lines[-1], flush=True)
+    FILE.write_text('{"tokens": {\n' + ",\n".join(lines) + "\n}}\n")
+
+
+if __name__ == "__main__":
+    main()
