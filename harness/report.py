@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config.nested import flatten
 from harness.reports.compare import Comparison, Entry, comparisons
 from harness.reports.conditions import conditions, origin
 from harness.reports.rows import average_table, group_table, notes, score_table, trace_table
@@ -112,7 +113,7 @@ def _sorted(table: Comparison, sort: str | None) -> Comparison:
     if sort is None:
         return table
     key, descending = SORTS[sort]
-    values = [(dict(_flat(entry.summary)).get(key), entry) for entry in table.entries]
+    values = [(flatten(entry.summary).get(key), entry) for entry in table.entries]
     known = [(float(value), entry) for value, entry in values if value is not None]
     known.sort(key=lambda pair: pair[0], reverse=descending)
     entries = [entry for _, entry in known] + [entry for value, entry in values if value is None]
@@ -145,7 +146,7 @@ def _write_csv(path: Path, tables: Sequence[Comparison]) -> None:
 def _csv_row(entry: Entry) -> dict[str, Any]:
     info = entry.run.info
     known = {key: value for key, value in entry.summary.items() if value is not None}
-    return dict(_flat(known)) | {
+    return dict(_cells(known)) | {
         "label": entry.label,
         "folder": entry.run.folder.name,
         "started": info.get("started"),
@@ -154,16 +155,13 @@ def _csv_row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Dotted keys; an interval becomes `.low` and `.high`, other lists are JSON."""
-    for name, inner in value.items():
-        key = f"{prefix}{name}"
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{key}.")
-        elif name == "ci95":
-            yield from zip((f"{key}.low", f"{key}.high"), inner or (None, None), strict=True)
+    for key, value in flatten(summary).items():
+        if key.rpartition(".")[2] == "ci95":
+            yield from zip((f"{key}.low", f"{key}.high"), value or (None, None), strict=True)
         else:
-            yield key, json.dumps(inner, ensure_ascii=False) if isinstance(inner, list) else inner
+            yield key, json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def _draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:

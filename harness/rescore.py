@@ -21,10 +21,10 @@ from harness.jobs.preparation import prepare
 from harness.models.base import ModelSource
 from harness.results import files
 from harness.results.lock import FolderLock
+from harness.results.pairs import mean_score
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError
 from harness.results.store import StoredRun, find, load, read_records, write_rescored
-from harness.results.summary import mean_score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,12 +60,12 @@ def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: i
     if not pairs:
         raise StoreError(f"{run.folder} and {other.folder} have no example in common")
     _chosen([mine for mine, _ in pairs], options.id, run.folder)
-    differ = [pair for pair in pairs if pair[0].said != pair[1].said]
+    differ = [pair for pair in pairs if pair[0].answer != pair[1].answer]
     half = max(20, (width - 3) // 2)
     yield f"{run.folder.name}  |  {other.folder.name}"
     yield f"{len(pairs)} examples in common, {len(differ)} with different outputs"
     for mine, their in pairs:
-        if (options.all or mine.said != their.said) if options.id is None else mine.id == options.id:
+        if (options.all or mine.answer != their.answer) if options.id is None else mine.id == options.id:
             yield ""
             yield from _side_by_side(mine, their, half)
 

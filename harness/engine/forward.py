@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules, check_window
+from harness.models.architectures import ARCHITECTURES
 from harness.models.base import sliding_window
 from kernels import ops
 from kernels.block import Block, Head, Linear
 from methods.base import AttnInput
 
-ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")
+BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
 class ForwardError(NotImplementedError):
@@ -68,12 +69,11 @@ def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
 
 
 def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
-    name = type(model).__name__.removesuffix("ForCausalLM")
-    if name not in ARCHITECTURES:
-        raise ForwardError(f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)} of transformers.")
+    if type(model).__name__ not in BY_BLOCKS:
+        raise ForwardError(f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers.")
     if model.config.hidden_act != "silu":
         raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
-    routed = {*attention_modules(model), model}  # harness.engine.engine.hf's own hooks are there
+    routed = {*attention_modules(model), model}  # engine/hf.py's own hooks are there
     for path, module in model.named_modules():
         kind = type(module)
         if not kind.__module__.startswith(("transformers.", "torch.")):

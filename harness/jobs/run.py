@@ -35,12 +35,11 @@ from harness.jobs.preparation import (
 from harness.jobs.progress import announce, progress
 from harness.jobs.runner import Runner, is_loaded, load
 from harness.models.base import LoadedModel, ModelSource, check_device
-from harness.results.files import write_json
 from harness.results.provenance import provenance, source_hash
 from harness.results.records import Record
 from harness.results.store import Run
 from harness.results.store import load as load_run
-from harness.results.summary import summarise
+from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from kernels import ops
 from methods.base import Budget, Method
@@ -186,13 +185,7 @@ class Job:
         """What the run's folder holds now, with its summary brought up to date."""
         folder = self.folder
         stored = load_run(folder)
-        summary = summarise(
-            stored.records,
-            config=self.config,
-            info=stored.info,
-            full=full.records if full else None,
-        )
-        write_json(folder / "summary.json", summary)
+        summary = write_summary(stored, load_run(full.folder) if full else None)
         return Evaluation(folder, full.folder if full else None, stored.records, summary)
 
     def _generate(self, run: Run, pending: list[Item]) -> None:

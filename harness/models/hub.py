@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.models.architectures import ARCHITECTURES
 from harness.models.base import Identity, ModelError, ModelSource
 from harness.models.snapshots import SMALL_FILES, WEIGHT_FILES, has_weights, snapshot
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM")
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # read of each weight file to tell two local folders apart
 
@@ -33,7 +33,7 @@ class HuggingFace(ModelSource):
         if self.trust_remote_code:
             raise ModelError(
                 "model.trust_remote_code=true is refused: code from a model repository is never run here, and the "
-                f"supported architectures ({', '.join(SUPPORTED)}) need none; leave it false."
+                f"supported architectures ({', '.join(ARCHITECTURES)}) need none; leave it false."
             )
         if not self.name:
             raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
@@ -110,8 +110,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_config(config: dict[str, Any], name: str) -> None:
     """Refuses by name what the engine would compute wrongly."""
     architecture = (config.get("architectures") or ["no architecture"])[0]
-    if architecture not in SUPPORTED:
-        raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(SUPPORTED)}.")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(ARCHITECTURES)}.")
     if config.get("quantization_config"):
         raise ModelError(f"{name} has quantised weights, which are not supported: use the model it was made from.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
+from harness.models.architectures import class_of
 
 
 class Shape(NamedTuple):
@@ -31,7 +26,7 @@ class Shape(NamedTuple):
     def config(self, layers: int | None) -> dict[str, Any]:
         """Keyword arguments of transformers' config; `layers`: None for all."""
         common = {
-            "architectures": [ARCHITECTURES[self.model_type]],
+            "architectures": [class_of(self.model_type)],
             "num_hidden_layers": self.layers if layers is None else layers,
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,

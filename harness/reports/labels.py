@@ -10,6 +10,7 @@ from os.path import commonpath, relpath
 from typing import Any
 
 from harness.config.catalogue import entries
+from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import Settings
 from harness.results.store import StoredRun
@@ -28,7 +29,6 @@ NOT_NAMED = (
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement")  # in a line above it, or a column
 ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
-Flat = dict[str, Any]  # dotted key -> value
 
 
 def name(run: StoredRun, kind: str) -> str:
@@ -40,7 +40,7 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     """One title per table, each given by one of its runs: task, model, protocol, and where two tables share these, what
     tells them apart among the settings `keys`."""
     plain = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
-    settings = [flat({key: run.config.get(key) for key in keys}) for run in runs]
+    settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
     return [" ".join([title, *told]) for title, told in zip(plain, _among_namesakes(plain, settings), strict=True)]
 
 
@@ -49,7 +49,7 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     differ; parameters that are not the preset's; and settings that are not the default, where the table's rows differ
     in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
-    settings = [flat({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
+    settings = [flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
     told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
     full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
     seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
@@ -110,7 +110,7 @@ def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:
 
     What every table says by itself (harness/reports/conditions.py) is left out.
     """
-    usual = {key: value for key, value in flat(asdict(Settings())).items() if key not in SAID_BY_TABLE}
+    usual = {key: value for key, value in flatten(asdict(Settings())).items() if key not in SAID_BY_TABLE}
     own = [{key: mine.get(key, value) for key, value in usual.items()} for mine in settings]  # older runs lack some
     differing = [*_differing(own), *ALWAYS_NAMED]
     for mine, values in zip(settings, own, strict=True):
@@ -151,11 +151,3 @@ def spelled(value: Any) -> str:
     else:
         text = str(value)
     return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Flat:
-    """With dotted keys."""
-    found: Flat = {}
-    for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.engine.phases import PARTS
-from harness.reports.compare import Comparison, Entry, alarms
+from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
+from harness.results.alarms import same_outputs
 from harness.results.store import StoredRun
 from harness.terminal.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
 
@@ -140,7 +141,8 @@ def notes(comparison: Comparison) -> Iterator[str]:
         if entry.full and (versions := (_scorer(entry.run), _scorer(entry.full)))[0] != versions[1]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _merged_warnings(comparison.entries)
-    yield from (f"! {alarm}" for alarm in alarms(comparison.entries))
+    runs = [(entry.title, entry.summary["method"], entry.run.records) for entry in comparison.entries]
+    yield from (f"! {alarm}" for alarm in same_outputs(runs))
 
 
 def _power(comparison: Comparison) -> Iterator[str]:

@@ -67,7 +67,7 @@ class Record:
             raise RecordError(f"example {self.id!r}: token_s goes back in time or is not a number")
 
     @property
-    def said(self) -> tuple[str, tuple[int, ...]]:
+    def answer(self) -> tuple[str, tuple[int, ...]]:
         """What tells two generations apart: of forced tokens, their likelihood."""
         return self.output, tuple(self.tokens)
 

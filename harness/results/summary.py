@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from evals import stats
 from harness.engine.phases import PARTS
 from harness.results import timing
+from harness.results.alarms import warnings
 from harness.results.averages import averages
+from harness.results.pairs import group_means, paired
 from harness.results.records import Record
-from harness.terminal.notices import SLOW_FP16
 
-SCHEMA = 6
-ALPHA = stats.ALPHA
-TELLING = 100  # tokens of answers that are not fully right
-FLOOR = 0.1  # a Full this close to guessing leaves no room to lose
+SCHEMA = 7
 
 
 def summarise(
@@ -37,7 +33,6 @@ def summarise(
     """
     simulated = bool(info.get("simulated", False))
     traced = config.get("trace") == "on"
-    chance = info.get("task_info", {}).get("chance", 0.0)
     beside = against(records, full)
     return {
         "schema": SCHEMA,
@@ -59,11 +54,7 @@ def summarise(
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": [
-            *_warnings(records, full, chance, info.get("method") == "full"),
-            *([SLOW_FP16] if (config.get("device"), config.get("dtype")) == ("cpu", "fp16") else []),
-            *_beside_full(records, full, beside),
-        ],
+        "warnings": list(warnings(records, full, beside, config=config, info=info)),
     }
 
 
@@ -82,21 +73,6 @@ def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: i
     """The loss against Full that these examples would show with 80 % power, as one of so many comparisons."""
     pairs = paired(records, full)
     return stats.detectable(*_columns(pairs), comparisons=comparisons) if pairs else None
-
-
-def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Examples of both runs with the same id and the same prompt."""
-    known = {(other.id, other.prompt_sha256): other for other in others}
-    return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
-
-
-def group_means(records: Sequence[Record]) -> dict[str, float]:
-    return {group: fmean(scores) for group, scores in _by_group(records).items()}
-
-
-def mean_score(records: Sequence[Record]) -> float:
-    """Mean of group means."""
-    return fmean(group_means(records).values())
 
 
 def model_name(config: Mapping[str, Any]) -> str:
@@ -170,85 +146,8 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     return largest | {name: _known(fmean, [getattr(record, name) for record in records]) for name in means}
 
 
-def _warnings(
-    records: Sequence[Record], full: Sequence[Record] | None, chance: float | None, is_full: bool
-) -> Iterator[str]:
-    """What a reader must know before believing the row."""
-    if not records:
-        yield "no example was run"
-        return
-    if chance is not None:
-        yield from _floor(records if is_full else full or [], chance)
-    n = len(records)
-    for reason, count in Counter(r.fallback for r in records if r.fallback).items():
-        yield f"the method fell back on {count} of {n} examples: {reason}"
-    counts = {
-        "ended before the cache was sealed: the method did nothing there": sum(not r.sealed for r in records),
-        "have no TPOT: fewer than 3 tokens": sum(r.tpot_s is None for r in records),
-        "ran into the token limit": sum(r.stop == "length" for r in records),
-    }
-    yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)
-    for warning, count in _alike([warning for r in records for warning in r.warnings]):
-        yield f"{count} of {n} examples: {warning}"
-
-
-def _alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Warnings that differ in their numbers alone as one, with the span of each number."""
-    kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
-    for warning in warnings:
-        words = tuple(re.split(r"\d+", warning))
-        kinds[words].append([int(number) for number in re.findall(r"\d+", warning)])
-    for words, numbers in kinds.items():
-        spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
-        yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)
-
-
-def _floor(full: Sequence[Record], chance: float) -> Iterator[str]:
-    """Where Full itself fails, every method looks as good as Full."""
-    means = group_means(full)
-    low = [group for group, mean in means.items() if mean <= chance + FLOOR]
-    if means and fmean(means.values()) <= chance + FLOOR:
-        share = 100 * fmean(means.values())
-        yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
-    elif low:
-        yield f"Full is near guessing in {len(low)} of {len(means)} groups: {', '.join(low)}"
-
-
-def _beside_full(
-    records: Sequence[Record], full: Sequence[Record] | None, beside: Mapping[str, Any] | None
-) -> Iterator[str]:
-    if full is None:
-        return
-    pairs = paired(records, full)
-    if len(pairs) < len(records):
-        yield f"compared with Full on {len(pairs)} of {len(records)} examples: on the others Full has no same prompt"
-    if beside and beside["diff"] > 0 and beside["p"] < ALPHA:
-        yield f"scores above Full (p = {beside['p']:.2g}): look for a bug in either before you believe it"
-    same = all(partial(ours) and ours.said == theirs.said for ours, theirs in pairs)
-    if same and telling([ours for ours, _ in pairs]):
-        yield f"all {len(pairs)} outputs are Full's though only a part was attended: check that the method really ran"
-
-
-def telling(records: Sequence[Record]) -> bool:
-    """Whether equal outputs are worth an alarm. Right answers are alike whoever gives them; wrong ones and free text
-    part sooner or later."""
-    return sum(len(record.tokens) for record in records if record.score < 1) >= TELLING
-
-
-def partial(record: Record) -> bool:
-    """Whether less than all sealed tokens was attended."""
-    return record.attended_share is not None and record.attended_share < 1
-
-
 def _columns(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str]]:
     return [a.score for a, _ in pairs], [b.score for _, b in pairs], [a.group for a, _ in pairs]
-
-
-def _by_group(records: Sequence[Record]) -> dict[str, list[float]]:
-    groups: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        groups[record.group].append(record.score)
-    return groups
 
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from harness import report, show
-from harness.reports.compare import alarms, comparisons, reference
+from harness.reports.compare import Comparison, comparisons
+from harness.results.alarms import same_outputs
 from harness.results.store import load
+from harness.results.summary_file import current_summary, reference
 from harness.terminal import tables
 from tests.fake_records import record, records, write_run
 
@@ -44,6 +47,10 @@ def row(text: str, *words: str) -> str:
     """The one line that begins with these words."""
     [line] = [line for line in text.splitlines() if line.split()[: len(words)] == list(words)]
     return line
+
+
+def alarms(table: Comparison) -> list[str]:
+    return list(same_outputs((entry.title, entry.summary["method"], entry.run.records) for entry in table.entries))
 
 
 def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,12 +128,12 @@ def test_methods_with_the_same_outputs_raise_an_alarm(results: Path) -> None:
     half = records([1.0, 0.0] * 30, **SPARSE)
     write_run(results, records([1.0] * 10, **SPARSE), "snapkv", budget=20)
     [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
-    assert not list(alarms(table.entries))  # quest's and snapkv's, but all are right
+    assert not alarms(table)  # quest's and snapkv's, but all are right
     write_run(results, half, "sparq", budget=30)
     write_run(results, half, "pqcache", budget=30)
     write_run(results, records([0.0] * 60, **SPARSE), "infinigen", budget=30)
     [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
-    [alarm] = alarms(table.entries)
+    [alarm] = alarms(table)
     assert alarm.startswith(("pqcache 30, sparq 30: the same 60 outputs", "sparq 30, pqcache 30: the same 60 outputs"))
 
 
@@ -144,6 +151,18 @@ def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest
     path.write_text("{half")
     printed(capsys, results)
     assert json.loads(path.read_text()) == stored
+
+
+def test_a_summary_names_its_full_and_is_made_again_for_another(tmp_path: Path) -> None:
+    quest = load(write_run(tmp_path, records(RIGHT, **SPARSE), "quest"))
+    right, wrong = (load(write_run(tmp_path / name, records([score] * 10))) for name, score in (("a", 1.0), ("b", 0.0)))
+    made = current_summary(quest, right)
+    assert made["full"]["folder"] == right.folder.name
+    assert made["full"]["identity_sha256"] == right.info["identity_sha256"]
+    assert json.loads((quest.folder / "summary.json").read_text()) == made
+    wrong = replace(wrong, info=wrong.info | {"identity_sha256": "f" * 64})
+    assert current_summary(quest, wrong)["full"]["mean"] == 0.0
+    assert current_summary(quest, right) == made
 
 
 def test_csv_holds_raw_numbers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,31 @@
+"""Scores by group, and the examples that a run shares with its Full."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from harness.results.records import Record
+
+
+def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Examples of both runs with the same id and the same prompt."""
+    known = {(other.id, other.prompt_sha256): other for other in others}
+    return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
+
+
+def group_means(records: Sequence[Record]) -> dict[str, float]:
+    return {group: fmean(scores) for group, scores in by_group(records).items()}
+
+
+def mean_score(records: Sequence[Record]) -> float:
+    """Mean of group means."""
+    return fmean(group_means(records).values())
+
+
+def by_group(records: Sequence[Record]) -> dict[str, list[float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        groups[record.group].append(record.score)
+    return groups
