@@ -168,7 +168,7 @@ def _line(number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise ValueError(f"line {number} is no JSON") from error
+        raise ValueError(f"line {number} is not JSON") from error
 
 
 def _locate(source: Source, root: Path | None) -> tuple[Path, str]:

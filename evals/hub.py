@@ -52,7 +52,7 @@ def _download(repo: str, file: str, revision: str) -> Path:
     )
 
     if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE forbids to fetch it")
+        raise HubError("HF_HUB_OFFLINE forbids fetching it")
     if not _answers(constants.ENDPOINT):
         raise HubError(f"{constants.ENDPOINT} does not answer")
     try:
@@ -64,7 +64,7 @@ def _download(repo: str, file: str, revision: str) -> Path:
     except RemoteEntryNotFoundError as error:
         raise HubError(f"{repo} on the hub has no file {file} at revision {revision}") from error
     except LocalEntryNotFoundError as error:
-        raise HubError(f"{constants.ENDPOINT} does not answer as a hub does") from error
+        raise HubError(f"{constants.ENDPOINT} does not answer like a hub") from error
     except (OSError, HTTPError) as error:
         raise HubError(f"its download failed ({' '.join(str(error).split())})") from error
 

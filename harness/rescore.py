@@ -50,7 +50,7 @@ def rescore(folder: Path, data_root: str | None = None) -> str:
     """One sentence on what became of the run's scores. `data_root` in place of the run's own."""
     run = load(folder)
     if run.status != "complete":
-        raise StoreError("the run is not complete; finish it with the command that began it, then score it again")
+        raise StoreError("the run is not complete; finish it with the command that started it, then score it again")
     task, examples = _regenerated(run.config, data_root)
     lock = FolderLock(folder)
     try:
@@ -81,7 +81,7 @@ def _scores(
         sha256, example = examples.get(record.id, ("", None))
         if example is None or sha256 != record.prompt_sha256:
             reason = "is no longer among the task's examples" if example is None else "has another prompt today"
-            raise StoreError(f"{record.id} {reason}: data, tokenizer or task have changed, so run it anew")
+            raise StoreError(f"{record.id} {reason}: data, tokenizer or task have changed: run it again")
         score = task.score(example, record.output)
         yield {"id": record.id, "score": score.value, "details": dict(score.details)}
 

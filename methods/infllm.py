@@ -132,7 +132,7 @@ class InfLLMLayer(SelectLayer, capturable=True):
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def absorb(self, x: AttnInput) -> None:
-        raise ValueError("InfLLM cannot take over a shared prefill, for its own is sparse: run its prefill instead.")
+        raise ValueError("InfLLM cannot share a prefill, because its own is sparse: run its prefill instead.")
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)

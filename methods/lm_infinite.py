@@ -84,7 +84,7 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
         self.rope_table = rope_table
 
     def absorb(self, x: AttnInput) -> None:
-        raise ValueError("LM-Infinite cannot take over a shared prefill, for its own is windowed: run its prefill.")
+        raise ValueError("LM-Infinite cannot share a prefill, because its own is windowed: run its prefill instead.")
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)

@@ -47,7 +47,7 @@ class PyramidKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta < 1:
-            raise ValueError(f"beta={self.beta} would turn the pyramid over: give at least 1, 20 in the paper.")
+            raise ValueError(f"beta={self.beta} would turn the pyramid upside down: give at least 1, 20 in the paper.")
 
     def kept(self, case: Case) -> int:
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]

@@ -128,7 +128,7 @@ class ShadowKV(Method):
         channels = spec.num_kv_heads * spec.head_dim
         if self.rank > channels:
             raise ValueError(
-                f"rank={self.rank} is more than the {channels} channels of this model's keys: choose up to that, or "
+                f"rank={self.rank} is more than the {channels} channels of this model's keys: choose at most that, or "
                 "a share of them like 0.15625."
             )
 

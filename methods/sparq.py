@@ -89,7 +89,7 @@ class SparQ(Windowed):
 
     def check_model(self, spec: LayerSpec) -> None:
         if self.r > spec.head_dim:
-            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose up to that.")
+            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [SparQLayer(spec, cache, self) for spec in specs]

@@ -107,7 +107,7 @@ class Entry:
 def not_yaml(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark
     where = f"{mark.name}, line {mark.line + 1}" if mark else "A file of the configuration"
-    return f"{where}: this is no YAML ({error.problem})."
+    return f"{where}: this is not YAML ({error.problem})."
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:

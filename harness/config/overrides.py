@@ -85,7 +85,7 @@ def _refuse_folders(config_dirs: Sequence[Path]) -> None:
     for folder in config_dirs:
         if not folder.is_dir():
             raise SettingsError(
-                f"--config-dir {folder} is no folder: give the one that holds method/, task/ or model/."
+                f"--config-dir {folder} is not a folder: give the one that holds method/, task/ or model/."
             )
         if (folder / "config.yaml").is_file() and folder.resolve() != CONF:
             raise SettingsError(f"{folder / 'config.yaml'} would be ignored: move its settings to the command line.")
@@ -136,8 +136,8 @@ def _checked(override: Override, chosen: Chosen, groups: Known, folders: Sequenc
     group, _, name = key.partition(".")
     if key == "hydra/launcher" and override.value() != "basic":
         raise SettingsError(
-            f"hydra/launcher={override.value()} cannot serve: the jobs of a sweep share a loaded model, Full's run "
-            "and one table, and so run one after the other; leave it out."
+            f"hydra/launcher={override.value()} is not supported: the jobs of a sweep share a loaded model, Full's run "
+            "and one table, so they run one after the other. Leave it out."
         )
     if override.is_hydra_override() or group == "hydra":
         return line

@@ -39,7 +39,7 @@ def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -
     for name in set(partial) - known.keys():
         values.pop(name, None)
     for name in values.keys() - known.keys():
-        raise PluginError(f"{kind}.{name} is no parameter of {cls.__name__}{suggestion(name, known)}")
+        raise PluginError(f"{kind}.{name} is not a parameter of {cls.__name__}{suggestion(name, known)}")
     for name in required(cls):
         if values.get(name, MISSING) == MISSING:
             raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
@@ -93,7 +93,7 @@ def _find(target: Any, kind: str) -> type:
     except AttributeError as error:
         raise PluginError(f"{kind}.{TARGET}={target}: the module {module} has no {name}.") from error
     if not hasattr(cls, "__dataclass_fields__"):
-        raise PluginError(f"{kind}.{TARGET}={target} is no dataclass: plug-ins are frozen dataclasses.")
+        raise PluginError(f"{kind}.{TARGET}={target} is not a dataclass: make the plug-in a frozen dataclass.")
     return cls
 
 

@@ -57,7 +57,7 @@ class Data:
     def folder(self) -> Path | None:
         root = Path(self.root).expanduser() if self.root else None
         if root is not None and not root.is_dir():
-            raise SettingsError(f"data.root={self.root} is no folder: give the folder that holds the data sets.")
+            raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
         return root
 
 
@@ -118,7 +118,7 @@ class Settings:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
         if self.graphs == "on" and self.device == "cpu":
-            raise SettingsError(f"graphs=on needs a CUDA device, and device is {self.device}: use graphs=off here.")
+            raise SettingsError(f"graphs=on needs a CUDA device, but device={self.device}: use graphs=off.")
         if self.align != "tokens" and self.layer_budgets:
             raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
         if self.align != "tokens" and self.budget_rule == "paper":
@@ -149,9 +149,7 @@ class Settings:
         if not 0 < generation.top_p <= 1:
             raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
-            raise SettingsError(
-                "Greedy picking has no use for top_k and top_p: set generation.temperature above 0, too."
-            )
+            raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 
     @staticmethod
     def _at_least(least: int, **values: int | None) -> None:

@@ -88,7 +88,7 @@ class KVCache(Cache):
         if self._arriving != 1:
             raise UnsupportedError(
                 f"{self._arriving} tokens at once after the prompt was sealed: feed one at a time, or call "
-                "cache.open_turn() if they begin a further turn."
+                "cache.open_turn() if they begin a new turn."
             )
         out = self.layers[layer].decode(x)
         if self.watch is not None:

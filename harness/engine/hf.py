@@ -49,7 +49,7 @@ def _attention(
     if named:
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore.")
     if attention_mask is not None:
-        raise UnsupportedError("An attention mask of its own was given: only plain causal attention is supported.")
+        raise UnsupportedError("A custom attention mask was given: only plain causal attention is supported.")
     if dropout:
         raise UnsupportedError("Attention dropout is on: call model.eval() first.")
     assert kv_call is not None

@@ -57,8 +57,8 @@ def refusal(need: Need, settings: Settings, free: int | None) -> str | None:
     if free is None or need.total <= free:
         return None
     return (
-        f"The run needs {need} in {settings.dtype} and {size(free)} are free on {settings.device}: use "
-        f"{' or '.join(_advice(need, settings, free))}; memory_check=off starts it all the same."
+        f"The run needs {need} in {settings.dtype} but only {size(free)} are free on {settings.device}: use "
+        f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
     )
 
 

@@ -65,7 +65,9 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse what suits the model or the machine ill, before any weights are loaded."""
     cpus = os.cpu_count() or 1
     if settings.threads is not None and settings.threads > cpus:
-        raise SettingsError(f"threads={settings.threads} is more than this machine's {cpus} CPUs: choose up to that.")
+        raise SettingsError(
+            f"threads={settings.threads} is too many: this machine has {cpus} CPUs, choose at most {cpus}."
+        )
     method.check_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_layers)
     if settings.layer_budgets and len(settings.layer_budgets) != info.num_layers:

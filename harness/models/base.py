@@ -181,7 +181,9 @@ def check_device(name: str) -> str:
         )
     found = torch.cuda.device_count()
     if name != "cpu" and int(match[1] or 0) >= found:
-        raise ModelError(f"device={name} is not here: torch sees {found} CUDA devices; use another, or device=cpu.")
+        raise ModelError(
+            f"device={name} is not available: torch sees {found} CUDA devices; use another, or device=cpu."
+        )
     return name
 
 

@@ -87,7 +87,9 @@ class HuggingFace(ModelSource):
             small = snapshot(self.name, self.revision, weights=False)
             return snapshot(self.name, small.name, weights=True) if weights else small  # the weights of that commit
         if self.revision is not None:
-            raise ModelError(f"model.revision={self.revision} means nothing for the local folder {local}: set it null.")
+            raise ModelError(
+                f"model.revision={self.revision} does not apply to the local folder {local}: set it to null."
+            )
         if not (local / "config.json").is_file():
             raise ModelError(f"{local} holds no config.json: point model.name at a folder made by save_pretrained.")
         if weights and not has_weights(local):

@@ -44,7 +44,7 @@ class Run:
         self.folder, self._lock = folder, lock
         self._before = files.read_json(path) if path.exists() else {}
         if self._before.get("identity_sha256", digest) != digest:
-            raise StoreError(f"{folder} holds another run whose hash begins alike: move that folder away")
+            raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
         files.drop_half_line(folder / EXAMPLES)
         self.info = {"sealed": not self._before} | self._before | {"identity_sha256": digest}
         self._ids = {record.id for record in read_records(folder, self.info)}

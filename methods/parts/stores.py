@@ -44,10 +44,10 @@ class KVStore:
         """k, v [B G T D]"""
         end = self.length + k.shape[2]
         if k.shape[0] != self.cache.request.batch:
-            raise ValueError(f"The KV cache is for {self.cache.request.batch} sequences and was given {k.shape[0]}.")
+            raise ValueError(f"The KV cache is for {self.cache.request.batch} sequences but was given {k.shape[0]}.")
         if end > self.k_rows.shape[2]:
             raise ValueError(
-                f"The KV cache holds {self.k_rows.shape[2]} tokens and was given {end}: start it with a capacity of "
+                f"The KV cache holds {self.k_rows.shape[2]} tokens but was given {end}: start it with a capacity for "
                 "the prompt and all new tokens together."
             )
         self.cache.counters.write(k, self.k_rows, 2, self.length)

@@ -212,7 +212,7 @@ class TestHub:
     @pytest.mark.parametrize("offline", ["0", "1"])
     def test_without_network_one_sentence(self, tmp_path: Path, offline: str) -> None:
         error = fetch(tmp_path, "http://127.0.0.1:9", offline=offline)["error"]
-        reason = "HF_HUB_OFFLINE forbids to fetch it" if offline == "1" else "http://127.0.0.1:9 does not answer"
+        reason = "HF_HUB_OFFLINE forbids fetching it" if offline == "1" else "http://127.0.0.1:9 does not answer"
         assert error == (
             "set/test was not found below data.root=null (as x.jsonl) nor in the hub's cache, and "
             f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "

@@ -73,7 +73,7 @@ def test_a_broken_yaml_is_named_by_file_and_line(cli: Cli, broken: str, named: b
     code, _, err = cli(f"--config-dir={broken}", f"method={'broken' if named else 'full'}", "dry_run=true")
     assert code == int(named)
     assert "Traceback" not in err
-    assert (f"error: {path}, line 4: this is no YAML" in err) == named
+    assert (f"error: {path}, line 4: this is not YAML" in err) == named
 
 
 def test_an_error_before_there_is_a_folder_keeps_its_traceback(cli: Cli, tmp_path: Path, broken: str) -> None:

@@ -86,11 +86,11 @@ def test_refusals() -> None:
             pass
         filled = kv.cache(capacity=20)
         model(ids, past_key_values=filled)
-        with pytest.raises(ValueError, match="holds 20 tokens and was given 24"):
+        with pytest.raises(ValueError, match="holds 20 tokens but was given 24"):
             model(ids, past_key_values=filled)
         with pytest.raises(UnsupportedError, match="Beam search"):
             generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2), num_beams=2)
-        with pytest.raises(ValueError, match="1 sequences and was given 2"):
+        with pytest.raises(ValueError, match="1 sequences but was given 2"):
             model(prompt(8, batch=2), past_key_values=kv.cache(capacity=20))
         cache = kv.cache(capacity=30)
     with pytest.raises(UnsupportedError, match="not attached"):

@@ -75,7 +75,7 @@ def test_help_knows_the_methods_of_other_folders(cli: Cli, tmp_path: Path) -> No
     (tmp_path / "method" / "mine.yaml").write_text("# Mine.\n_target_: [\n")
     code, _, err = cli("--config-dir", str(tmp_path), "method=mine", "-h")
     assert code == 1
-    assert "this is no YAML" in err
+    assert "this is not YAML" in err
 
 
 def test_help_may_be_cut_off_by_head() -> None:

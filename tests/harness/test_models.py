@@ -102,7 +102,7 @@ def test_sources_import_neither_torch_nor_transformers() -> None:
     [
         ("fp8", "cpu", "dtype=fp8 is unknown: choose one of fp32, bf16, fp16"),
         ("fp32", "auto", "one device, cpu, cuda or cuda:N"),
-        ("fp32", "cuda:77", "cuda:77 is not here"),
+        ("fp32", "cuda:77", "cuda:77 is not available"),
     ],
 )
 def test_dtypes_and_devices_are_checked_before_loading(dtype: str, device: str, message: str) -> None:
@@ -291,7 +291,7 @@ def test_remote_code_and_empty_names_are_refused(saved: Callable[[str], Path]) -
         local("")
     with pytest.raises(ModelError, match="window=0 must be at least 1"):
         local("owner/name", window=0)
-    with pytest.raises(ModelError, match="revision=main means nothing for the local folder"):
+    with pytest.raises(ModelError, match="revision=main does not apply to the local folder"):
         local(saved("llama"), revision="main").describe()
 
 
