@@ -9,7 +9,7 @@ output, in the part that the approximate softmax gives to tokens not read.
 picking at all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
 copy lie on the host; each step moves r channels of the keys and the selected rows. The papers' local window moves on
 with generation; ours is the prompt's end, inside the budget, and all that is generated is read on top. While a
-selection is reused (`stale_by`), so is its share of unread tokens.
+selection is reused (`reuse_steps`), so is its share of unread tokens.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def measure(
 
 def _attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
     placement: Placement = options.placement if method.offloads else "device"
-    stale_by = options.stale_by if method.uses_budget else 0
-    return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), stale_by)
+    reuse_steps = options.reuse_steps if method.uses_budget else 0
+    return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), reuse_steps)
 
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:

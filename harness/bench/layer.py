@@ -45,7 +45,7 @@ class Decoding:
             dtype=shape.dtype,
             device=shape.device,
             budget=Budget(options.budget) if method.uses_budget else None,
-            stale_by=options.stale_by,
+            reuse_steps=options.reuse_steps,
             placement=options.placement if method.offloads else "device",
             prepared=method.prepare(specs, shape.observe()),
         )

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 
 from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries
 from harness.config.plugins import suggestion
-from harness.config.settings import SettingsError
+from harness.config.settings import SettingsError, refuse_renamed
 
 SWEEP = ("-m", "--multirun")
 VALUED = (  # Hydra's flags that take the next word
@@ -150,6 +150,7 @@ def _checked(override: Override, chosen: Chosen, groups: Known, folders: Sequenc
         return line.lstrip("+")
     if any((folder / key).is_dir() for folder in folders):
         return line  # another group of the user's, as in +experiment=table_2
+    refuse_renamed(key)
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
     near = owners or get_close_matches(key, [*settings(), *GROUPS], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

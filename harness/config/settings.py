@@ -27,6 +27,9 @@ CHOICES = {
 WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check")
 
 
+RENAMED = {"stale_by": "reuse_steps"}  # old key -> new one; a stored run is read with the new names
+
+
 class SettingsError(ValueError):
     """A setting has a value it cannot have; the message names it and what it may be."""
 
@@ -82,7 +85,7 @@ class Settings:
     windows: CommonWindows = field(default_factory=CommonWindows)
     dense_layers: list[int] = field(default_factory=list)
     layer_budgets: list[Any] = field(default_factory=list)
-    stale_by: int = 0
+    reuse_steps: int = 0
     placement: str = "device"
     protocol: str = "prompt"
     chat: str = "template"
@@ -110,7 +113,7 @@ class Settings:
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
         self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        self._at_least(0, stale_by=self.stale_by, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
+        self._at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
         if self.comm is not None and not 0 < self.comm <= 1:
             raise SettingsError(
                 f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
@@ -170,7 +173,18 @@ class RunConfig(Settings):
 def refuse_unknown(config: Mapping[str, Any]) -> None:
     """Raise on a key that nothing reads. It came from a yaml file: config/overrides.py checks the command line."""
     for name in config.keys() - {known.name for known in fields(RunConfig)}:
+        refuse_renamed(name)
         raise SettingsError(f"There is no setting {name}: take it out of your yaml file.")
+
+
+def refuse_renamed(name: str) -> None:
+    if name in RENAMED:
+        raise SettingsError(f"{name} is now called {RENAMED[name]}: use that name.")
+
+
+def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a stored run, whatever the keys were called when it ran."""
+    return {RENAMED.get(name, name): value for name, value in config.items()}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -37,14 +37,14 @@ class Attachment:
         budget: float | Budget | None = None,
         placement: Placement = "device",
         calibration: Tensor | None = None,
-        stale_by: int = 0,
+        reuse_steps: int = 0,
     ) -> None:
         if placement == "host" and not method.offloads:
             raise ValueError(f"{type(method).__name__} keeps nothing on the host: use placement=device with it.")
         self.model = model
         self.method = method
         self.budget = _budget(budget) if method.uses_budget else None
-        self.stale_by = stale_by
+        self.reuse_steps = reuse_steps
         self.placement: Placement = placement
         self.specs = layer_specs(model)
         method.check_model(self.specs[0])
@@ -58,7 +58,7 @@ class Attachment:
             dtype=self.model.dtype,
             device=self.model.device,
             budget=self.budget,
-            stale_by=self.stale_by,
+            reuse_steps=self.reuse_steps,
             placement=self.placement,
             prepared=self.prepared,
         )
@@ -109,13 +109,13 @@ def attached(
     budget: float | Budget | None = None,
     placement: Placement = "device",
     calibration: Tensor | None = None,
-    stale_by: int = 0,
+    reuse_steps: int = 0,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
 
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
     """
-    attachment = Attachment(model, method, budget, placement, calibration, stale_by)
+    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps)
     with routed(model):
         yield attachment
     attachment.warn_of_unsealed()

@@ -87,7 +87,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     if not method.paper_leaves_out:
         changes |= {"budget_rule": "read"}
     if not method.uses_budget:
-        changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "stale_by": 0}
+        changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "reuse_steps": 0}
     if not method.offloads:
         changes |= {"placement": "device"}
     return replace(settings, **changes)

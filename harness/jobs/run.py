@@ -234,7 +234,7 @@ class Job:
             self.budget,
             self.settings.placement,  # type: ignore[arg-type]
             torch.tensor([calibration_text(self.model)]),
-            self.settings.stale_by,
+            self.settings.reuse_steps,
         )
         if measured := self.method.measured(attachment.prepared):
             run.note(measured=dict(measured))

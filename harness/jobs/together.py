@@ -32,7 +32,7 @@ from methods.base import AttnInput, CacheState, KVLayer, Method
 from methods.full import Full
 from methods.layers import DenseLayer
 
-OWN = {"budget", "budget_rule", "align", "comm", "windows", "stale_by", "placement"}  # jobs may differ in these
+OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}  # jobs may differ in these
 
 
 class Wanted(NamedTuple):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from harness.config.settings import with_new_names
 from harness.results import files
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import now, when
@@ -212,7 +213,7 @@ def load(folder: Path) -> StoredRun:
         raise StoreError(f"no such folder: {folder}")
     if not (folder / "run.json").is_file():
         raise StoreError(f"{folder} is not the folder of a run: it holds no run.json")
-    info, config = files.read_json(folder / "run.json"), files.read_yaml(folder / "config.yaml")
+    info, config = files.read_json(folder / "run.json"), with_new_names(files.read_yaml(folder / "config.yaml"))
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"

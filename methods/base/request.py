@@ -41,7 +41,7 @@ class Request:
     dtype: torch.dtype
     device: torch.device
     budget: Budget | None = None
-    stale_by: int = 0  # a selecting method may use a selection for so many further steps
+    reuse_steps: int = 0  # a selecting method may use a selection for so many further steps
     placement: Placement = "device"
     prepared: object = None  # what the method's `prepare` returned for this model
 

@@ -16,7 +16,7 @@ PlanT = TypeVar("PlanT")  # how a budget is spent
 class ChoosingLayer(DenseLayer, Generic[PlanT], capturable=True):
     """Where the budget covers the prompt all of it is read, as by `DenseLayer`; the methods below are then not called.
 
-    A choice serves `request.stale_by` further steps.
+    A choice is used again for `request.reuse_steps` further steps.
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
@@ -65,7 +65,7 @@ class ChoosingLayer(DenseLayer, Generic[PlanT], capturable=True):
     @property
     def selects_next(self) -> bool:
         """Whether the next step makes a new choice."""
-        return self.rows is None or self.age >= self.request.stale_by
+        return self.rows is None or self.age >= self.request.reuse_steps
 
     def chosen(self, q: Tensor, top: int) -> Tensor:
         """The choice that this step reads: a new one, or once more the last. Call it once per step."""

@@ -64,8 +64,8 @@ class DenseLayer(KVLayer, capturable=True):
     def capture_refusal(self) -> str | None:
         if self.request.placement == "host":
             return "placement=host gathers the chosen rows on the host"
-        if self.request.stale_by:
-            return f"stale_by={self.request.stale_by} lets one step choose and others not"
+        if self.request.reuse_steps:
+            return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"
         return super().capture_refusal()
 
     def count_replayed(self, steps: int) -> None:

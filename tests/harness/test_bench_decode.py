@@ -75,7 +75,7 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
 
 def options(**changes: Any) -> argparse.Namespace:
     plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40, "graphs": False}
-    return argparse.Namespace(**plain | {"placement": "device", "stale_by": 0, "calibration": prompt(64)} | changes)
+    return argparse.Namespace(**plain | {"placement": "device", "reuse_steps": 0, "calibration": prompt(64)} | changes)
 
 
 def test_a_real_prefill_is_the_model_s_own() -> None:

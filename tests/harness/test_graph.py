@@ -180,7 +180,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     ("name", "how", "changes", "reason"),
     [
         ("pqcache", {"placement": "host"}, {}, "placement=host gathers"),
-        ("pqcache", {"stale_by": 1}, {}, "stale_by=1"),
+        ("pqcache", {"reuse_steps": 1}, {}, "reuse_steps=1"),
         ("shadowkv", {}, {"hit_cache": True}, "hit_cache=true asks the host"),
         ("quest", {}, {"last_page": False}, "different numbers of tokens"),
         ("full", {"fidelity": 1}, {}, "fidelity compares"),
@@ -191,7 +191,7 @@ def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
     name: str, how: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
     method, ids = replace(small(name), **changes), prompt(79)
-    options = {key: how[key] for key in ("placement", "stale_by") if key in how}
+    options = {key: how[key] for key in ("placement", "reuse_steps") if key in how}
     with attached(tiny("llama"), method, budget=0.5, **options) as kv:
         engine = Engine(kv, recorder=Tape(), fidelity=how.get("fidelity", 0))
         if "trace" in how:

@@ -48,9 +48,17 @@ def test_rows_of_one_preset_name_every_parameter_in_which_they_differ(tmp_path: 
 
 def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0, 1.0]))
-    quest(tmp_path, stale_by=3, dense_layers=[0, 1])
+    quest(tmp_path, reuse_steps=3, dense_layers=[0, 1])
     write_run(tmp_path, records([0.0, 1.0]), "h2o", dense_layers=[], batch=1)
-    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] stale_by=3 10%"]
+    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] reuse_steps=3 10%"]
+
+
+def test_a_run_from_before_a_key_was_renamed_has_its_new_name(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0, 1.0]))
+    quest(tmp_path, stale_by=3)
+    quest(tmp_path, reuse_steps=1)
+    write_run(tmp_path, records([0.0, 1.0]), "h2o")
+    assert set(rows(tmp_path)) == {"full", "h2o 10%", "quest reuse_steps=3 10%", "quest reuse_steps=1 10%"}
 
 
 def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pyte
 
 def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
     one = run(tmp_path, Full(), budget=0.1)
-    two = run(tmp_path, Full(), budget=300, placement="host", stale_by=3)
+    two = run(tmp_path, Full(), budget=300, placement="host", reuse_steps=3)
     assert one.folder == two.folder
     assert yaml.safe_load((one.folder / "config.yaml").read_text())["budget"] is None
     other = run(tmp_path, budget=0.1, baseline="off")

@@ -63,6 +63,7 @@ WRONG = {
         "magic_city/400/0/0 has 400 prompt tokens where magic_city/440/0/0 has 440: use batch=1.",
     ),
     "unequal contexts in a batch": (["batch=4", "protocol=context"], "has 240 tokens before the question where"),
+    "setting under its old name": (["stale_by=3"], "stale_by is now called reuse_steps: use that name."),
     "added setting": (["+budgett=0.9"], "There is no setting budgett; did you mean budget?"),
     "setting added by force": (["++seeed=3"], "There is no setting seeed; did you mean seed?"),
     "removed setting": (["~seed"], "~seed would remove a setting: set it instead, as in seed=VALUE."),

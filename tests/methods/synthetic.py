@@ -89,7 +89,7 @@ class Sequences:
         budget: int | float | Budget | None,
         placement: Placement = "device",
         prepared: object = None,
-        stale_by: int = 0,
+        reuse_steps: int = 0,
     ) -> Request:
         return Request(
             batch=self.shape.batch,
@@ -99,7 +99,7 @@ class Sequences:
             budget=Budget(budget) if isinstance(budget, (int, float)) else budget,
             placement=placement,
             prepared=prepared,
-            stale_by=stale_by,
+            reuse_steps=reuse_steps,
         )
 
     def start(self, method: Method, budget: int | float | Budget | None, **more: object) -> list[KVLayer]:

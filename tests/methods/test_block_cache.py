@@ -123,7 +123,7 @@ def test_a_selection_that_stays_is_moved_once() -> None:
     ids = prompt(95)
     moved = {}
     for method in (PQ, CACHED, replace(CACHED, cache_tokens=1000)):
-        _, layers = run(method, ids, stale_by=100)
+        _, layers = run(method, ids, reuse_steps=100)
         moved[method.cache_tokens] = layers[0].cache.traffic.to_device_bytes
     assert moved[1000] < moved[40] < moved[0]
 

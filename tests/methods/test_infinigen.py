@@ -42,10 +42,10 @@ def sealed(
     budget: int | float = 0.4,
     skews: object = None,
     placement: Placement = "device",
-    stale_by: int = 0,
+    reuse_steps: int = 0,
 ) -> list[InfiniGenLayer]:
     layers = text.start(
-        method, budget, prepared=skews or random_turns(text.shape), placement=placement, stale_by=stale_by
+        method, budget, prepared=skews or random_turns(text.shape), placement=placement, reuse_steps=reuse_steps
     )
     text.seal(layers, 0, PROMPT)
     return [layer for layer in layers if isinstance(layer, InfiniGenLayer)]
@@ -274,7 +274,7 @@ def test_counts_that_stay_on_the_device_choose_the_same(
 
 def test_a_selection_serves_further_steps_where_that_is_allowed() -> None:
     text = Sequences(SHAPES[1], PROMPT + STEPS, LAYERS)
-    layers, seen = sealed(text, stale_by=1), []
+    layers, seen = sealed(text, reuse_steps=1), []
     for t in range(PROMPT, PROMPT + STEPS):
         text.decode(layers, t)
         assert layers[2].rows is not None

@@ -124,7 +124,7 @@ def test_a_budget_below_the_least_pages_is_an_error() -> None:
 
 def test_a_reused_choice_stays_until_it_is_stale() -> None:
     s = _sequences(SHAPES[1], 83)
-    layers = s.start(METHOD, BUDGET, stale_by=1)
+    layers = s.start(METHOD, BUDGET, reuse_steps=1)
     s.seal(layers, 0, 83)
     chosen = []
     for position in range(83, 86):

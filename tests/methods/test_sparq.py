@@ -105,7 +105,7 @@ def test_a_step_moves_r_channels_of_the_keys_and_the_selected_rows(channel_copy:
 
 def test_a_reused_selection_scores_nothing() -> None:
     s = _sequences(SHAPES[1])
-    layers = s.start(replace(METHOD, mean_value=True), BUDGET, placement="host", stale_by=1)
+    layers = s.start(replace(METHOD, mean_value=True), BUDGET, placement="host", reuse_steps=1)
     s.seal(layers, 0, PROMPT)
     moved = []
     for position in range(PROMPT, s.length):

@@ -42,7 +42,7 @@ def add_shape(parser: ArgumentParser) -> None:
 def add_method(parser: ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
     parser.add_argument("--placement", default="device", choices=("device", "host"))
-    parser.add_argument("--stale-by", type=int, default=0)
+    parser.add_argument("--reuse-steps", type=int, default=0)
 
 
 def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
