@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -26,6 +26,9 @@ from harness.config.overrides import Overrides, asks_hydra, read
 from harness.config.settings import RunConfig, Settings
 from harness.jobs.progress import forget, numbered
 from harness.terminal.notices import say_once
+
+if TYPE_CHECKING:
+    from harness.jobs.job import Evaluation
 
 INTERRUPTED = 130
 _finished: list[Path] = []  # run folders of this command, for the table at the end
@@ -73,8 +76,11 @@ def _job(config: DictConfig) -> None:
         return
     from harness.jobs.run import evaluate
 
-    result = evaluate(method, task, model, settings, presets=_presets())
-    _finished.extend(folder for folder in (result.full_folder, result.folder) if folder and folder not in _finished)
+    _finish(evaluate(method, task, model, settings, presets=_presets()))
+
+
+def _finish(made: Evaluation) -> None:
+    _finished.extend(folder for folder in (made.full_folder, made.folder) if folder and folder not in _finished)
 
 
 def _presets() -> dict[str, str]:
@@ -84,10 +90,10 @@ def _presets() -> dict[str, str]:
 
 
 def _run_together() -> None:
-    from harness.jobs.together import Wanted, evaluate_together
+    from harness.jobs.run import Wanted, evaluate_together
 
-    made = evaluate_together([Wanted(*job) for job in _together], lambda error: _fail(told(error)))
-    _finished.extend(result.folder for result in made)
+    for made in evaluate_together([Wanted(*job) for job in _together], lambda error: _fail(told(error))):
+        _finish(made)
 
 
 def _publish() -> None:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from harness.config.settings import Results, Settings
-from harness.jobs.run import evaluate
-from harness.jobs.together import Wanted, evaluate_together
+from harness.jobs.run import Wanted, evaluate, evaluate_together
 from harness.results.files import read_json
 from harness.results.store import load
 from tests.fast import MODEL, STREAMING, niah

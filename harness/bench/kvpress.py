@@ -34,8 +34,8 @@ from harness.config.catalogue import CONF
 from harness.config.settings import Data, Generation, Settings
 from harness.engine.attach import Attachment
 from harness.engine.hf import routed
+from harness.jobs.job import Job
 from harness.jobs.preparation import Item
-from harness.jobs.run import Job
 from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
@@ -123,12 +123,12 @@ def _started(words: Sequence[str], folder: str) -> subprocess.Popen[str]:
 
 def ours(job: Job, loaded: LoadedModel) -> Run:
     attachment = Attachment(loaded.model, job.method, job.budget)
-    runner = Runner(job, attachment, loaded)
+    runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
 
     def run(item: Item, new: int) -> Sample:
         watch, began = Watch(), perf_counter()
         with routed(loaded.model):
-            [record] = runner.records([replace(item, new_tokens=new)])
+            record = runner.record(item, runner.answer([replace(item, new_tokens=new)]), 0)
         return Sample(Seconds(perf_counter() - began, watch.disturbed()), record.score, len(record.tokens))
 
     return run

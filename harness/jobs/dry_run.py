@@ -7,7 +7,7 @@ from pathlib import Path
 from evals.base import Task
 from harness.config.settings import Settings
 from harness.jobs.capacity import free_bytes, refusal, size
-from harness.jobs.run import Job
+from harness.jobs.job import Job
 from harness.models.base import ModelSource
 from harness.results.store import find, load
 from methods.base import Method

@@ -90,6 +90,8 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
         changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "reuse_steps": 0}
     if not method.offloads:
         changes |= {"placement": "device"}
+    if not method.dense_prefill:
+        changes |= {"shared_prefill": False}
     return replace(settings, **changes)
 
 

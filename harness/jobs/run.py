@@ -1,61 +1,48 @@
-"""One run, end to end: prompts, weights, generations, records, summary. `evaluate` is its Python name.
+"""Jobs from open folder to summary, alone or in a sweep. `evaluate` is the Python name of a run.
 
 evaluate(PQCache(...), Niah(...), SmolLM2(), budget=0.2).summary["score"]
+
+Jobs run in groups. A job with a prefill of its own is a group of one; under `shared_prefill=true` all jobs whose prompt
+outputs are Full's are one group. Folders, locks, errors and what is measured are the same for both.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from evals.base import Task
-from harness.config import plugins
-from harness.config.settings import WITHOUT_EFFECT, Settings
-from harness.engine.attach import Attachment
+from harness.config.settings import Settings
 from harness.engine.hf import routed
-from harness.jobs.capacity import Need, needed, refuse
-from harness.jobs.preparation import (
-    Item,
-    budget_of,
-    calibration_text,
-    check_batches,
-    check_budget,
-    check_fit,
-    effective,
-    limit_threads,
-    method_of,
-    prepare,
-    without_effect,
-)
-from harness.jobs.progress import announce, progress
-from harness.jobs.runner import Runner, is_loaded, load
-from harness.models.base import LoadedModel, ModelSource, check_device
-from harness.results.provenance import provenance, source_hash
+from harness.jobs.job import Evaluation, Job, Presets
+from harness.jobs.preparation import Item, limit_threads
+from harness.jobs.progress import progress
+from harness.jobs.runner import Runner, load
+from harness.jobs.shared_prefill import Prefilled, SharedPrefill
+from harness.jobs.usage import Usage
+from harness.models.base import LoadedModel, ModelSource
 from harness.results.records import Record
 from harness.results.store import Run
-from harness.results.store import load as load_run
-from harness.results.summary_file import write_summary
-from harness.terminal.notices import SLOW_FP16, say_once
-from kernels import ops
-from methods.base import Budget, Method
+from methods.base import AttnInput, KVLayer, Method
 from methods.full import Full
 
-Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
+OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}  # may differ within a group
+
+OnError = Callable[[Exception], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A finished run: its folder, its records, its summary (the keys of docs/results.md), and Full's folder beside."""
+class Wanted(NamedTuple):
+    """One job of a sweep."""
 
-    folder: Path
-    full_folder: Path | None
-    records: list[Record]
-    summary: dict[str, Any]
+    method: Method
+    task: Task
+    model: ModelSource
+    settings: Settings
+    presets: Presets | None = None
 
 
 def evaluate(
@@ -72,187 +59,211 @@ def evaluate(
 
     The same call again finds the finished run; an interrupted one goes on where it stopped.
     """
-    wanted = replace(settings or Settings(), **changes)
-    job = Job.plan(method, task, model, wanted, presets=presets)
-    return job.run(None if isinstance(method, Full) else job.baseline())
+    wanted = Wanted(method, task, model, replace(settings or Settings(), **changes), presets)
+    return evaluate_together([wanted])[-1]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that has been checked and can start: nothing here has loaded weights yet."""
+def evaluate_together(wanted: Sequence[Wanted], on_error: OnError | None = None) -> list[Evaluation]:
+    """The jobs' evaluations and those of the Full beside them, group by group.
 
-    method: Method
-    task: Task
-    model: ModelSource
-    settings: Settings
-    budget: Budget | None
-    items: list[Item]
-    config: dict[str, Any]
-    identity: dict[str, Any]
-    presets: Presets | None = None  # by kind; no part of the identity
+    A job that fails has no evaluation and leaves the others of its group alone. Its error goes to `on_error`; without
+    one, it is raised once the group is through.
+    """
+    sweep, errors = _Sweep(), list[Exception]()
+    report = on_error or errors.append
+    for one in wanted:
+        with _reporting(report):
+            sweep.add(one)
+    made: dict[Path, Evaluation] = {}
+    for jobs in sweep.groups.values():
+        if errors:
+            raise errors[0]
+        with _reporting(report):
+            for job in _run_group(jobs, report):
+                made[job.folder] = job.evaluation(sweep.full_beside(job, made))
+    if errors:
+        raise errors[0]
+    return list(made.values())
 
-    @classmethod
-    def plan(
-        cls,
-        method: Method,
-        task: Task,
-        model: ModelSource,
-        wanted: Settings,
-        items: list[Item] | None = None,
-        presets: Presets | None = None,
-    ) -> Job:
-        task.require(wanted.data.folder())
-        info = model.describe()
-        method = method_of(wanted, method, info)
-        check_fit(wanted, method, info)
-        if method.uses_budget:
-            for words in without_effect(wanted, method):
-                say_once(words)
-        settings = effective(wanted, method, info)
-        check_device(settings.device)
-        if (settings.device, settings.dtype) == ("cpu", "fp16"):
-            say_once(SLOW_FP16)
-        budget = budget_of(settings, method, info)
-        items = items or prepare(task, model, settings)
-        check_budget(items, method, budget, settings, info.num_layers)
-        check_batches(items, settings)
-        named = {"method": method, "task": task, "model": model}
-        config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
-        identity = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT} | {
-            "sources": source_hash(outside(method, task, model)),
-            "task_version": task.version,
-            "model_revision": info.revision,
-            "prompts": hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest(),
-        }
-        return cls(method, task, model, settings, budget, items, config, identity, presets)
 
-    def baseline(self) -> Evaluation | None:
-        """Full on the same examples: run, or reused where it is complete."""
-        if self.settings.baseline == "off":
-            return None
-        job = Job.plan(Full(), self.task, self.model, self.settings, self.items, full_presets(self.presets))
-        if self.settings.baseline == "run":
-            return job.run(None)
-        return job.finished()
+@contextmanager
+def _reporting(report: OnError) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        report(error)
 
-    def finished(self) -> Evaluation | None:
-        """What a complete earlier run left; None where there is none."""
-        return self.evaluation() if self.is_done() else None
 
-    def is_done(self) -> bool:
-        """Whether the folder holds every example already."""
-        if not (self.folder / "run.json").is_file():
-            return False
-        found = {record.id for record in load_run(self.folder).records}
-        return found >= {item.example.id for item in self.items}
+class _Sweep:
+    """Planned jobs in groups, and the Full that each is held against."""
 
-    def refuse_memory(self) -> None:
-        """Raise `SettingsError` where a model that is still to be loaded, its cache or its prefill cannot fit."""
-        if not self.is_done():
-            refuse(self.need(), self.settings)
+    def __init__(self) -> None:
+        self.groups: dict[str, list[Job]] = {}
+        self._full: dict[Path, Job] = {}  # by the folder of the job
+        self._items: dict[str, list[Item]] = {}
 
-    def need(self) -> Need:
-        loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
-        return needed(self.model.describe(), self.settings, self.items, loaded=loaded)
+    def add(self, wanted: Wanted) -> None:
+        """Puts a job into its group, and with `baseline=run` Full into its own, to run before or beside."""
+        method, task, model, settings, presets = wanted
+        key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
+        job = Job.plan(method, task, model, settings, self._items.get(key), presets)
+        self._items[key] = job.items
+        if settings.baseline != "off" and not isinstance(method, Full):
+            shared = replace(job.settings, shared_prefill=settings.shared_prefill)
+            full = Job.plan(Full(), task, model, shared, job.items, presets and {**presets, "method": "full"})
+            self._full[job.folder] = full
+            if settings.baseline == "run":
+                self._join(key, full)
+        self._join(key, job)
 
-    def _names(self) -> tuple[str, str]:
-        return _name(self.config["task"]), _name(self.config["method"])
+    def _join(self, key: str, job: Job) -> None:
+        jobs = self.groups.setdefault(key if job.settings.shared_prefill else str(job.folder), [])
+        if job.folder not in [known.folder for known in jobs]:
+            jobs.append(job)
 
-    @property
-    def folder(self) -> Path:
-        return Run.place(Path(self.settings.results.root), self.identity, *self._names())
+    def full_beside(self, job: Job, made: dict[Path, Evaluation]) -> Evaluation | None:
+        """Full on the same examples, if it is complete."""
+        full = self._full.get(job.folder)
+        return None if full is None else made.get(full.folder) or full.finished()
 
-    def open(self) -> Run:
-        """Waits for another process that is at the same run; what it finishes need not be run again."""
-        root = Path(self.settings.results.root)
-        return Run.open(root, self.config, self.identity, *self._names(), wait=True)
 
-    def run(self, full: Evaluation | None) -> Evaluation:
-        """Generate what is not there yet. Ctrl-C and errors leave a folder that the same command continues."""
-        self.refuse_memory()
-        with self.open() as run:
-            pending = self.pending(run)
-            self.announce(pending)
-            if pending:
-                self._generate(run, pending)
-            run.close("complete")
-        return self.evaluation(full)
+def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
+    """Generates what is not there yet; the jobs that are complete then. Ctrl-C and errors leave folders that the same
+    command continues."""
+    for job in jobs:
+        job.refuse_memory()
+    with ExitStack() as closing:
+        members = list(_opened(jobs, closing, on_error))
+        lacking = [member for member in members if member.pending]
+        for member in members:
+            if not member.pending:
+                member.complete()  # before anything can fail
+        with _attempt(*lacking):
+            _generate(lacking)
+        for member in lacking:
+            if not member.failed:
+                member.complete()
+    complete = {member.job.folder for member in members if member.is_complete}
+    return [job for job in jobs if job.folder in complete]
 
-    def pending(self, run: Run) -> list[Item]:
-        return [item for item in self.items if not run.contains(item.example.id)]
 
-    def evaluation(self, full: Evaluation | None = None) -> Evaluation:
-        """What the run's folder holds now, with its summary brought up to date."""
-        folder = self.folder
-        stored = load_run(folder)
-        summary = write_summary(stored, load_run(full.folder) if full else None)
-        return Evaluation(folder, full.folder if full else None, stored.records, summary)
+def _opened(jobs: Sequence[Job], closing: ExitStack, on_error: OnError) -> Iterator[_Member]:
+    """In the order of their folders, so that two processes that wait for each other's do not lock up."""
+    for job in sorted(jobs, key=lambda job: job.folder):
+        with _reporting(on_error):
+            yield _Member(job, closing.enter_context(job.open()), on_error)
 
-    def _generate(self, run: Run, pending: list[Item]) -> None:
-        limit_threads(self.settings)
-        loaded = load(self.model, self.settings.dtype, self.settings.device)
-        ops.forget_used()
-        self.note(run)
-        attachment = self.attachment(loaded, run)
-        with routed(loaded.model):
-            runner = Runner(self, attachment, loaded)
-            runner.warm_up(pending)
-            for record in progress(runner.records(pending), self.label, pending, self.settings.progress):
-                run.note(**runner.notes)  # first, so that no kill leaves a record without them
-                run.append(record)
+
+class _Member:
+    """A job of the group with its open run."""
+
+    runner: Runner  # once the model is there
+    failed = is_complete = False
+
+    def __init__(self, job: Job, run: Run, on_error: OnError) -> None:
+        self.job, self.run, self.on_error = job, run, on_error
+        job.announce(self.pending)
 
     @property
-    def label(self) -> str:
-        """Task, method, what of it is not the default, and the budget."""
-        named = self.presets or {}
-        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
-        budget = self.settings.budget
-        asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
-        return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
+    def pending(self) -> list[Item]:
+        return self.job.pending(self.run)
 
-    def announce(self, pending: Sequence[Item]) -> None:
-        """Says where the run is and what of it was there."""
-        announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
+    def lacks(self, item: Item) -> bool:
+        return not self.failed and not self.run.contains(item.example.id)
 
-    def note(self, run: Run) -> None:
-        """What run.json says of this run beside its configuration."""
-        run.note(
-            provenance=provenance(self.settings.device, outside(self.method, self.task, self.model)),
-            task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
-            | self.task.provenance(),
-            presets=dict(self.presets or {}) or None,
-            num_expected=len(self.items),
-            simulated=self.settings.shared_prefill,
-            host_is_cpu=self.settings.device == "cpu",
-        )
+    def complete(self) -> None:
+        self.run.close("complete")
+        self.is_complete = True
 
-    def attachment(self, loaded: LoadedModel, run: Run) -> Attachment:
-        """A run that goes on keeps what its first session measured of the machine."""
-        attachment = Attachment(
-            loaded.model,
-            replace(self.method, **run.info.get("measured", {})),  # type: ignore[type-var]
-            self.budget,
-            self.settings.placement,  # type: ignore[arg-type]
-            torch.tensor([calibration_text(self.model)]),
-            self.settings.reuse_steps,
-        )
-        if measured := self.method.measured(attachment.prepared):
-            run.note(measured=dict(measured))
-        return attachment
+    def start(self, loaded: LoadedModel) -> None:
+        job = self.job
+        job.note(self.run)
+        with Usage(loaded.model.device) as usage:
+            attachment = job.attachment(loaded, self.run)
+        self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
+        self.runner.used(usage.backends)
+
+    def absorb(self, layer: KVLayer, x: AttnInput) -> None:
+        if not self.failed:
+            with _attempt(self):
+                layer.absorb(x)
+
+    def answer(self, batch: Sequence[Item], prefilled: Prefilled | None) -> Iterator[Record]:
+        """What is lacking of `batch`, once it is on disk."""
+        made = self.runner.answer(batch, prefilled)
+        for place, item in enumerate(batch):
+            if self.lacks(item):
+                record = self.runner.record(item, made, place)
+                self.run.note(**self.runner.notes)  # first, so that no kill leaves a record without them
+                self.run.append(record)
+                yield record
 
 
-def full_presets(presets: Presets | None) -> Presets | None:
-    """Of a run's baseline."""
-    return presets and {**presets, "method": "full"}
+@contextmanager
+def _attempt(*members: _Member) -> Iterator[None]:
+    """What goes wrong inside fails these jobs, and no other."""
+    try:
+        yield
+    except Exception as error:
+        for member in members:
+            if not member.failed:
+                member.failed = True
+                member.run.fail(error)
+        members[0].on_error(error)
 
 
-def outside(*plugs: Any) -> list[Path]:
-    """Source files of plug-ins that live outside this repository: part of a run's identity."""
-    root = Path(__file__).resolve().parents[2]
-    files = {Path(plugins.source_file(plug)).resolve() for plug in plugs}
-    return sorted(file for file in files if not file.is_relative_to(root))
+def _generate(members: Sequence[_Member]) -> None:
+    """What the members lack."""
+    if not members:
+        return
+    first = members[0].job
+    limit_threads(first.settings)
+    loaded = load(first.model, first.settings.dtype, first.settings.device)
+    for member in members:
+        with _attempt(member):
+            member.start(loaded)
+    pending = [item for item in first.items if any(member.lacks(item) for member in members)]
+    label = first.label if len(members) == 1 else f"{first.label.split()[0]}, {len(members)} jobs"
+    with routed(loaded.model):
+        for _ in progress(_records(members), label, pending, first.settings.progress):
+            pass
 
 
-def _name(config: dict[str, Any]) -> str:
-    """The short name of a plug-in: its module's."""
-    return str(config[plugins.TARGET]).split(".")[-2]
+def _records(members: Sequence[_Member]) -> Iterator[Record]:
+    """Yields one record per item, whoever made it, for the bar. Batches are cut from all examples, so that one that a
+    kill tore in two is run again as it was."""
+    job = members[0].job
+    if not job.settings.shared_prefill:  # then there are times, and one member
+        with _attempt(*members):
+            members[0].runner.warm_up(members[0].pending)
+    for start in range(0, len(job.items), job.settings.batch):
+        batch = job.items[start : start + job.settings.batch]
+        if asking := [member for member in members if any(map(member.lacks, batch))]:
+            yield from _answers(asking, batch).values()
+
+
+def _answers(asking: Sequence[_Member], batch: Sequence[Item]) -> dict[str, Record]:
+    """By the id of the item."""
+    shared = asking[0].job.settings.shared_prefill
+    waiting = _prefilled(asking, batch) if shared else [(asking[0], None)]
+    made: dict[str, Record] = {}
+    while waiting:  # each cache is freed behind its answer
+        member, prefilled = waiting.pop(0)
+        with _attempt(member):
+            made |= {record.id: record for record in member.answer(batch, prefilled)}
+    return made
+
+
+def _prefilled(asking: Sequence[_Member], batch: Sequence[Item]) -> list[tuple[_Member, Prefilled | None]]:
+    """One prefill for all of them; those that are left, each with its cache."""
+    first = asking[0].runner
+    caches = []
+    with _attempt(*asking), Usage(first.device) as usage:
+        began = perf_counter()
+        ids, context = first.prompts(batch)
+        shared = SharedPrefill(first.engine, ids, batch[0].new_tokens)
+        for member in asking:
+            with _attempt(member):
+                caches.append((member, shared.cache(member.runner.engine, member.absorb)))
+        logits = shared.run(context)
+    return [(member, Prefilled(cache, logits, began, usage)) for member, cache in caches if not member.failed]

@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from evals.base import Task
+from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.engine import Engine, Generation, Stop, after, never
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
-from harness.jobs.memory import PeakMeter
 from harness.jobs.preparation import Item, check_alike
+from harness.jobs.shared_prefill import Prefilled
+from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.results.records import Record
-from kernels import ops
-
-if TYPE_CHECKING:
-    from harness.jobs.run import Job
 
 WARMUP_TOKENS = 4
 
 
 class Runner:
-    """Turns items into records with one attached model."""
+    """Turns items into records with one attached model. `folder` takes the profile of trace=on."""
 
-    def __init__(self, job: Job, attachment: Attachment, loaded: LoadedModel) -> None:
-        self.job, self.settings, self.loaded = job, job.settings, loaded
+    def __init__(
+        self, task: Task, settings: Settings, folder: Path, attachment: Attachment, loaded: LoadedModel
+    ) -> None:
+        self.task, self.settings, self.loaded = task, settings, loaded
+        self.device = loaded.model.device
         self.engine = Engine(
             attachment,
-            prefill_chunk=job.settings.prefill_chunk,
-            fidelity=job.settings.fidelity,
-            recorder=CudaGraphs(loaded.model.device) if job.settings.graphs == "on" else None,
+            prefill_chunk=settings.prefill_chunk,
+            fidelity=settings.fidelity,
+            recorder=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
-        self.peaks = PeakMeter(loaded.model.device)
+        self.usage = Usage(self.device)  # of the last batch
         self._backends: dict[str, set[str]] = {}
-        if job.settings.trace == "on":
-            self.engine.tracer = Tracer(loaded.model.device, profile_file(job.folder))
+        if settings.trace == "on":
+            self.engine.tracer = Tracer(self.device, profile_file(folder))
 
     def warm_up(self, pending: Sequence[Item]) -> None:
         """The first forwards pay for allocations and lazy imports; the shortest examples take that off the clock."""
         tracer, self.engine.tracer = self.engine.tracer, None
         shortest = sorted(pending, key=lambda item: len(item.prompt.ids))[: self.settings.warmup]
         for item in shortest:
-            self._run([item], max_new_tokens=min(item.new_tokens, WARMUP_TOKENS))
+            self._generate([replace(item, new_tokens=min(item.new_tokens, WARMUP_TOKENS))])
         self.engine.tracer = tracer
 
-    def records(self, pending: Sequence[Item]) -> Iterator[Record]:
-        """Batches are cut from all examples, so that one that a kill tore in two is run again as it was."""
-        size, wanted = self.settings.batch, {item.example.id for item in pending}
-        for start in range(0, len(self.job.items), size):
-            batch = self.job.items[start : start + size]
-            asked = [place for place, item in enumerate(batch) if item.example.id in wanted]
-            if asked:
-                self.peaks.start()
-                generation = self._run(batch, max_new_tokens=batch[0].new_tokens)
-                self.used(ops.used_backends())
-                yield from (self.record(batch[place], generation, place) for place in asked)
+    def answer(self, batch: Sequence[Item], prefilled: Prefilled | None = None) -> Generation:
+        """All answers of a batch, with a prefill of its own unless it is `prefilled`."""
+        with Usage(self.device) as self.usage:
+            made = self._generate(batch, prefilled)
+        if prefilled is not None:
+            self.usage.after(prefilled.usage)
+        self.used(self.usage.backends)
+        return made
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
         """Backends of operations that ran for this job."""
@@ -77,16 +79,26 @@ class Runner:
             "backends": {name: sorted(found) for name, found in self._backends.items()},
         }
 
-    def _run(self, batch: Sequence[Item], max_new_tokens: int) -> Generation:
+    def prompts(self, batch: Sequence[Item]) -> tuple[Tensor, int]:
+        """Token ids [B S] of a batch, and how many of S are prefilled."""
         check_alike(batch, self.settings)
-        context = batch[0].prompt.split if self.settings.protocol == "context" else None
-        ids = torch.tensor([item.prompt.ids for item in batch])
-        return self.engine.generate(ids, context_tokens=context, **self.ending(batch, max_new_tokens))
+        ids = torch.tensor([item.prompt.ids for item in batch], device=self.device)
+        split = batch[0].prompt.split if self.settings.protocol == "context" else None
+        return ids, ids.shape[1] if split is None else split
 
-    def ending(self, batch: Sequence[Item], max_new_tokens: int) -> dict[str, Any]:
+    def _generate(self, batch: Sequence[Item], prefilled: Prefilled | None = None) -> Generation:
+        ids, context = self.prompts(batch)
+        ending = self._ending(batch)
+        if prefilled is None:
+            return self.engine.generate(ids, context_tokens=context, **ending)
+        return self.engine.complete(
+            prefilled.cache, prefilled.logits, ids[:, context:], began=prefilled.began, **ending
+        )
+
+    def _ending(self, batch: Sequence[Item]) -> dict[str, Any]:
         """How the engine picks tokens for `batch`, and when it stops."""
         stops = [self._stop(item) for item in batch]
-        return {"max_new_tokens": max_new_tokens, "stops": stops, "sampler": self._sampler(batch)}
+        return {"max_new_tokens": batch[0].new_tokens, "stops": stops, "sampler": self._sampler(batch)}
 
     def _stop(self, item: Item) -> Stop:
         if item.forced:
@@ -112,15 +124,14 @@ class Runner:
         wanted = self.settings.generation
         if not wanted.temperature:
             return Greedy()
-        device = self.loaded.model.device
         digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4]))
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
         return Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
 
     def record(self, item: Item, made: Generation, place: int) -> Record:
         example, tokens = item.example, made.tokens[place]
         output = repr(made.nll[place]) if made.nll else self._rule(item).text(tokens)
-        score = self.job.task.score(example, output)
+        score = self.task.score(example, output)
         return Record(
             id=example.id,
             group=example.group,
@@ -140,8 +151,8 @@ class Runner:
             union_prompt=made.union_prompt,
             kv_device_bytes=made.kv.device_bytes,
             kv_host_bytes=made.kv.host_bytes,
-            device_peak_bytes=self.peaks.device_bytes,
-            host_peak_bytes=self.peaks.host_bytes,
+            device_peak_bytes=self.usage.device_bytes,
+            host_peak_bytes=self.usage.host_bytes,
             moved_bytes_per_step=made.moved_bytes_per_step,
             hit_rate=made.hit_rate,
             sealed=made.sealed,

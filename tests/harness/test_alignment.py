@@ -13,7 +13,8 @@ from harness.config.settings import Results, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.engine.engine import Engine, never
 from harness.jobs.alignment import Alignment, Measure, aligned, shapes
-from harness.jobs.run import Job, evaluate
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate
 from methods.base import Budget, BudgetError
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah

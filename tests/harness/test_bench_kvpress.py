@@ -15,7 +15,7 @@ from harness.bench import kvpress
 from harness.bench.common.measure import Seconds
 from harness.bench.kvpress import PRESSES, Peer, Sample
 from harness.config.settings import Generation, Settings
-from harness.jobs.run import Job
+from harness.jobs.job import Job
 from methods.full import Full
 from tests.fast import MODEL, niah
 

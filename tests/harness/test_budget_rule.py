@@ -10,7 +10,8 @@ import pytest
 
 from harness.config.compose import built, composed
 from harness.config.settings import CommonWindows, Results, Settings, SettingsError
-from harness.jobs.run import Job, evaluate
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate
 from harness.report import main as report
 from harness.terminal.notices import say_once
 from methods.full import Full

@@ -11,8 +11,7 @@ import pytest
 from harness.config.settings import Results, Settings, SettingsError
 from harness.jobs import capacity
 from harness.jobs.capacity import Need, needed, refusal
-from harness.jobs.run import evaluate
-from harness.jobs.together import Wanted, evaluate_together
+from harness.jobs.run import Wanted, evaluate, evaluate_together
 from methods.full import Full
 from tests.fast import MODEL, PQ, niah
 

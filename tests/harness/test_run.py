@@ -15,7 +15,8 @@ import yaml
 
 from harness.config.settings import Results, Settings, SettingsError
 from harness.jobs import run as run_module
-from harness.jobs.run import Evaluation, Job, evaluate
+from harness.jobs.job import Evaluation, Job
+from harness.jobs.run import evaluate
 from harness.models.base import ModelError
 from harness.results.files import read_json, write_json
 from harness.terminal.notices import say_once
@@ -24,6 +25,9 @@ from methods.pqcache import PQCache
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
 
 ROOT = Path(__file__).parents[2]
+
+
+both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 
 
 def run(folder: Path, method: Any = PQ, **changes: Any) -> Evaluation:
@@ -69,14 +73,15 @@ def test_a_cache_on_the_device_reports_its_hits(tmp_path: Path) -> None:
     assert plain.summary["memory"]["hit_rate"] is None
 
 
-def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run(tmp_path)
+@both
+def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    first = run(tmp_path, shared_prefill=shared)
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("the model was loaded again")
 
     monkeypatch.setattr(run_module, "load", refuse)
-    again = run(tmp_path)
+    again = run(tmp_path, shared_prefill=shared)
     assert again == first
 
 
@@ -91,11 +96,12 @@ def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
     assert other.folder != run(tmp_path, budget=0.1, baseline="off", task=niah(depths=3)).folder
 
 
-def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path) -> None:
-    assert run(tmp_path, baseline="off").summary["full"] is None
-    assert run(tmp_path, STREAMING, baseline="reuse").summary["full"] is None
-    full = run(tmp_path, Full())
-    reused = run(tmp_path, STREAMING, baseline="reuse")
+@both
+def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path, shared: bool) -> None:
+    assert run(tmp_path, baseline="off", shared_prefill=shared).summary["full"] is None
+    assert run(tmp_path, STREAMING, baseline="reuse", shared_prefill=shared).summary["full"] is None
+    full = run(tmp_path, Full(), shared_prefill=shared)
+    reused = run(tmp_path, STREAMING, baseline="reuse", shared_prefill=shared)
     assert reused.full_folder == full.folder
     assert reused.summary["full"]["mean"] == full.summary["score"]["mean"]
 
@@ -107,11 +113,12 @@ def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
         assert [record.tokens for record in made.records] == [record.tokens for record in full.records]
 
 
+@both
 @pytest.mark.parametrize("damage", ["", '{"id": "half a li'])
 def test_an_error_in_the_middle_loses_and_repeats_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, shared: bool
 ) -> None:
-    whole = run(tmp_path / "whole", baseline="off")
+    whole = run(tmp_path / "whole", baseline="off", shared_prefill=shared)
     real, calls = run_module.Runner.record, []
 
     def failing(self: Any, *arguments: Any) -> Any:
@@ -122,12 +129,12 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
         patch.setattr(run_module.Runner, "record", failing)
-        run(tmp_path / "torn", baseline="off")
+        run(tmp_path / "torn", baseline="off", shared_prefill=shared)
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2
     with lines.open("a") as file:
         file.write(damage)
-    assert without_times(run(tmp_path / "torn", baseline="off")) == without_times(whole)
+    assert without_times(run(tmp_path / "torn", baseline="off", shared_prefill=shared)) == without_times(whole)
 
 
 def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine, after
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import run as run_module
-from harness.jobs.run import Evaluation, evaluate
+from harness.jobs.job import Evaluation
+from harness.jobs.run import evaluate
 from harness.prompts.prompt import PromptError, render
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced, forced_ids

@@ -1,17 +1,19 @@
-"""One prefill for a whole sweep gives the scores and tokens of separate runs, and says that it paid no prefill."""
+"""One prefill for a whole sweep gives the scores and tokens of separate runs, and says that it paid no prefill; what
+becomes of folders, locks, errors and measurements is the same with and without it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from harness.config.settings import Results, Settings, SettingsError
-from harness.jobs.run import evaluate
-from harness.jobs.together import Wanted, evaluate_together
+from harness.config.settings import Results, Settings
+from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.runner import Runner
 from harness.results.files import read_json
+from harness.results.lock import is_locked
 from harness.results.store import load
 from methods.base import CacheState, KVLayer, LayerSpec
 from methods.full import Full
@@ -22,6 +24,8 @@ from tests.fast import MODEL, PQ, STREAMING, niah
 
 ORACLE = Oracle(sinks=4, recent_ratio=0.5)
 JOBS = [(Full(), "device"), (ORACLE, "device"), (PQ, "host"), (PQ, "device"), (STREAMING, "device")]
+
+both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 
 
 def settings(root: Path, **changes: object) -> Settings:
@@ -52,9 +56,40 @@ def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
         assert shared.folder != alone.folder
 
 
-def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path) -> None:
+def test_batches_share_a_prefill_too(tmp_path: Path) -> None:
+    task = niah(needle="passkey")
+    one, two = (
+        evaluate(PQ, task, MODEL, settings(tmp_path, shared_prefill=True, batch=batch, baseline="off"))
+        for batch in (1, 2)
+    )
+    assert one.folder != two.folder
+    assert [record.tokens for record in one.records] == [record.tokens for record in two.records]
+
+
+def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
+    """It is the run that it would be alone, with its times, held against the Full of the sweep."""
+    task = niah(depths=2)
+    shared = settings(tmp_path, shared_prefill=True, budget=0.6)
+    infllm = InfLLM(n_init=4, block=16, repr_topk=2, exc_block=32)
+    sweep = evaluate_together([Wanted(method, task, MODEL, shared) for method in (infllm, PQ)])
+    made = {one.summary["method"]: one for one in sweep}
+    assert made["full"].summary["simulated"]
+    assert made["pqcache"].summary["simulated"]
+    assert not made["infllm"].summary["simulated"]
+    assert made["infllm"].summary["ttft_s"]["p50"] > 0
+    assert made["infllm"].full_folder == made["full"].folder
+    assert made["infllm"].summary["full"]["mean"] == made["full"].summary["score"]["mean"]
+    alone = evaluate(infllm, task, MODEL, settings(tmp_path, budget=0.6, baseline="off"))
+    assert (alone.folder, alone.records) == (made["infllm"].folder, made["infllm"].records)
+
+
+# the same in both modes:
+
+
+@both
+def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: bool) -> None:
     task = niah(depths=4)
-    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=True)) for m in (Full(), ORACLE)]
+    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (Full(), ORACLE)]
     whole = evaluate_together(wanted)
     lines = whole[1].folder / "examples.jsonl"
     kept = lines.read_text().splitlines(keepends=True)[:1]
@@ -65,21 +100,37 @@ def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path) -> None:
     assert [r.tokens for r in again[1].records] == [r.tokens for r in whole[1].records]
 
 
-def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
-    infllm = InfLLM.__new__(InfLLM)
-    with pytest.raises(SettingsError, match="InfLLM does not prefill densely"):
-        evaluate_together([Wanted(infllm, niah(), MODEL, settings(tmp_path, shared_prefill=True))])
-    with pytest.raises(SettingsError, match="use batch=1"):
-        evaluate_together([Wanted(Full(), niah(), MODEL, settings(tmp_path, shared_prefill=True, batch=2))])
-
-
-def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path) -> None:
-    wanted = [Wanted(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=True)) for m in (PQ, Full())]
-    pq, full = (read_json(made.folder / "run.json")["backends"] for made in evaluate_together(wanted)[::-1])
+@both
+def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path, shared: bool) -> None:
+    wanted = [Wanted(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, Full())]
+    full, pq = (read_json(made.folder / "run.json")["backends"] for made in evaluate_together(wanted))
     assert "prefill_attention" in pq
     assert "prefill_attention" in full
     assert "kmeans" in pq
     assert "kmeans" not in full
+
+
+@both
+def test_each_record_has_its_memory_peak(tmp_path: Path, shared: bool) -> None:
+    for made in evaluate_together([Wanted(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))]):
+        for record in made.records:
+            assert record.device_peak_bytes is None
+            assert record.host_peak_bytes is not None
+            assert record.host_peak_bytes > record.kv_device_bytes
+
+
+@both
+def test_a_run_holds_its_lock_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    real, locked = Runner.record, []
+
+    def watched(self: Runner, *arguments: Any) -> Any:
+        locked.extend(map(is_locked, tmp_path.iterdir()))
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Runner, "record", watched)
+    made = evaluate(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared, baseline="off"))
+    assert locked == [True, True]
+    assert not is_locked(made.folder)
 
 
 class Broken(Streaming):
@@ -99,12 +150,15 @@ class Broken(Streaming):
         raise KeyError(self.fails)
 
 
+@both
 @pytest.mark.parametrize("phase", ["start", "absorb", "attend"])
-def test_a_job_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_a_job_that_fails_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
+) -> None:
     monkeypatch.setattr(Broken, "fails", phase)
     broken = Broken(sinks=4, positions="cache")
     task, failed = niah(depths=2), []
-    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=True)) for m in (broken, Full(), PQ)]
+    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (broken, Full(), PQ)]
     made = evaluate_together(wanted, failed.append)
     assert [(one.summary["method"], one.summary["status"], len(one.records)) for one in made] == [
         ("full", "complete", 2),
@@ -119,3 +173,36 @@ def test_a_job_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     again = evaluate_together(wanted)
     assert [one.summary["status"] for one in again] == ["complete"] * 3
     assert not text.exists()
+
+
+@both
+def test_without_a_handler_the_error_is_raised_and_the_others_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(Broken, "fails", "attend")
+    with pytest.raises(KeyError, match="attend"):
+        evaluate(Broken(), niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))
+    stored = {run.info["method"]: run.status for run in map(load, tmp_path.iterdir())}
+    assert stored.pop("full") == "complete"
+    assert list(stored.values()) == ["failed"]
+
+
+@both
+def test_a_model_that_does_not_load_leaves_finished_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    task, chosen = niah(depths=2), settings(tmp_path, shared_prefill=shared)
+    full = evaluate(Full(), task, MODEL, chosen)
+
+    def fail(*_: object) -> None:
+        raise OSError("no weights")
+
+    monkeypatch.setattr("harness.jobs.run.load", fail)
+    failed: list[Exception] = []
+    made = evaluate_together([Wanted(m, task, MODEL, chosen) for m in (Full(), PQ)], failed.append)
+    assert [one.folder for one in made] == [full.folder]
+    assert [str(error) for error in failed] == ["no weights"]
+    assert {run.info["method"]: run.status for run in map(load, tmp_path.iterdir())} == {
+        "full": "complete",
+        "pqcache": "failed",
+    }

@@ -16,8 +16,8 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.phases import PARTS, PHASES
 from harness.engine.trace import PROFILE, Stopwatch, Tracer
-from harness.jobs.run import Evaluation, evaluate
-from harness.jobs.together import Wanted, evaluate_together
+from harness.jobs.job import Evaluation
+from harness.jobs.run import Wanted, evaluate, evaluate_together
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny

@@ -1,0 +1,195 @@
+"""A job: one method on one task and model, checked before any weights are loaded. It knows its folder and its summary;
+harness/jobs/run.py runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.base import Task
+from harness.config import plugins
+from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.engine.attach import Attachment
+from harness.jobs.capacity import Need, needed, refuse
+from harness.jobs.preparation import (
+    Item,
+    budget_of,
+    calibration_text,
+    check_batches,
+    check_budget,
+    check_fit,
+    effective,
+    method_of,
+    prepare,
+    without_effect,
+)
+from harness.jobs.progress import announce
+from harness.jobs.runner import is_loaded
+from harness.models.base import LoadedModel, ModelSource, check_device
+from harness.results.provenance import provenance, source_hash
+from harness.results.records import Record
+from harness.results.store import Run
+from harness.results.store import load as load_run
+from harness.results.summary_file import write_summary
+from harness.terminal.notices import SLOW_FP16, say_once
+from methods.base import Budget, Method
+
+Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A finished run: its folder, its records, its summary (the keys of docs/results.md), and Full's folder beside."""
+
+    folder: Path
+    full_folder: Path | None
+    records: list[Record]
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that has been checked and can start: nothing here has loaded weights yet."""
+
+    method: Method
+    task: Task
+    model: ModelSource
+    settings: Settings
+    budget: Budget | None
+    items: list[Item]
+    config: dict[str, Any]
+    identity: dict[str, Any]
+    presets: Presets | None = None  # by kind; no part of the identity
+
+    @classmethod
+    def plan(
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        wanted: Settings,
+        items: list[Item] | None = None,
+        presets: Presets | None = None,
+    ) -> Job:
+        task.require(wanted.data.folder())
+        info = model.describe()
+        method = method_of(wanted, method, info)
+        check_fit(wanted, method, info)
+        if method.uses_budget:
+            for words in without_effect(wanted, method):
+                say_once(words)
+        settings = effective(wanted, method, info)
+        check_device(settings.device)
+        if (settings.device, settings.dtype) == ("cpu", "fp16"):
+            say_once(SLOW_FP16)
+        budget = budget_of(settings, method, info)
+        items = items or prepare(task, model, settings)
+        check_budget(items, method, budget, settings, info.num_layers)
+        check_batches(items, settings)
+        named = {"method": method, "task": task, "model": model}
+        config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
+        identity = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT} | {
+            "sources": source_hash(outside(method, task, model)),
+            "task_version": task.version,
+            "model_revision": info.revision,
+            "prompts": hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest(),
+        }
+        return cls(method, task, model, settings, budget, items, config, identity, presets)
+
+    def finished(self) -> Evaluation | None:
+        """What a complete earlier run left; None where there is none."""
+        return self.evaluation() if self.is_done() else None
+
+    def is_done(self) -> bool:
+        """Whether the folder holds every example already."""
+        if not (self.folder / "run.json").is_file():
+            return False
+        found = {record.id for record in load_run(self.folder).records}
+        return found >= {item.example.id for item in self.items}
+
+    def refuse_memory(self) -> None:
+        """Raise `SettingsError` where a model that is still to be loaded, its cache or its prefill cannot fit."""
+        if not self.is_done():
+            refuse(self.need(), self.settings)
+
+    def need(self) -> Need:
+        loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
+        return needed(self.model.describe(), self.settings, self.items, loaded=loaded)
+
+    def _names(self) -> tuple[str, str]:
+        return _name(self.config["task"]), _name(self.config["method"])
+
+    @property
+    def folder(self) -> Path:
+        return Run.place(Path(self.settings.results.root), self.identity, *self._names())
+
+    def open(self) -> Run:
+        """Waits for another process that is at the same run; what it finishes need not be run again."""
+        root = Path(self.settings.results.root)
+        return Run.open(root, self.config, self.identity, *self._names(), wait=True)
+
+    def pending(self, run: Run) -> list[Item]:
+        return [item for item in self.items if not run.contains(item.example.id)]
+
+    def evaluation(self, full: Evaluation | None = None) -> Evaluation:
+        """What the run's folder holds now, with its summary brought up to date."""
+        folder = self.folder
+        stored = load_run(folder)
+        summary = write_summary(stored, load_run(full.folder) if full else None)
+        return Evaluation(folder, full.folder if full else None, stored.records, summary)
+
+    @property
+    def label(self) -> str:
+        """Task, method, what of it is not the default, and the budget."""
+        named = self.presets or {}
+        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
+        budget = self.settings.budget
+        asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
+        return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
+
+    def announce(self, pending: Sequence[Item]) -> None:
+        """Says where the run is and what of it was there."""
+        announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
+
+    def note(self, run: Run) -> None:
+        """What run.json says of this run beside its configuration."""
+        run.note(
+            provenance=provenance(self.settings.device, outside(self.method, self.task, self.model)),
+            task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
+            | self.task.provenance(),
+            presets=dict(self.presets or {}) or None,
+            num_expected=len(self.items),
+            simulated=self.settings.shared_prefill,
+            host_is_cpu=self.settings.device == "cpu",
+        )
+
+    def attachment(self, loaded: LoadedModel, run: Run) -> Attachment:
+        """A run that goes on keeps what its first session measured of the machine."""
+        attachment = Attachment(
+            loaded.model,
+            replace(self.method, **run.info.get("measured", {})),  # type: ignore[type-var]
+            self.budget,
+            self.settings.placement,  # type: ignore[arg-type]
+            torch.tensor([calibration_text(self.model)]),
+            self.settings.reuse_steps,
+        )
+        if measured := self.method.measured(attachment.prepared):
+            run.note(measured=dict(measured))
+        return attachment
+
+
+def outside(*plugs: Any) -> list[Path]:
+    """Source files of plug-ins that live outside this repository: part of a run's identity."""
+    root = Path(__file__).resolve().parents[2]
+    files = {Path(plugins.source_file(plug)).resolve() for plug in plugs}
+    return sorted(file for file in files if not file.is_relative_to(root))
+
+
+def _name(config: dict[str, Any]) -> str:
+    """The short name of a plug-in: its module's."""
+    return str(config[plugins.TARGET]).split(".")[-2]
