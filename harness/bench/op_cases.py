@@ -1,6 +1,7 @@
 """The operations at the shapes that methods call them with: one layer, one sequence, `budget` of `tokens` chosen.
 
-Those of the model around a method run on one token, in a model whose channels are those of all query heads.
+Those of the model around a method run on one token and on a prompt, in a model whose channels are those of all query
+heads.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Inputs:
     tokens: int
     budget: int
     prefill: int  # tokens of a prompt: its attention grows with their square
+    inner: int | None = None  # channels of the MLP; None: as many times the model's as in Llama 3
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(size, device=self.shape.device).to(dtype or self.shape.dtype)
@@ -179,7 +181,7 @@ def _prefill(x: Inputs) -> Iterator[Case]:
 
 def _model(x: Inputs) -> Iterator[Case]:
     channels, groups, dim = x.shape.heads * x.shape.head_dim, x.shape.kv_heads * x.shape.head_dim, x.shape.head_dim
-    inner = round(INNER * channels)
+    inner = x.inner or round(INNER * channels)
 
     def linear(rows: int, columns: int) -> Linear:
         return Linear(x.random(rows, columns))
@@ -193,3 +195,16 @@ def _model(x: Inputs) -> Iterator[Case]:
     yield Case("attention_inputs", what, (token, block, *x.shape.rope(torch.tensor([x.tokens]))))
     yield Case("block_output", what, (token, x.q, block))
     yield Case("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
+    yield from _prompt(x, block, x.random(1, x.prefill, channels))
+
+
+def _prompt(x: Inputs, block: Block, prompt: Tensor) -> Iterator[Case]:
+    def flops(*linears: Linear) -> float:
+        return 2.0 * x.prefill * sum(one.weight.numel() for one in linears)
+
+    what = f"a prompt of {x.prefill}, {prompt.shape[2]} and {len(block.gate.weight)} channels"
+    angles = x.shape.rope(torch.arange(x.prefill))
+    yield Case("attention_inputs", what, (prompt, block, *angles), flops(block.q, block.k, block.v))
+    attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
+    behind = flops(block.o, block.gate, block.up, block.down)
+    yield Case("block_output", what, (prompt, attended, block), behind)

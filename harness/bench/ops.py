@@ -31,9 +31,11 @@ RIVAL = "rival"
 
 
 @torch.inference_mode()
-def measure(case: Case, shape: Shape, limits: calibrate.Limits, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    case: Case, shape: Shape, limits: calibrate.Limits, rounds: int, compiled: bool = False
+) -> list[dict[str, Any]]:
     """A row per backend; the one that methods get comes first."""
-    op, beside = OPS[case.op], rival(case)
+    op, beside = OPS[case.op], rival(case, compiled)
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
     calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
     if beside is not None and beside.call is not None:
@@ -74,10 +76,10 @@ def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Re
     shape = Shape(options.heads, options.kv_heads, options.head_dim, dtype, device)
     for tokens in options.tokens:
         torch.manual_seed(tokens)
-        for case in cases(Inputs(shape, tokens, options.budget, options.prefill)):
+        for case in cases(Inputs(shape, tokens, options.budget, options.prefill, options.inner)):
             if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
                 continue
-            for row in measure(case, shape, limits, options.rounds):
+            for row in measure(case, shape, limits, options.rounds, options.compile):
                 report.add(row, _progress(row))
 
 
@@ -107,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", nargs="*", type=int, default=[32768], help="of the prompt")
     made.add_argument("--budget", type=int, default=2048, help="tokens chosen of them")
     made.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt whose attention is quadratic")
+    made.add_argument("--inner", type=int, help="channels of the MLP; 3.5 times the model's by default")
+    made.add_argument("--compile", action="store_true", help="torch.compile as the rival of the model's own parts")
     arguments.add_shape(made)
     arguments.add_run(made)
     return made

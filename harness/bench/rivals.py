@@ -1,4 +1,5 @@
-"""What a user would take in place of an operation: transformers' attention, faiss, torch's own gather and scatter."""
+"""What a user would take in place of an operation: transformers' attention, faiss, torch.compile, torch's own gather
+and scatter."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench.common.measure import Call
 from harness.bench.op_cases import Case
+from kernels import block
 from kernels.reference import Segment
 
 
@@ -20,10 +22,20 @@ class Rival(NamedTuple):
     call: Call | None  # None: it cannot run here, and `name` says why
 
 
-def rival(case: Case) -> Rival | None:
-    """None where there is nothing that one would take."""
+def rival(case: Case, compiled: bool = False) -> Rival | None:
+    """None where there is nothing that one would take. compiled: torch.compile is taken for the model's own parts."""
+    if compiled and hasattr(block, case.op):
+        return _compiled(case)
     make = _RIVALS.get(case.op)
     return None if make is None else make(*case.args)
+
+
+def _compiled(case: Case) -> Rival:
+    """Inductor's code for these shapes alone, compiled before it is timed."""
+    torch.compiler.reset()  # a function keeps no more than eight shapes
+    run = torch.compile(getattr(block, case.op), dynamic=False)
+    run(*case.args)
+    return Rival("torch.compile", lambda: run(*case.args))
 
 
 def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:

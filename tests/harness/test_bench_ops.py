@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.bench.common.synthetic import Shape
 from harness.bench.op_cases import Case, Inputs, cases
 from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
 from kernels import ops
+from kernels.dispatch import use_backend
 
 CPU = torch.device("cpu")
 SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
@@ -129,6 +131,26 @@ def test_faiss_clusters_and_scores_the_same() -> None:
     wanted = result("pq_scores", q, centroids, codes)
     assert_close(wanted.gather(-1, rows), scores, atol=1e-4, rtol=1e-4)
     assert_close(wanted.topk(5, dim=-1).values, scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["attention_inputs", "block_output", "token_logits"])
+def test_torch_compile_is_the_rival_where_asked(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is given to compile is run as it is: inductor takes half a minute."""
+    monkeypatch.setattr(torch, "compile", lambda run, **how: run)
+    one = case(op, -1)
+    assert rival(one) is None
+    rows = bench_ops.measure(one, SHAPE, LIMITS, rounds=1, compiled=True)
+    assert {row["rival"] for row in rows} == {"torch.compile"}
+    beside = rival(one, compiled=True)
+    assert beside is not None
+    assert beside.call is not None
+    with use_backend("torch"):
+        assert_close(beside.call(), result(op, *one.args), atol=0, rtol=0)
+
+
+def test_an_mlp_has_the_channels_it_is_told() -> None:
+    prompts = [one for one in cases(replace(INPUTS, inner=96)) if one.op == "block_output"]
+    assert [one.what for one in prompts] == ["a token of 256", "a prompt of 40, 256 and 96 channels"]
 
 
 def test_every_case_has_a_limit() -> None:
