@@ -1,7 +1,7 @@
-"""Our packages have plain names: in this process they are ours, whatever else is installed under them.
+"""Keeps our plainly named packages ours in this process, whatever else is installed under those names.
 
-PyPI's `kernels` (Hugging Face's hub kernels) may live beside us. Here transformers does without it, for it would import
-our folder in its place; other processes are not touched.
+PyPI's `kernels` (Hugging Face's hub kernels) may live beside us. Here transformers does without it: it would import
+our folder instead. Other processes are not touched.
 """
 
 from __future__ import annotations

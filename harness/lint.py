@@ -1,6 +1,6 @@
 """`python -m harness.lint task=ruler model=smollm2 [--show N]`: look at the prompts, run no model.
 
-What it finds stops a run (errors) or stands in its record (warnings): BOS twice, special tokens inside the text, an
+Errors stop a run, warnings go into its record: BOS twice, special tokens inside the text, an
 answer prefix in the wrong place, tokens cut, prompts beyond the window, budgets too small for a method.
 """
 

@@ -1,4 +1,4 @@
-"""What can be named on the command line: the yaml files of conf/ and of `--config-dir`. Imports no plug-in."""
+"""Lists the yaml files of conf/ and of `--config-dir`. Imports no plug-in."""
 
 from __future__ import annotations
 

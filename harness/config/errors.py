@@ -1,4 +1,4 @@
-"""Wrong input as one clear sentence: which errors are the user's to mend, and how they are put."""
+"""Turns wrong input into one clear sentence; knows which errors are the user's to fix."""
 
 from __future__ import annotations
 

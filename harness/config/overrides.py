@@ -1,7 +1,7 @@
-"""The words of a command line, checked against conf/ before Hydra composes: every one sets something that is there.
+"""Checks the words of a command line against conf/ before Hydra composes: each must set something that exists.
 
-Hydra by itself lets `+` add a key that nothing reads, and `~` remove one. Of two words for one key the last holds, as
-scripts that end in "$@" expect.
+Hydra alone lets `+` add a key that nothing reads and `~` remove one. The last of two words for one key wins, as scripts
+that end in "$@" expect.
 """
 
 from __future__ import annotations

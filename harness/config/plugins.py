@@ -1,7 +1,6 @@
 """Methods, tasks and models are frozen dataclasses named by a yaml's `_target_`: building one, describing one.
 
-The dataclass is the schema: what the yaml leaves out has the class's default, and types are checked here, before any
-work.
+The dataclass is the schema: it fills in what the yaml leaves out. Types are checked here, before any work.
 """
 
 from __future__ import annotations

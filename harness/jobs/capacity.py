@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, asked before any weights are loaded: the system kills what does not, without a word.
+"""Checks that a run fits into memory before weights load: the system would kill it without a word.
 
 Weights and Full's KV cache at its longest are exact; the activations of a prefill are estimated from below.
 """

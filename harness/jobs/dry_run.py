@@ -1,4 +1,4 @@
-"""`dry_run=true`: what a run would do, without loading weights: prompts, lengths, bytes, time, folder."""
+"""`dry_run=true`: prompts, lengths, bytes, time and folder of a run, without loading weights."""
 
 from __future__ import annotations
 

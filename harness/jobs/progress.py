@@ -1,6 +1,6 @@
-"""What a command says while it runs, on stderr: a line per run, and how far it is.
+"""Progress on stderr: a line per run, and how far it is.
 
-On a terminal that is a bar; in a log, a line now and then.
+A bar on a terminal, a line now and then in a log.
 """
 
 from __future__ import annotations

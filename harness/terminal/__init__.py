@@ -1,1 +1,1 @@
-"""What a user reads on a terminal: notices and tables."""
+"""Notices and tables on a terminal."""

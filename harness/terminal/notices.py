@@ -1,4 +1,4 @@
-"""What a user should know while a command runs, said on stderr."""
+"""Notices on stderr while a command runs."""
 
 from __future__ import annotations
 
