@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
 
     `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
-    device, so that a step can be repeated as it was recorded while the tokens become more (methods/base/counters.py).
+    device, so that a captured step can be replayed while the tokens become more (methods/base/counters.py).
     """
 
     k: Tensor  # [B G S D]

@@ -47,7 +47,7 @@ class Case:
 
     preset: str
     changes: dict[str, Any] = field(default_factory=dict)  # parameters of the method
-    settings: dict[str, int] = field(default_factory=dict)  # batch, prefill_chunk, stale_by
+    settings: dict[str, int] = field(default_factory=dict)  # batch, prefill_chunk, reuse_steps
     protocol: str = "prompt"
     placement: str = "device"
     architecture: str = "llama"
@@ -91,8 +91,9 @@ def further() -> Iterator[Case]:
     ):
         yield Case(preset=preset, changes=changes)
     yield Case(preset="pqcache", changes={"cache_tokens": 32, "cache_block": 8}, placement="host")
-    for preset, settings in (("pqcache", {"stale_by": 2}), ("snapkv", {"prefill_chunk": 100}), ("sparq", {"batch": 2})):
-        yield Case(preset=preset, settings=settings)
+    settings = {"pqcache": {"reuse_steps": 2}, "snapkv": {"prefill_chunk": 100}, "sparq": {"batch": 2}}
+    for preset, changed in settings.items():
+        yield Case(preset=preset, settings=changed)
 
 
 @cache
@@ -151,7 +152,7 @@ def run(case: Case, seed: int, method: Method | None = None, shake: int = 0) -> 
             budget=BUDGET,
             placement=case.placement,  # type: ignore[arg-type]
             calibration=torch.tensor([ids("calibration", CALIBRATION)]),
-            stale_by=case.settings.get("stale_by", 0),
+            reuse_steps=case.settings.get("reuse_steps", 0),
         ) as kv,
     ):
         made = Engine(kv, prefill_chunk=case.settings.get("prefill_chunk")).generate(
