@@ -39,7 +39,7 @@ def test_8b_in_fp32_is_refused_before_it_is_loaded(
     monkeypatch.setattr("harness.models.random.Random.build", never)
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", shared_prefill=shared)
     with pytest.raises(
-        SettingsError, match=r"weights 29\.9 GiB.* in fp32 and 21\.6 GiB are free.*dtype=bf16 \(15"
+        SettingsError, match=r"weights 29\.9 GiB.* in fp32 but only 21\.6 GiB are free.*dtype=bf16 \(15"
     ) as told:
         if shared:
             evaluate_together([Wanted(PQ, niah(), EIGHT_B, settings)])
