@@ -76,7 +76,7 @@ def test_refusals() -> None:
         padded[0, 0] = 0
         with pytest.raises(UnsupportedError, match="Padded"):
             forward(attention_mask=padded)
-        with pytest.raises(UnsupportedError, match="attention mask of its own"):
+        with pytest.raises(UnsupportedError, match="custom attention mask"):
             forward(attention_mask=torch.zeros(1, 1, 12, 12))
         with pytest.raises(UnsupportedError, match="num_logits_to_keep"):
             forward(num_logits_to_keep=1)
