@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """python, yaml, commands, or output: what a command prints, and file contents."""
+        """python, yaml, text (a drawing), commands, or output: what a command prints, and file contents."""
         if self.language:
             return self.language
         return "commands" if any(_is_command(line) for line in self.text.splitlines()) else "output"
@@ -78,7 +78,7 @@ def of_kind(*kinds: str) -> pytest.MarkDecorator:
 def test_no_block_is_left_out() -> None:
     fences = sum(line.startswith(FENCE) for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
     assert 2 * len(BLOCKS) == fences
-    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output"}
+    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output", "text"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
