@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.nested import flatten
+from harness.reports.columns import average_table, group_table, notes, score_table, trace_table
 from harness.reports.compare import Comparison, Entry, comparisons
 from harness.reports.conditions import conditions, origin
-from harness.reports.rows import average_table, group_table, notes, score_table, trace_table
 from harness.results import files
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load

@@ -39,7 +39,7 @@ class Decoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
-        self.engine = Engine(kv, recorder=CudaGraphs(kv.model.device) if options.graphs else None)
+        self.engine = Engine(kv, graphs=CudaGraphs(kv.model.device) if options.graphs else None)
         self.new, self.question = options.new, prompt[:, :0]
         self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
         if options.synthetic:

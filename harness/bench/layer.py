@@ -22,7 +22,7 @@ from harness.bench.common import arguments, methods, output
 from harness.bench.common.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, seconds
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
-from harness.engine.phases import PHASES
+from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
 from harness.terminal.tables import Column
 from kernels.threads import step_threads

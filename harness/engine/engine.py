@@ -21,7 +21,7 @@ from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
 from harness.engine.footprint import Footprint, footprint
 from harness.engine.forward import BlockForward, by_blocks
-from harness.engine.graph import Recorder, RepeatedStep, capture_refusal
+from harness.engine.graph import CapturedStep, StepCapture, capture_refusal
 from harness.engine.sampling import Greedy, Sampler
 from harness.engine.trace import Tracer
 from harness.engine.wait import wait_for
@@ -72,13 +72,13 @@ class Generation:
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     trace: dict[str, Any] | None = None  # of the whole batch
-    graph_s: float | None = None  # recording the decode step, inside the second token's time
+    graph_s: float | None = None  # capturing the decode step, inside the second token's time
 
 
 class Engine:
     """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
-    every n-th step with exact attention (engine/fidelity.py), 0 for never. `recorder`: decode steps are recorded once
-    and repeated where that can be (engine/graph.py); `plain_steps` says why some were not. `tracer`: clocks them."""
+    every n-th step with exact attention (engine/fidelity.py), 0 for never. `graphs`: decode steps are captured once
+    and replayed where that can be (engine/graph.py); `plain_steps` says why some were not. `tracer`: clocks them."""
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
@@ -89,13 +89,13 @@ class Engine:
         *,
         prefill_chunk: int | None = None,
         fidelity: int = 0,
-        recorder: Recorder | None = None,
+        graphs: StepCapture | None = None,
     ) -> None:
         self.attachment = attachment
         self.model = attachment.model
         self.prefill_chunk = prefill_chunk
         self.fidelity = fidelity
-        self.recorder = recorder
+        self.graphs = graphs
         self.forward, self.plain_reason = by_blocks(self.model)
 
     @torch.inference_mode()
@@ -173,8 +173,8 @@ class Engine:
         return logits
 
     def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
-        if self.recorder is not None and run.step is None:
-            run.record(self.forward, self.recorder, self.tracer is not None)
+        if self.graphs is not None and run.step is None:
+            run.capture(self.forward, self.graphs, self.tracer is not None)
         on_cpu = self.model.device.type == "cpu"
         with (
             self.tracer.step(cache) if self.tracer is not None else nullcontext(),
@@ -195,7 +195,7 @@ class Engine:
     def _note_plain_steps(self, run: _Run) -> None:
         self.plain_steps = run.plain_steps or self.plain_steps
         if run.step is not None and run.step.failure is not None:
-            self.plain_steps, self.recorder = run.step.failure, None  # one failure is enough
+            self.plain_steps, self.graphs = run.step.failure, None  # one failure is enough
 
 
 class _Run:
@@ -210,16 +210,16 @@ class _Run:
         self.device_reads: list[Tensor] = []  # [layers B] of each step, of those whose count is on the device
         self.other_reads: list[float] = []
         self.moved_before = 0
-        self.step: RepeatedStep | None = None
+        self.step: CapturedStep | None = None
         self.plain_steps: str | None = None  # why there is none
 
-    def record(self, forward: BlockForward | None, recorder: Recorder, traced: bool) -> None:
-        """Decode steps are to be recorded, if they can be."""
+    def capture(self, forward: BlockForward | None, graphs: StepCapture, traced: bool) -> None:
+        """Decode steps are captured, if they can be."""
         if self.plain_steps is None:
             self.plain_steps = "trace=on clocks each step's parts" if traced else capture_refusal(forward, self.cache)
         if self.plain_steps is None:
             assert forward is not None
-            self.step = RepeatedStep(forward, self.cache, recorder)
+            self.step = CapturedStep(forward, self.cache, graphs)
 
     def seal(self, device: torch.device) -> None:
         wait_for(device)  # under protocol=context the prefill may be under way
@@ -260,7 +260,7 @@ class _Run:
         if steps:
             out.union_prompt = union(self.cache.layers)
         if self.step is not None:
-            out.graph_s = self.step.recorded_s
+            out.graph_s = self.step.capture_s
             self.step.close()
         out.sealed = self.cache.sealed
         out.fallback = next((layer.fallback for layer in self.cache.layers if layer.fallback), None)

@@ -1,9 +1,9 @@
-"""One decode step, recorded once behind each seal and repeated for every further token: a CUDA graph.
+"""One decode step, captured once behind each seal and replayed for every further token: a CUDA graph.
 
-The first step behind a seal runs as always, but already in the form that is recorded: counts lie on the device
-(methods/base/counters.py), tokens are written and read through them. Then it is recorded, which runs nothing on the
+The first step behind a seal runs as always, but already in the form that is captured: counts lie on the device
+(methods/base/counters.py), tokens are written and read through them. Then it is captured, which runs nothing on the
 device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
-per output token is that of repeats alone. A step that cannot be recorded after all is run one by one, with the
+per output token is that of replays alone. A step that cannot be captured after all is run one by one, with the
 reason.
 """
 
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from harness.engine.cache import KVCache
 from harness.engine.forward import BlockForward
-from harness.engine.kept import Kept
+from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
 
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
 
 
-class Recorder(Protocol):
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+class StepCapture(Protocol):
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         """Write down what `step` does, without doing it. -> what does it again, and where its result will be"""
 
 
@@ -37,7 +37,7 @@ class CudaGraphs:
         self._pool: Any = None
         self._stream: Any = None  # of this device; torch's own for captures is of the one that was current first
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         with torch.cuda.device(self.device):
             if self._pool is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -50,28 +50,28 @@ class CudaGraphs:
         return graph.replay, result
 
 
-class RepeatedStep:
+class CapturedStep:
     """`step(token)` of one sealed cache: token [B 1] -> logits [B V], which the next call overwrites.
 
-    `failure`: why the step could not be recorded; the next ones then run one by one, from the state before.
+    `failure`: why the step could not be captured; the next ones then run one by one, from the state before.
     """
 
-    def __init__(self, forward: BlockForward, cache: KVCache, recorder: Recorder) -> None:
-        self.forward, self.cache, self.recorder = forward, cache, recorder
-        self.recorded_s: float | None = None
+    def __init__(self, forward: BlockForward, cache: KVCache, graphs: StepCapture) -> None:
+        self.forward, self.cache, self.graphs = forward, cache, graphs
+        self.capture_s: float | None = None
         self.failure: str | None = None
         self._token: Tensor
-        self._repeat: Callable[[], Any]
+        self._replay: Callable[[], Any]
         self._logits: Tensor
-        self._after: Kept | None = None  # what Python knows once the first repeat has run
+        self._after: SavedState | None = None  # what Python knows once the first replay has run
 
     def __call__(self, token: Tensor) -> Tensor:
         if self.failure is not None:
             return self.forward(token, self.cache)
-        if self.recorded_s is None:
+        if self.capture_s is None:
             return self._first(token)
         self._token.copy_(token)
-        self._repeat()
+        self._replay()
         if self._after is None:
             self.cache.count_replayed(1)
         else:
@@ -88,16 +88,16 @@ class RepeatedStep:
         self.cache.counters.start()
         logits = self._step().clone()
         wait_for(token.device)
-        began, before = perf_counter(), Kept(self.cache)
+        began, before = perf_counter(), SavedState(self.cache)
         self.cache.counters.capturing = True
         try:
-            self._repeat, self._logits = self.recorder.record(self._step)
+            self._replay, self._logits = self.graphs.capture(self._step)
         except Exception as error:  # whatever it is, plain steps can do without
-            self.failure = f"recording a step failed: {_first_cause(error)}"
+            self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:
             self.cache.counters.capturing = False
-            self._after = Kept(self.cache)
-            self.recorded_s = perf_counter() - began
+            self._after = SavedState(self.cache)
+            self.capture_s = perf_counter() - began
         finally:
             before.restore()  # the step has not run
         if self.failure is not None:
@@ -118,7 +118,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
-    """Why the decode steps of a sealed cache cannot be recorded, or None."""
+    """Why the decode steps of a sealed cache cannot be captured, or None."""
     if forward is None:
         return "the model runs its own forward"
     if cache.watch is not None:

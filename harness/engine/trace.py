@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.engine.cache import KVCache
-from harness.engine.phases import PHASES, phase_of
+from harness.engine.step_parts import PHASES, phase_of
 from harness.engine.wait import wait_for
 from kernels.dispatch import watched
 from methods.base import AttnInput

@@ -41,7 +41,7 @@ class Runner:
             attachment,
             prefill_chunk=settings.prefill_chunk,
             fidelity=settings.fidelity,
-            recorder=CudaGraphs(self.device) if settings.graphs == "on" else None,
+            graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
         self.usage = Usage(self.device)  # of the last batch
         self._backends: dict[str, set[str]] = {}

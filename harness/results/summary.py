@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from evals import stats
-from harness.engine.phases import PARTS
+from harness.engine.step_parts import PARTS
 from harness.results import timing
 from harness.results.alarms import warnings
 from harness.results.averages import averages

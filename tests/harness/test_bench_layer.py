@@ -20,7 +20,7 @@ from harness.bench.common.measure import Estimate, ratios
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
 from harness.bench.layer import Decoding
-from harness.engine.phases import PHASES
+from harness.engine.step_parts import PHASES
 from kernels import ops
 from kernels.dispatch import watched
 from kernels.reference import Segment

@@ -19,7 +19,7 @@ from harness.engine.wait import wait_for
 from methods.base import AttnInput
 from methods.full import Full
 from methods.layers import DenseLayer
-from tests.recorder import Tape
+from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
 PREFILL, SEAL, STEP, RECORD = 100.0, 20.0, 3.0, 7.0  # seconds of the device, for all layers together
@@ -41,7 +41,7 @@ class Device:
         return self.now
 
 
-class LaunchingLayer(DenseLayer):
+class LaunchingLayer(DenseLayer, capturable=True):
     device: Device
 
     def prefill(self, x: AttnInput) -> Tensor:
@@ -80,21 +80,21 @@ class Slow(Tape):
 
     device: Device
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        repeat, result = super().record(step)
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        repeat, result = super().capture(step)
         self.device.now += RECORD
         return lambda: (self.device.launch(STEP), repeat()), result
 
 
 def generate(monkeypatch: pytest.MonkeyPatch, recorded: bool = False, context: int | None = None) -> Generation:
-    device, recorder = Device(), Slow()
-    recorder.device = device
+    device, graphs = Device(), Slow()
+    graphs.device = device
     monkeypatch.setattr(LaunchingLayer, "device", device, raising=False)
     for module in (engine_module, graph_module):
         monkeypatch.setattr(module, "perf_counter", device.clock)
         monkeypatch.setattr(module, "wait_for", device.wait)
     with attached(tiny("llama"), Launching()) as kv:
-        engine = Engine(kv, recorder=recorder if recorded else None)
+        engine = Engine(kv, graphs=graphs if recorded else None)
         return engine.generate(prompt(30), max_new_tokens=4, context_tokens=context, sampler=Waiting(device))
 
 

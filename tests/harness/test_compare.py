@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, Entry, comparisons
-from harness.reports.rows import notes, score_table
 from harness.results.store import StoredRun, load
 from harness.results.summary import summarise
 from harness.terminal.tables import probability

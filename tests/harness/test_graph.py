@@ -15,7 +15,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine, Generation
-from harness.engine.graph import CudaGraphs, Recorder, RepeatedStep
+from harness.engine.graph import CapturedStep, CudaGraphs, StepCapture
 from harness.engine.trace import Tracer
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
@@ -25,7 +25,7 @@ from methods.layers import DenseLayer
 from methods.oracle import Oracle, OracleLayer
 from methods.shadowkv import ShadowKV
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small
-from tests.recorder import Tape
+from tests.tape import Tape
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
 methods = pytest.mark.parametrize("name", NAMES)
@@ -37,7 +37,7 @@ def repeatable(name: str) -> Method:
 
 
 def generate(kv: Attachment, ids: Tensor, recorded: bool, **how: Any) -> tuple[Generation, Engine]:
-    engine = Engine(kv, recorder=Tape() if recorded else None)
+    engine = Engine(kv, graphs=Tape() if recorded else None)
     with use_backend("torch"):
         return engine.generate(ids, max_new_tokens=9, **how), engine
 
@@ -66,8 +66,8 @@ class Turn(NamedTuple):
     read: list[list[int] | None]
 
 
-def two_turns(kv: Attachment, recorder: Recorder | None, new: int) -> tuple[list[Turn], Engine]:
-    engine, turns = Engine(kv, recorder=recorder), []
+def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[list[Turn], Engine]:
+    engine, turns = Engine(kv, graphs=graphs), []
     cache = engine.cache(prompt(90), 2 * new)
     for ids in (prompt(60), prompt(30, seed=5)):
         cache.open_turn()
@@ -92,12 +92,12 @@ def test_a_further_turn_is_recorded_anew(name: str, new: int) -> None:
 
 
 class FailsAt:
-    """A recorder that runs the step up to the `place`-th attention call, and there fails as a capture does."""
+    """Runs the step up to the `place`-th attention call, and there fails as a capture does."""
 
     def __init__(self, kv: Attachment, place: int) -> None:
         self.kv, self.place, self.tries = kv, place, 0
 
-    def record(self, step: Callable[[], Tensor]) -> Any:
+    def capture(self, step: Callable[[], Tensor]) -> Any:
         self.tries += 1
         calls = iter(range(99))
         plain = KVCache.attend
@@ -111,7 +111,7 @@ class FailsAt:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KVCache, "attend", attend)
             try:
-                Tape().record(step)
+                Tape().capture(step)
             except RuntimeError:
                 raise RuntimeError("the end of a capture that has failed, fails too")  # noqa: B904
         raise RuntimeError("behind the last layer")
@@ -122,22 +122,22 @@ class FailsAt:
 def test_where_recording_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
     with attach(repeatable(name), 0.6) as kv:
         wanted, _ = two_turns(kv, None, 6)
-        recorder = FailsAt(kv, place)
-        got, engine = two_turns(kv, recorder, 6)
+        graphs = FailsAt(kv, place)
+        got, engine = two_turns(kv, graphs, 6)
     assert got == wanted
-    assert recorder.tries == 1  # the second turn does not try again
+    assert graphs.tries == 1  # the second turn does not try again
     why = "behind the last layer" if place == 3 else "operation not permitted when stream is capturing"
-    assert engine.plain_steps == f"recording a step failed: RuntimeError: {why}"
+    assert engine.plain_steps == f"capturing a step failed: RuntimeError: {why}"
 
 
 def test_an_interrupt_while_recording_leaves_the_cache_as_it_was() -> None:
     class Interrupted:
-        def record(self, step: Callable[[], Tensor]) -> Any:
+        def capture(self, step: Callable[[], Tensor]) -> Any:
             step()
             raise KeyboardInterrupt
 
     with attach(repeatable("snapkv"), 0.6) as kv:
-        engine = Engine(kv, recorder=Interrupted())
+        engine = Engine(kv, graphs=Interrupted())
         cache = engine.cache(prompt(60), 9)
         logits = engine.prefill(cache, prompt(60))
         with pytest.raises(KeyboardInterrupt):
@@ -162,14 +162,14 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     ids, fed = prompt(70), prompt(6, seed=2).split(1, 1)
     for name in NAMES:
         steps: list[list[Tensor]] = []
-        for recorder in (None, Tape()):
+        for graphs in (None, Tape()):
             with attach(repeatable(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
                 engine = Engine(kv)
                 assert engine.forward is not None
                 cache = engine.cache(ids, 12)
                 engine.prefill(cache, ids)
                 cache.seal()
-                step = RepeatedStep(engine.forward, cache, recorder) if recorder else None
+                step = CapturedStep(engine.forward, cache, graphs) if graphs else None
                 steps.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
                 assert step is None or step.failure is None
         for one, wanted in zip(*steps, strict=True):
@@ -193,7 +193,7 @@ def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
     method, ids = replace(small(name), **changes), prompt(79)
     options = {key: how[key] for key in ("placement", "reuse_steps") if key in how}
     with attached(tiny("llama"), method, budget=0.5, **options) as kv:
-        engine = Engine(kv, recorder=Tape(), fidelity=how.get("fidelity", 0))
+        engine = Engine(kv, graphs=Tape(), fidelity=how.get("fidelity", 0))
         if "trace" in how:
             engine.tracer = Tracer(torch.device("cpu"))
         got = engine.generate(ids, max_new_tokens=5)
@@ -204,7 +204,7 @@ def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
 def test_a_rotation_that_depends_on_the_length_is_refused() -> None:
     model = tiny("llama")
     with attached(model, Full()) as kv:
-        engine = Engine(kv, recorder=Tape())
+        engine = Engine(kv, graphs=Tape())
         rotary = model.get_decoder().rotary_emb
         before, rotary.rope_type = rotary.rope_type, "dynamic"
         try:
@@ -282,7 +282,7 @@ def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
     with attach(Wrong(layer=Waits), None) as kv:
         made, engine = generate(kv, ids, True)
     assert made.tokens == wanted.tokens
-    assert engine.plain_steps == "recording a step failed: CaptureError: item waits for a value of the device"
+    assert engine.plain_steps == "capturing a step failed: CaptureError: item waits for a value of the device"
 
 
 def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
@@ -335,11 +335,11 @@ def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     with pytest.raises(RuntimeError, match="capture_end"):
-        CudaGraphs(torch.device("cuda:1")).record(lambda: torch.zeros(1))
+        CudaGraphs(torch.device("cuda:1")).capture(lambda: torch.zeros(1))
     assert captured_on == ["capture stream of cuda:1"]
     assert streams == {"cuda:0": "stream 0", "cuda:1": "stream 1"}
 
 
 def test_graphs_are_refused_on_a_cpu() -> None:
-    with pytest.raises(SettingsError, match="graphs=on needs a CUDA device, and device is cpu"):
+    with pytest.raises(SettingsError, match="graphs=on needs a CUDA device, but device=cpu"):
         Settings(graphs="on", device="cpu")

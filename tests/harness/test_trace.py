@@ -14,7 +14,7 @@ from harness import report, show
 from harness.config.settings import Results, Settings
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from harness.engine.phases import PARTS, PHASES
+from harness.engine.step_parts import PARTS, PHASES
 from harness.engine.trace import PROFILE, Stopwatch, Tracer
 from harness.jobs.job import Evaluation
 from harness.jobs.run import Wanted, evaluate, evaluate_together

@@ -1,4 +1,4 @@
-"""What a cache knows in Python, kept and put back: recording a step runs Python once, but nothing on the device."""
+"""What a cache knows in Python, kept and put back: capturing a step runs Python once, but nothing on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from methods.base import LayerSpec, Method, Request
 _CONSTANT = (str, bytes, int, float, type, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request)
 
 
-class Kept:
+class SavedState:
     """The attributes and containers of everything that hangs on `cache`, with their tensors by reference: their
     contents are the device's affair."""
 

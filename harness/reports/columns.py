@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.engine.phases import PARTS
+from harness.engine.step_parts import PARTS
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
 from harness.results.alarms import same_outputs

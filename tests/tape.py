@@ -20,9 +20,9 @@ WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "mas
 
 
 class Tape(TorchDispatchMode):
-    """`record` as in harness/engine/graph.py."""
+    """`capture` as in harness/engine/graph.py."""
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: set[int] = set()  # storages that came up while recording
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
@@ -32,9 +32,9 @@ class Tape(TorchDispatchMode):
         finally:
             for tensor, held in self.before.values():
                 tensor.copy_(held)
-        return self.repeat, result
+        return self.replay, result
 
-    def repeat(self) -> None:
+    def replay(self) -> None:
         for func, args, kwargs, results in self.calls:
             again = _tensors(func(*args, **kwargs))
             for old, new in zip(results, again, strict=True):
