@@ -26,7 +26,7 @@ NOT_NAMED = (
     "memory_check",
     "warmup",
 )  # no part of a label
-SAID_BY_TABLE = ("dtype", "device", "threads", "placement")  # in a line above it, or a column
+SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
