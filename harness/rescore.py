@@ -92,8 +92,8 @@ def _section(run: StoredRun, task: Task, lines: Sequence[Mapping[str, Any]]) -> 
     present = [replace(record, score=line["score"]) for record, line in zip(records, lines, strict=True)]
     changed = sum(a.score != b.score for a, b in zip(records, present, strict=True))
     before = run.info.get("rescored")
-    identity = run.info.get("identity", {})
-    first = {"task_version": run.info.get("task_info", {}).get("version"), "sources": identity.get("sources")}
+    origin = run.info.get("provenance") or {}
+    first = {"task_version": run.info.get("task_info", {}).get("version"), "sources": origin.get("sources")}
     return {
         "first": first | {"mean": mean_score(records)},
         "present": {"task_version": task.version, "sources": source_hash(), "mean": mean_score(present)},

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -27,9 +27,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.catalogue import entries
+from harness.config.nested import flatten
 from harness.config.plugins import build
+from harness.config.settings import WITHOUT_EFFECT, Settings
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from harness.results.identity import CORE_VERSION
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
@@ -175,10 +178,20 @@ def steady(case: Case, seed: int) -> list[list[int]] | None:
     return tokens if told_apart else None
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """By the name of the case: `seed` of its prompt, and its `tokens`."""
-    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())["tokens"]
+def defaults() -> dict[str, Any]:
+    return flatten({key: value for key, value in asdict(Settings()).items() if key not in WITHOUT_EFFECT})
+
+
+def stored() -> dict[str, Any]:
+    """`core`: the CORE_VERSION that said these tokens; `defaults` of the settings then, dotted; `tokens` by the name of
+    the case, with the `seed` of its prompt."""
+    found: dict[str, Any] = json.loads(FILE.read_text())
     return found
+
+
+def write(lines: list[str]) -> None:
+    head = f'{{"core": {CORE_VERSION},\n"defaults": {json.dumps(defaults())},\n"tokens": {{\n'
+    FILE.write_text(head + ",\n".join(lines) + "\n}}\n")
 
 
 def main() -> None:
@@ -188,7 +201,7 @@ def main() -> None:
         seed, tokens = next((seed, found) for seed in count() if (found := steady(case, seed)))
         lines.append(f"{json.dumps(case.name)}: {json.dumps({'seed': seed, 'tokens': tokens})}")
         print(lines[-1], flush=True)
-    FILE.write_text('{"tokens": {\n' + ",\n".join(lines) + "\n}}\n")
+    write(lines)
 
 
 if __name__ == "__main__":

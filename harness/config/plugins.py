@@ -6,7 +6,6 @@ The dataclass is the schema: it fills in what the yaml leaves out. Types are che
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -61,16 +60,18 @@ def describe(plugin: Any) -> dict[str, Any]:
     return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
 
 
+def defaults(plugin: Any) -> dict[str, Any]:
+    """Of the parameters that have one."""
+    bare = set(required(plugin))
+    own = [field for field in fields(plugin) if field.init and field.name not in bare]
+    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
+
+
 def changed(plugin: Any) -> list[str]:
     """The parameters that are not at their defaults, as the command line writes them."""
-    defaults = {field.name: field.default for field in fields(plugin) if field.init}
-    given = {name: value for name, value in describe(plugin).items() if name in defaults}
-    return [f"{name}={plain(value)}" for name, value in given.items() if value != defaults[name]]
-
-
-def source_file(plugin: Any) -> str:
-    """The file that defines the plug-in's class."""
-    return inspect.getfile(type(plugin))
+    usual = {name: None for name in required(plugin)} | defaults(plugin)
+    given = {name: value for name, value in describe(plugin).items() if name in usual}
+    return [f"{name}={plain(value)}" for name, value in given.items() if value != usual[name]]
 
 
 def suggestion(name: str, known: Any) -> str:

@@ -3,7 +3,6 @@ harness/jobs/run.py runs it."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from evals.base import Task
 from harness.config import plugins
-from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.capacity import Need, needed, refuse
 from harness.jobs.preparation import (
@@ -31,9 +30,10 @@ from harness.jobs.preparation import (
 from harness.jobs.progress import announce
 from harness.jobs.runner import is_loaded
 from harness.models.base import LoadedModel, ModelSource, check_device
-from harness.results.provenance import provenance, source_hash
+from harness.results.identity import identity, not_continued
+from harness.results.provenance import provenance
 from harness.results.records import Record
-from harness.results.store import Run
+from harness.results.store import Run, akin
 from harness.results.store import load as load_run
 from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
@@ -93,13 +93,8 @@ class Job:
         check_batches(items, settings)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
-        identity = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT} | {
-            "sources": source_hash(outside(method, task, model)),
-            "task_version": task.version,
-            "model_revision": info.revision,
-            "prompts": hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest(),
-        }
-        return cls(method, task, model, settings, budget, items, config, identity, presets)
+        own = identity(config, named, revision=info.revision, prompts=[item.sha256 for item in items])
+        return cls(method, task, model, settings, budget, items, config, own, presets)
 
     def finished(self) -> Evaluation | None:
         """What a complete earlier run left; None where there is none."""
@@ -155,11 +150,15 @@ class Job:
     def announce(self, pending: Sequence[Item]) -> None:
         """Says where the run is and what of it was there."""
         announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
+        if len(pending) == len(self.items):
+            named = {"method": self.method, "task": self.task, "model": self.model}
+            if words := not_continued(self.identity, named, akin(self.folder)):
+                say_once(words)
 
     def note(self, run: Run) -> None:
         """What run.json says of this run beside its configuration."""
         run.note(
-            provenance=provenance(self.settings.device, outside(self.method, self.task, self.model)),
+            provenance=provenance(self.settings.device),
             task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
             presets=dict(self.presets or {}) or None,
@@ -181,13 +180,6 @@ class Job:
         if measured := self.method.measured(attachment.prepared):
             run.note(measured=dict(measured))
         return attachment
-
-
-def outside(*plugs: Any) -> list[Path]:
-    """Source files of plug-ins that live outside this repository: part of a run's identity."""
-    root = Path(__file__).resolve().parents[2]
-    files = {Path(plugins.source_file(plug)).resolve() for plug in plugs}
-    return sorted(file for file in files if not file.is_relative_to(root))
 
 
 def _name(config: dict[str, Any]) -> str:

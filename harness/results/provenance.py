@@ -29,12 +29,11 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def source_hash(plugins: Sequence[Path] = (), root: Path = ROOT) -> str:
-    """sha256 over names and contents of all sources of the four packages, and of plug-in files from outside."""
+def source_hash(root: Path = ROOT) -> str:
+    """sha256 over names and contents of all sources of the four packages."""
     digest = hashlib.sha256()
     inside = [file for package in PACKAGES for file in (root / package).rglob("*") if file.suffix in SOURCES]
     named = [(file.relative_to(root).as_posix(), file) for file in inside if file.is_file()]
-    named += [(f"plug-in {file.name}", file) for file in plugins]
     for name, file in sorted(named):
         content = file.read_bytes()
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
@@ -84,11 +83,11 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def provenance(device: str = "cpu", plugins: Sequence[Path] = ()) -> dict[str, Any]:
+def provenance(device: str = "cpu") -> dict[str, Any]:
     """Everything above, as it is stored in run.json."""
     return {
         "time": now(),
-        "sources": source_hash(plugins),
+        "sources": source_hash(),
         "git": git(),
         "versions": versions(),
         "machine": machine(device),

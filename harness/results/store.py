@@ -12,7 +12,7 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,6 +205,14 @@ def find(paths: Iterable[Path]) -> list[Path]:
         for folder in below:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
+
+
+def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Other runs of the same task and method beside `folder`, with their run.json."""
+    for path in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/run.json")):
+        if path.parent != folder:
+            with suppress(StoreError):
+                yield path.parent, files.read_json(path)
 
 
 def load(folder: Path) -> StoredRun:

@@ -91,9 +91,16 @@ def _comparable(run: StoredRun, full: StoredRun) -> bool:
 
 
 def _nearness(run: StoredRun, full: StoredRun) -> tuple[bool, int, int]:
-    sources = (one.info.get("identity", {}).get("sources") for one in (run, full))
+    code = [_code(one) for one in (run, full)]
+    common = code[0].keys() & code[1].keys()
     shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
-    return len(set(sources)) == 1, shared, len(full.records)
+    return all(code[0][name] == code[1][name] for name in common), shared, len(full.records)
+
+
+def _code(run: StoredRun) -> dict[str, Any]:
+    """What the identity says of the code: modules by name, and all that is shared."""
+    identity = run.info.get("identity", {})
+    return {name: identity.get(name) for name in ("sources", "core")} | dict(identity.get("code", {}))
 
 
 def method_of(run: StoredRun) -> str:

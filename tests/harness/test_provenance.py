@@ -23,21 +23,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_source_hash_sees_content_name_and_plugin(project: Path) -> None:
+def test_source_hash_sees_content_and_name(project: Path) -> None:
     plain = provenance.source_hash(root=project)
     assert plain == provenance.source_hash(root=project)
-    plugin = project / "mine.py"
-    plugin.write_text("x = 1")
-    seen = {plain, provenance.source_hash([plugin], root=project)}
-    plugin.write_text("x = 2")
-    seen.add(provenance.source_hash([plugin], root=project))
+    seen = {plain}
     (project / "kernels" / "fast.cpp").write_text("int a;")
     seen.add(provenance.source_hash(root=project))
     (project / "kernels" / "fast.cpp").rename(project / "kernels" / "faster.cpp")
     seen.add(provenance.source_hash(root=project))
     (project / "methods" / "sub" / "a.py").write_text("changed")
     seen.add(provenance.source_hash(root=project))
-    assert len(seen) == 6
+    assert len(seen) == 4
 
 
 def test_source_hash_ignores_what_is_no_source(project: Path) -> None:

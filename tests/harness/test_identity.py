@@ -1,0 +1,140 @@
+"""What re-runs a run, what does not, and what is said where one is not continued."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.plugins import describe
+from harness.config.settings import Settings
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate
+from harness.results import meaning
+from harness.results.files import read_json, write_json
+from harness.results.identity import identity, not_continued
+from harness.results.meaning import code_of
+from methods.full import Full
+from methods.h2o import H2O
+from methods.pqcache import PQCache
+from methods.pyramidkv import PyramidKV
+from tests.fast import MODEL, PQ, niah
+
+CODE = '''
+"""About it."""
+import mine_helper
+from numpy import array  # installed
+def f(x):
+    """Twice."""
+    return 2 * x  # twice
+'''
+
+
+def hashed(source: str) -> str:
+    return meaning.meaning(ast.parse(source))
+
+
+def named(method: Any) -> dict[str, Any]:
+    return {"method": method, "task": niah(), "model": MODEL}
+
+
+def made(method: Any, **settings: Any) -> dict[str, Any]:
+    plugs = named(method)
+    config = asdict(Settings(**settings)) | {kind: describe(one) for kind, one in plugs.items()}
+    return identity(config, plugs, revision="r", prompts=["a"])
+
+
+def test_a_comment_or_docstring_changes_nothing_and_code_does() -> None:
+    other = CODE.replace("About it", "Of that").replace('"""Twice."""', "").replace("# twice", "# doubled")
+    assert hashed(other.replace("2 * x", "(2 *\n        x)")) == hashed(CODE)
+    assert hashed(CODE.replace("2 * x", "3 * x")) != hashed(CODE)
+    assert hashed(CODE.replace("2 * x", "2.0 * x")) != hashed(CODE)
+
+
+def _elsewhere(changed: Path, find: Callable[[str], Path | None], name: str) -> Path | None:
+    return changed if name == "methods.h2o" else find(name)
+
+
+def test_a_change_in_one_method_reruns_that_method_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = [made(method) for method in (H2O(), PQ, Full())]
+    source, find = Path(importlib.import_module("methods.h2o").__file__ or ""), meaning._file
+    for text, same in ((f"# a comment\n{source.read_text()}", True), (f"{source.read_text()}\nx = 1\n", False)):
+        changed = tmp_path / "h2o.py"
+        changed.write_text(text)
+        monkeypatch.setattr(meaning, "_file", partial(_elsewhere, changed, find))
+        after = [made(method) for method in (H2O(), PQ, Full())]
+        assert after[1:] == before[1:]
+        assert (after[0] == before[0]) is same
+
+
+def test_a_plug_ins_modules_are_those_outside_the_core() -> None:
+    assert code_of(H2O()).keys() == {"methods.h2o"}
+    assert code_of(PyramidKV()).keys() == {"methods.pyramidkv", "methods.snapkv"}
+    assert code_of(niah()).keys() == {"evals.niah", "evals.needles", "evals.haystack"}
+    assert code_of(MODEL).keys() == {"harness.models.random"}
+
+
+def test_a_plug_in_from_outside_brings_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_helper.py").write_text("x = 1")
+    (tmp_path / "mine_method.py").write_text(f"{CODE}\nclass Mine: pass\n")
+    plugin = importlib.import_module("mine_method").Mine()
+    before = code_of(plugin)
+    assert before.keys() == {"mine_method", "mine_helper"}
+    (tmp_path / "mine_helper.py").write_text("x = 2")
+    after = code_of(plugin)
+    assert [name for name in after if after[name] != before[name]] == ["mine_helper"]
+
+
+def test_a_key_at_its_default_is_no_part_of_it() -> None:
+    plain = made(PQCache())
+    assert plain["method"].keys() == {"_target_"}
+    assert not {"seed", "generation", "windows", "results"} & plain.keys()
+    assert made(PQCache(), seed=42) == plain != made(PQCache(), seed=43)
+    assert made(PQCache(b=5))["method"]["b"] == 5
+    assert made(PQCache(), budget=1)["budget"] == 1
+    assert made(PQCache(), budget=None)["budget"] is None  # not the default, which is left out
+
+
+def test_it_is_said_which_part_differed(tmp_path: Path) -> None:
+    mine, folder = made(H2O()), tmp_path / "niah-h2o-1"
+
+    def why(status: str = "complete", **changes: Any) -> str:
+        info = {"status": status, "identity": mine | changes}
+        return not_continued(mine, named(H2O()), [(folder, info)]) or ""
+
+    assert why() == ""
+    assert "it differs in the code of methods.h2o" in why(code=mine["code"] | {"methods.h2o": "0"})
+    assert "CORE_VERSION" in why(core=0)
+    assert "the task's version" in why(task_version="0")
+    assert "the model's revision" in why(model_revision="0")
+    assert "the prompts" in why(prompts="0")
+    assert why(budget=0.1) == ""  # another point of a sweep
+    assert why("interrupted", budget=0.1) == f"{folder} is not continued; it differs in budget"
+
+
+def test_an_older_folder_is_not_continued_and_the_command_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"results": Settings().results, "progress": False, "baseline": "off", "budget": 0.3}
+    settings["results"].root = str(tmp_path)
+    first = evaluate(PQ, niah(), MODEL, **settings)
+    info = read_json(first.folder / "run.json")
+    old = Job.plan(PQ, niah(), MODEL, Settings(**settings)).config | {
+        "sources": "abc", **{key: info["identity"][key] for key in ("task_version", "model_revision", "prompts")}
+    }  # fmt: skip
+    older = first.folder.with_name("niah-pqcache-01234567")
+    first.folder.rename(older)
+    write_json(older / "run.json", info | {"identity": old})
+    capfd.readouterr()
+    second = evaluate(PQ, niah(), MODEL, **settings)
+    assert second.folder == first.folder != older
+    assert f"{older} is not continued; it differs in the form of the identity (a hash of all sources until now)" in (
+        capfd.readouterr().err
+    )
