@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,8 +111,6 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
 def test_help_answers_quickly_and_without_torch() -> None:
     code = "import sys; import harness.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-    begin = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "harness", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "method: " in done.stdout
-    assert time.monotonic() - begin < 60  # a hang, not a speed claim
+    assert "method=" in done.stdout

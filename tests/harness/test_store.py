@@ -308,7 +308,12 @@ def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: 
 
 
 def test_ctrl_c_ends_the_wait(tmp_path: Path, writer: subprocess.Popen) -> None:
-    waiting = subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", WAITER, str(tmp_path)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
     assert waiting.stderr is not None
     assert b"waiting for" in waiting.stderr.readline()
     waiting.send_signal(signal.SIGINT)

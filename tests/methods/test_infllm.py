@@ -178,7 +178,7 @@ def test_a_shared_prefill_and_small_budgets_are_refused() -> None:
     text = Sequences(SHAPES[1], PROMPT)
     layer = start(text, METHOD.smallest_budget - 1)
     assert not METHOD.dense_prefill
-    with pytest.raises(ValueError, match="shared prefill"):
+    with pytest.raises(ValueError, match="cannot share a prefill"):
         layer.absorb(text.at(0, 0, PROMPT))
     layer.prefill(text.at(0, 0, PROMPT))
     with pytest.raises(BudgetError, match="at least 19"):
