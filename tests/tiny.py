@@ -29,6 +29,7 @@ ARCHITECTURES = {
 
 
 @cache
+@torch.inference_mode(mode=False)  # weights made inside would serve no test outside, whichever of them comes first
 def tiny(architecture: str) -> PreTrainedModel:
     """The same weights each time. Wide initial weights, so that attention is far from uniform."""
     torch.manual_seed(7)
