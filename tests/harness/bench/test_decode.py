@@ -26,7 +26,7 @@ from methods.layers import DenseLayer
 from tests.fast import PQ
 from tests.tiny import prompt, tiny
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SMALL = ["--shape", "tiny", "--layers", "2", "--budget", "100", "--dtype", "fp32", "--rounds", "2", "--new", "4"]
 # all that the project asks for beside torch, transformers and what these bring

@@ -18,7 +18,7 @@ from harness.results.records import Record, RecordError, parse
 from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
 from tests.fake_records import config, record, write_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WRITER = """
 import sys, time
 from pathlib import Path

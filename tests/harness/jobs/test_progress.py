@@ -14,7 +14,7 @@ import pytest
 from harness.jobs.progress import EVERY_S, numbered, progress
 
 Cli = Callable[..., tuple[int, str, str]]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def told(err: str) -> list[str]:

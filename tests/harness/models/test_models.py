@@ -31,7 +31,7 @@ from harness.models.random import Random, byte_tokenizer
 from harness.models.shapes import SHAPES
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
+CONF = Path(__file__).parents[3] / "conf" / "model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
 

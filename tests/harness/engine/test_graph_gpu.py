@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from harness.engine.attach import attached
 from harness.engine.engine import Engine, Generation
 from harness.engine.graph import CudaGraphs
-from tests.harness.test_graph import repeatable
+from tests.harness.engine.test_graph import repeatable
 from tests.methods.test_contract import NAMES
 from tests.tiny import prompt, tiny
 

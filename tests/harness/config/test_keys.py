@@ -16,7 +16,7 @@ from harness.config.settings import CHOICES
 from harness.list import main
 from harness.terminal.markup import code
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
 LISTED = {row.key: row for row in settings()}
 

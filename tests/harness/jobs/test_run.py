@@ -24,7 +24,7 @@ from methods.full import Full
 from methods.pqcache import PQCache
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])

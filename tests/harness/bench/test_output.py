@@ -22,7 +22,7 @@ from harness.bench.common.load import Counts, Watch
 from harness.bench.common.measure import Seconds, marks, own_seconds
 from harness.terminal.tables import Column
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLEAN = {"samples": 3, "disturbed": 0, "with_launches": 0}
 
 
@@ -56,7 +56,7 @@ def test_each_row_is_written_and_printed_when_it_comes(tmp_path: Path, capsys: p
 ENDLESS = """
 import sys
 from harness.bench import __main__ as bench, ops
-from tests.harness.test_bench_ops import LIMITS
+from tests.harness.bench.test_ops import LIMITS
 measured = ops.measure
 def slowing(case, *rest):
     if case.op == "log_sum_exp":
