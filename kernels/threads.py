@@ -29,7 +29,7 @@ def step_threads() -> Iterator[None]:
 @cache
 def _team_size() -> Callable[[int], int]:
     try:
-        from kernels.cpu import library
+        from kernels.cpu.ffi import library
 
         size: Callable[[int], int] = library.team().kv_team_size
     except ImportError:  # no compiler: torch's operations alone, which nobody watches

@@ -1,25 +1,20 @@
-"""Dependencies point one way, every yaml lists every field, and names do not clash."""
+"""Dependencies point one way and stay inside this tree, files and folders stay small, and names do not clash."""
 
 from __future__ import annotations
 
 import ast
-import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
-from importlib import import_module
+from collections.abc import Container, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from harness.clashes import clashes
-from harness.config.catalogue import GROUPS, entries
-from harness.config.plugins import describe, required
-from harness.config.settings import NESTED, Settings
-from harness.results.files import canonical
+from harness.config.catalogue import entries
 
 ROOT = Path(__file__).parents[1]
 # package -> first parts of what it may import beside the standard library's modules
@@ -47,35 +42,57 @@ COMMANDS = {"__main__", "clashes", "doctor", "lint", "list", "report", "rescore"
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {"harness/__main__.py", *(f"harness/config/{name}.py" for name in ("compose", "errors", "overrides"))}
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.parts.stores")
+PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = ("base", "parts", "layers")  # of methods/, each imports from those before it; on top stand the methods
-
-
-def imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            whole = "." not in node.module  # `from evals import stats` names a module
-            yield from (f"{node.module}.{alias.name}" if whole else node.module for alias in node.names)
 
 
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def harness_modules() -> dict[str, Path]:
-    files = {file.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): file for file in sources("harness")}
-    return {name.removesuffix(".__init__"): file for name, file in files.items()}
+def modules(*packages: str) -> dict[str, Path]:
+    """Dotted name -> file."""
+    files = [file for package in packages for file in sources(package)]
+    named = {file.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): file for file in files}
+    return {name.removesuffix(".__init__"): file for name, file in named.items()}
 
 
-def imported_modules(file: Path, known: Iterable[str]) -> Iterator[str]:
-    """The modules of `known` that `file` imports, whether it names the module or something in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of each `from module import name`, wherever it stands; the name is "" for `import module`."""
+    for node in nodes(file):
         if isinstance(node, ast.Import):
-            yield from {alias.name for alias in node.names}.intersection(known)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            named = {f"{node.module}.{alias.name}" for alias in node.names}.intersection(known)
-            yield from named or {node.module}.intersection(known)
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file.relative_to(ROOT)}: name the package in full"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def imports(file: Path) -> Iterator[str]:
+    for module, name in imported(file):
+        whole = name and "." not in module  # `from evals import stats` names a module
+        yield f"{module}.{name}" if whole else module
+
+
+def imported_modules(file: Path, known: Container[str]) -> Iterator[str]:
+    """The modules of `known` that `file` imports, whether it names the module or something in it."""
+    for module, name in imported(file):
+        if (whole := f"{module}.{name}") in known:
+            yield whole
+        elif module in known:
+            yield module
+
+
+@cache
+def bound(file: Path) -> set[str]:
+    """The names that a module binds: functions, classes, imports, constants."""
+    stored = {node.id for node in nodes(file) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined = {node.name for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return stored | defined | {name or module for module, name in imported(file)}
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -118,7 +135,7 @@ def test_a_method_is_one_file() -> None:
 
 
 def test_rooms_of_the_harness_point_one_way() -> None:
-    known = harness_modules()
+    known = modules("harness")
     assert {file.parent.name for file in known.values()} - {"harness", "common"} == set(ROOMS)
     for name, file in known.items():
         room = name.split(".")[1] if "." in name else ""
@@ -129,10 +146,39 @@ def test_rooms_of_the_harness_point_one_way() -> None:
             assert room in COMMANDS | {""}, f"{file.relative_to(ROOT)}: put it into the room it belongs to"
 
 
-def test_files_and_folders_stay_small() -> None:
-    for file in sources("harness"):
+def test_no_imports_in_a_circle() -> None:
+    """Those for types alone count too: two files that need each other's types are one thing, or lack an interface."""
+    known = modules(*PACKAGES)
+    try:
+        TopologicalSorter({name: set(imported_modules(file, known)) for name, file in known.items()}).prepare()
+    except CycleError as circle:
+        pytest.fail(f"imports in a circle: {' <- '.join(circle.args[1])}")
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "tests"])
+def test_what_is_imported_from_us_is_a_file_of_this_tree(package: str) -> None:
+    """Not one of another checkout, and none that was moved and is still found by its compiled form."""
+    known = modules(*PACKAGES, "tests")
+    for file in sources(package):
+        for module, name in imported(file):
+            if module.partition(".")[0] in (*PACKAGES, "tests"):
+                found = f"{module}.{name}" in known or (module in known and (not name or name in bound(known[module])))
+                assert found, f"{file.relative_to(ROOT)} imports {name} from {module}, which is no file here"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_packages_that_run_are_those_of_this_tree(package: str) -> None:
+    found = find_spec(package)
+    assert found is not None
+    assert found.origin == str(ROOT / package / "__init__.py")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_folders_stay_small(package: str) -> None:
+    cpp = [file for kind in ("*.cpp", "*.hpp") for file in (ROOT / package).rglob(kind)]
+    for file in [*sources(package), *cpp]:
         assert len(file.read_text().splitlines()) <= 300, f"{file.relative_to(ROOT)}: split it by duty"
-    for folder in {file.parent for file in sources("harness")}:
+    for folder in {file.parent for file in sources(package)} - {ROOT / "methods"}:  # there each file is a method
         assert len(list(folder.glob("*.py"))) <= 15, f"{folder.relative_to(ROOT)}: put some into a folder of their own"
 
 
@@ -140,51 +186,6 @@ def test_the_kernels_package_imports_nothing_and_clashes_with_nothing() -> None:
     assert not list(imports(ROOT / "kernels" / "__init__.py"))
     assert clashes() == []
     assert not (0, 18, 2) <= tuple(int(part) for part in version("kv-harness").split(".")) < (0, 19)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_yaml_lists_every_field_with_a_comment(group: str) -> None:
-    explained: dict[tuple[str, str], list[str]] = {}
-    for entry in entries(group):
-        config = entry.values()
-        if "_target_" not in config:
-            continue
-        module, _, name = config.pop("_target_").rpartition(".")
-        known = [field for field in fields(getattr(import_module(module), name)) if field.init]
-        assert set(config) == {field.name for field in known}, entry.file.name
-        assert entry.headline, entry.file.name
-        assert entry.card(), f"{module} has no docstring"
-        for key, _, comment in entry.parameters():
-            explained.setdefault((name, key), []).append(comment)
-    bare = [key for key, comments in explained.items() if not any(comments)]
-    assert not bare, f"no yaml says what these are: {bare}"
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_defaults_in_python_are_the_yamls(group: str) -> None:
-    """A class may have several yaml files (presets, a paper's variant): one of them holds its defaults."""
-    differences: dict[str, list[dict[str, tuple[Any, Any]]]] = {}
-    for entry in entries(group):
-        from_yaml = entry.values()
-        target = from_yaml.pop("_target_")
-        module, _, name = target.rpartition(".")
-        cls = getattr(import_module(module), name)
-        given = {key: from_yaml[key] for key in required(cls)}
-        from_python = json.loads(canonical(describe(cls(**given))))
-        found = {key: (from_python[key], value) for key, value in from_yaml.items() if from_python[key] != value}
-        differences.setdefault(target, []).append(found)
-    for target, found in differences.items():
-        assert {} in found, f"{target}: (Python, yaml) differ: {min(found, key=len)}"
-
-
-def test_config_yaml_lists_every_setting() -> None:
-    config = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
-    assert set(config) - {"defaults", "hydra"} == {field.name for field in fields(Settings)}
-    for name, kind in NESTED.items():
-        assert list(config[name]) == [field.name for field in fields(kind)]
-        assert config[name] == vars(kind()), f"{name}: yaml and schema differ in a default"
-    plain = {name: value for name, value in vars(Settings()).items() if name not in NESTED}
-    assert {name: config[name] for name in plain} == plain
 
 
 def test_no_property_has_a_deadline() -> None:

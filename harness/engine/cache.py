@@ -7,20 +7,34 @@ a `LoopCache`, which tells them by the number of tokens in a forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from methods.base import AttnInput, CacheState, KVLayer, Traffic
 from methods.base.counters import StepCounters
 
-if TYPE_CHECKING:
-    from harness.engine.fidelity import Fidelity
-
 
 class UnsupportedError(NotImplementedError):
     """A model or call that this engine would compute wrongly; the message names what and why."""
+
+
+class Watch(Protocol):
+    """Looks on at one generation, without a part in it: every attention call behind its layer, every decode forward."""
+
+    def prefill(self, layer: int, x: AttnInput) -> None:
+        """A prompt chunk has been attended to."""
+
+    def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
+        """`layer` has answered `out` [B H 1 D] to `x`."""
+
+    def note(self, fed: Tensor, logits: Tensor) -> None:
+        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
+
+    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
+        """What is recorded for sequence `place`, which answered `tokens`; None without a measured step. `compare`:
+        hold it against Full on the same text."""
 
 
 class KVCache(Cache):
@@ -34,7 +48,7 @@ class KVCache(Cache):
         self.state = state
         self.sealed = False
         self.num_tokens = 0
-        self.watch: Fidelity | None = None  # sees every attention call once the layer has answered it
+        self.watch: Watch | None = None
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
 

@@ -32,7 +32,7 @@ def reference_layers(specs: Sequence[LayerSpec], request: Request) -> list[Dense
 
 
 class Fidelity:
-    """Watches one generation (`KVCache.watch`). `prompt`: layers that hold the prompt already, where it is shared."""
+    """A `Watch` (engine/cache.py). `prompt`: layers that hold the prompt already, where it is shared."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: list[DenseLayer] | None = None

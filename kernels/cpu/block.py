@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kernels.block import Block, Head
 from kernels.cpu import prompt, weights
-from kernels.cpu.bindings import Function, Struct, elements, integer
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, elements, integer
+from kernels.cpu.ffi.library import load
 from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights, HeadWeights
 
 MOST_SEQUENCES = 8  # of one token each; beyond, torch's matrix product is faster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.cpu.bindings import Function, Struct, anything, int64s, integer
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, anything, int64s, integer
+from kernels.cpu.ffi.library import load
 
 
 class CopyRows(Struct):

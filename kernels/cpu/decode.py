@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpu import bindings
-from kernels.cpu.bindings import Function, elements, floats, int64s, integer, real
-from kernels.cpu.library import load
+from kernels.cpu.ffi import bindings
+from kernels.cpu.ffi.bindings import Function, elements, floats, int64s, integer, real
+from kernels.cpu.ffi.library import load
 from kernels.reference import Segment
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.bindings import Function, Struct, anything, elements, floats, integer, real
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, integer, real
+from kernels.cpu.ffi.library import load
 
 
 class PQScores(Struct):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import decode, scores
-from kernels.cpu.bindings import Function, Struct, elements, floats, integer, real
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer, real
+from kernels.cpu.ffi.library import load
 from kernels.reference import Segment
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels.block import Block
 from kernels.cpu import weights
-from kernels.cpu.bindings import Function, Struct, elements, integer, real
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, elements, integer, real
+from kernels.cpu.ffi.library import load
 from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.bindings import Function, Struct, elements, int64s, integer
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, elements, int64s, integer
+from kernels.cpu.ffi.library import load
 
 
 class RebuildKeys(Struct):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cpu.bindings import Function, Struct, elements, floats, integer
-from kernels.cpu.library import load
+from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer
+from kernels.cpu.ffi.library import load
 
 
 class RowScores(Struct):

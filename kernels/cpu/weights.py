@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.block import Block, Head, Linear
-from kernels.cpu.bindings import Group, Struct, elements, integer, real
+from kernels.cpu.ffi.bindings import Group, Struct, elements, integer, real
 
 
 def _linear(outs: str, ins: str) -> Group:

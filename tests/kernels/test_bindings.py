@@ -1,4 +1,4 @@
-"""Descriptions of what compiled functions take, and the checks made from them (kernels/cpu/bindings.py)."""
+"""Descriptions of what compiled functions take, and the checks made from them (kernels/cpu/ffi/bindings.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.bindings import Function, Group, Struct, elements, floats, header, int64s, integer, real
+from kernels.cpu.ffi.bindings import Function, Group, Struct, elements, floats, header, int64s, integer, real
 
 
 class Example(Struct):
@@ -70,7 +70,7 @@ def test_fields_on_one_side_alone_are_an_error(change: dict[str, Any]) -> None:
 
 def compiled(folder: Path, source: str) -> str:
     """What the compiler says against `source` behind the header of Example."""
-    library = pytest.importorskip("kernels.cpu.library")
+    library = pytest.importorskip("kernels.cpu.ffi.library")
     try:
         compiler = library._compiler()
     except ImportError as error:

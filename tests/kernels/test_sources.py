@@ -18,7 +18,7 @@ FILES = sorted(file.stem for file in (ROOT / "kernels" / "cpu").glob("*.cpp"))
 
 @pytest.fixture(scope="module")
 def compiler() -> str:
-    library = pytest.importorskip("kernels.cpu.library")
+    library = pytest.importorskip("kernels.cpu.ffi.library")
     try:
         return str(library._compiler())
     except ImportError as error:
@@ -34,7 +34,7 @@ def defines(compiler: str, march: str) -> str:
 @pytest.mark.parametrize("march", ["native", AVX2])
 @pytest.mark.parametrize("name", FILES)
 def test_no_warnings(name: str, march: str, compiler: str, tmp_path: Path) -> None:
-    from kernels.cpu import library
+    from kernels.cpu.ffi import library
 
     if not defines(compiler, march):
         pytest.skip(f"{compiler} does not build for {march}")

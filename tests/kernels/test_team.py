@@ -19,7 +19,7 @@ MS = 1_000_000  # ns
 @pytest.fixture
 def team() -> Iterator[object]:
     """The state of this process, forgotten afterwards; two threads, so that there is one to lose."""
-    library = pytest.importorskip("kernels.cpu.library")
+    library = pytest.importorskip("kernels.cpu.ffi.library")
     try:
         found = library.team()
     except ImportError as error:

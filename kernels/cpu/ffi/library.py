@@ -1,4 +1,4 @@
-"""Builds a C++ file beside this one into a shared library, once per machine and version, and loads it."""
+"""Builds a C++ file of kernels/cpu/ into a shared library, once per machine and version, and loads it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import torch  # first: its OpenMP runtime is then the one the libraries share  # noqa: F401
 
-from kernels.cpu.bindings import Function, bound, header
+from kernels.cpu.ffi.bindings import Function, bound, header
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parents[1]
 FLAGS = (
     "-O3 -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast "
     "-fvisibility=hidden -Wall -Wextra -Wno-psabi"  # psabi: no vector goes from one library to another

@@ -135,7 +135,7 @@ def bound(library: ctypes.CDLL, functions: tuple[Function, ...]) -> dict[str, Ca
     return {function.name: function.bound(library) for function in functions}
 
 
-_PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see bindings.py
+_PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindings.py
 #pragma once
 #include <cstddef>
 #include <cstdint>

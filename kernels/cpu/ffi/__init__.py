@@ -1,0 +1,1 @@
+"""How Python calls C++: described once (bindings.py), built on first use (library.py)."""
