@@ -14,7 +14,9 @@ from pathlib import Path
 
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, sentence
-from harness.jobs.preparation import Item, budget_of, check_budget, check_fit, effective, prepare
+from harness.jobs.checks import check_budget, check_fit
+from harness.jobs.effective import budget_of, effective
+from harness.jobs.items import Item, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,10 +24,10 @@ from harness.engine.attach import Attachment
 from harness.engine.engine import Engine, Generation
 from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
-from harness.jobs.preparation import calibration_text
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
+from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 from methods.base import BudgetError, Method, Placement
 from methods.full import Full
@@ -204,7 +204,9 @@ def main(words: Sequence[str] | None = None) -> int:
     print(calibrate.line(limits), flush=True)
     source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
-    text = calibration_text(source, max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION)
+    text = calibration_text(
+        source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
+    )
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "

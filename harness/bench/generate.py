@@ -22,10 +22,10 @@ from harness.bench.common.load import Watch
 from harness.bench.common.measure import Estimate, Seconds, estimate, marks, ratios
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from harness.jobs.preparation import calibration_text
 from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
+from harness.prompts.calibration import calibration_text
 from harness.prompts.teacher import Forced
 from harness.terminal.tables import Column
 from methods.full import Full
@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"--tokens and --new make {needed}, and {exact.name} has a window of {exact.window}: use fewer."
         )
-    text = torch.tensor([calibration_text(source, max(options.tokens) + TEXT)], device=exact.model.device)
+    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=exact.model.device)
     agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in models.items()}
     title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, table, model=exact.name)

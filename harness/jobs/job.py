@@ -15,21 +15,13 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.capacity import Need, needed, refuse
-from harness.jobs.preparation import (
-    Item,
-    budget_of,
-    calibration_text,
-    check_batches,
-    check_budget,
-    check_fit,
-    effective,
-    method_of,
-    prepare,
-    without_effect,
-)
+from harness.jobs.checks import check_batches, check_budget, check_fit
+from harness.jobs.effective import budget_of, effective, method_of, without_effect
+from harness.jobs.items import Item, prepare
 from harness.jobs.progress import announce
 from harness.jobs.runner import is_loaded
 from harness.models.base import LoadedModel, ModelSource, check_device
+from harness.prompts.calibration import calibration_text
 from harness.results.identity import identity, not_continued
 from harness.results.provenance import provenance
 from harness.results.records import Record
@@ -174,7 +166,7 @@ class Job:
             replace(self.method, **run.info.get("measured", {})),  # type: ignore[type-var]
             self.budget,
             self.settings.placement,  # type: ignore[arg-type]
-            torch.tensor([calibration_text(self.model)]),
+            torch.tensor([calibration_text(self.model.tokenizer())]),
             self.settings.reuse_steps,
         )
         if measured := self.method.measured(attachment.prepared):

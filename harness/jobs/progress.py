@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from harness.jobs.preparation import Item
+    from harness.jobs.items import Item
     from harness.results.records import Record
 
 EVERY_S = 30.0  # between two lines of a log

@@ -15,11 +15,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from evals.base import Task
 from harness.config.settings import Settings
 from harness.engine.hf import routed
+from harness.jobs.items import Item
 from harness.jobs.job import Evaluation, Job, Presets
-from harness.jobs.preparation import Item, limit_threads
 from harness.jobs.progress import progress
 from harness.jobs.runner import Runner, load
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
@@ -217,7 +219,8 @@ def _generate(members: Sequence[_Member]) -> None:
     if not members:
         return
     first = members[0].job
-    limit_threads(first.settings)
+    if first.settings.threads is not None:
+        torch.set_num_threads(first.settings.threads)
     loaded = load(first.model, first.settings.dtype, first.settings.device)
     for member in members:
         with _attempt(member):

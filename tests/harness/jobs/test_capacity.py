@@ -88,7 +88,7 @@ def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None
 
 
 def test_what_is_there_or_elsewhere_is_not_counted() -> None:
-    from harness.jobs.preparation import prepare
+    from harness.jobs.items import prepare
 
     info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items = prepare(niah(), MODEL, settings)

@@ -1,0 +1,59 @@
+"""What really applies to a run: the method, the settings and the budget as the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from harness.config.settings import CommonWindows, Settings
+from harness.jobs.alignment import aligned
+from harness.models.base import ModelInfo, choose_device
+from methods.base import Budget, Method, PaperBudget
+
+
+def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
+    """`method` with the parameters that `comm` and `windows` stand for."""
+    method = method.with_windows(**vars(settings.windows))
+    return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
+
+
+def without_effect(settings: Settings, method: Method) -> Iterator[str]:
+    """What of `windows` and `budget_rule` changes nothing for `method`, in words."""
+    name = type(method).__name__
+    given = {key for key, value in vars(settings.windows).items() if value is not None}
+    for key in sorted(given - method.window_names.keys()):
+        yield f"windows.{key} changes nothing for {name}, which has no such parameter"
+    if settings.budget_rule == "paper" and not method.paper_leaves_out:
+        yield f"budget_rule=paper changes nothing for {name}, whose budget leaves nothing out"
+
+
+def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
+    """The settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that equal
+    runs have one identity."""
+    device = choose_device(settings.device)
+    own = "fp32" if device == "cpu" else info.dtype
+    changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
+    changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
+    if not method.paper_leaves_out:
+        changes |= {"budget_rule": "read"}
+    if not method.uses_budget:
+        changes |= {"budget": None, "align": "tokens", "dense_layers": [], "layer_budgets": [], "reuse_steps": 0}
+    if not method.offloads:
+        changes |= {"placement": "device"}
+    if not method.dense_prefill:
+        changes |= {"shared_prefill": False}
+    return replace(settings, **changes)
+
+
+def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
+    """The budget as the engine takes it; None where the method reads everything."""
+    if settings.budget is None or not method.uses_budget:
+        return None
+    layers = settings.layer_budgets
+    budget = Budget(settings.budget, tuple(settings.dense_layers), tuple(layers))
+    if settings.budget_rule == "paper":
+        return PaperBudget(budget.asked, budget.dense_layers, budget.per_layer, count=method.paper_tokens)
+    if settings.align == "tokens":
+        return budget
+    return aligned(budget, settings.align, method, info, settings.dtype, settings.placement)  # type: ignore[arg-type]

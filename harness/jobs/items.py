@@ -1,0 +1,78 @@
+"""The examples of a task as token ids, each seen through by lint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evals.base import Example, Task, TaskEnv
+from harness.config.settings import Settings, SettingsError
+from harness.models.base import ModelSource
+from harness.models.embedded import cache_root
+from harness.prompts.prompt import Prompt, Tokenizer, Tools, render
+from harness.prompts.prompt_lint import Finding, lint
+from harness.prompts.teacher import forced_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One example, ready to run."""
+
+    example: Example
+    prompt: Prompt
+    new_tokens: int
+    findings: tuple[Finding, ...]
+    forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
+
+    @property
+    def sha256(self) -> str:
+        ids = ",".join(map(str, self.prompt.ids))
+        forced = f":{','.join(map(str, self.forced))}" if self.forced else ""
+        return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}".encode()).hexdigest()
+
+
+class LintError(ValueError):
+    """A prompt that would measure something else than the user believes."""
+
+
+def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
+    tools = Tools(tokenizer, settings.chat)  # type: ignore[arg-type]
+    root = settings.data.folder()
+    return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
+
+
+def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
+    """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
+    info, tokenizer = source.describe(), source.tokenizer()
+    items = []
+    for example in task.examples(_task_env(settings, tokenizer, info.limit)):
+        prompt = render(example, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
+        limit = settings.generation.max_new_tokens
+        forced = forced_ids(example, prompt, tokenizer)[:limit]
+        new_tokens = len(forced) or limit or example.max_new_tokens
+        findings = lint(example, prompt, tokenizer, window=info.limit, new_tokens=new_tokens)
+        items.append(Item(example, prompt, new_tokens, tuple(findings), forced))
+        if strict:
+            _refuse(items[-1])
+    if not items:
+        raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
+    _refuse_twins(items)
+    return items
+
+
+def _refuse(item: Item) -> None:
+    """Stop on the first error that lint found, before more prompts are made."""
+    for finding in item.findings:
+        if finding.level == "error":
+            raise LintError(
+                f"Example {item.example.id}: {finding.message.rstrip('.')}; `python -m harness.lint` goes through all."
+            )
+
+
+def _refuse_twins(items: Sequence[Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.example.id in seen:
+            raise SettingsError(f"The task names two examples {item.example.id}: its lengths or depths repeat a value.")
+        seen.add(item.example.id)
