@@ -1,20 +1,27 @@
-"""`python -m harness.list`: all methods, tasks and models. `python -m harness.list method=pqcache`: a card, parameters.
+"""`python -m harness.list`: all methods, tasks, models, experiments. `python -m harness.list method=pqcache`: its card.
 
-`--markdown` writes docs/methods.md: the cards of all methods. `settings --markdown` writes docs/settings.md.
+`--markdown` writes docs/methods.md: the cards of all methods. `settings --markdown` writes docs/settings.md,
+`experiment --markdown` the table of docs/experiments.md.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries
+from harness.config.experiments import GROUP as EXPERIMENT
+from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_page, settings_text
 from harness.config.plugins import suggestion
+from harness.reports.published import Published, published
 from harness.terminal.markup import aligned, code, table
 
-USAGE = "usage: python -m harness.list [method|task|model][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
+USAGE = (
+    "usage: python -m harness.list [method|task|model|experiment][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
+)
+KINDS = (*GROUPS, EXPERIMENT)
 
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
 _TITLE = """# The methods
@@ -33,31 +40,39 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     folders = (CONF, *config_dirs(arguments))
-    asked = [argument for argument in arguments if argument.partition("=")[0] in GROUPS]
+    asked = [argument for argument in arguments if argument.partition("=")[0] in KINDS]
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
         return 0
     if "settings" in arguments:
         print(settings_page() if "--markdown" in arguments else settings_text(), end="")
         return 0
+    if "--markdown" in arguments and EXPERIMENT in asked:
+        print(experiments_table(experiments(folders)))
+        return 0
     if "--markdown" in arguments:
         print(markdown(entries("method", folders)), end="")
         return 0
     unknown = [a for a in arguments if a not in asked and not a.startswith("-") and not _is_value(a, arguments)]
     if unknown:
-        print(f"error: there is no kind {unknown[0]!r}{suggestion(unknown[0], GROUPS)}\n{USAGE}", file=sys.stderr)
+        print(f"error: there is no kind {unknown[0]!r}{suggestion(unknown[0], KINDS)}\n{USAGE}", file=sys.stderr)
         return 2
-    for argument in asked or GROUPS:
+    for argument in asked or KINDS:
         group, _, name = argument.partition("=")
-        found = {entry.name: entry for entry in entries(group, folders)}
-        if not name:
-            print(_overview(group, list(found.values())))
-        elif name in found:
-            print(_card(group, found[name]))
-        else:
+        found = experiments(folders) if group == EXPERIMENT else {one.name: one for one in entries(group, folders)}
+        if name and name not in found:
             print(f"error: there is no {group} {name!r}{suggestion(name, found)}", file=sys.stderr)
             return 2
+        print(_told(group, found, name))
     return 0
+
+
+def _told(group: str, found: Mapping[str, Entry] | Mapping[str, Experiment], name: str) -> str:
+    """All there are, or the card of one."""
+    if not name:
+        return _overview(group, list(found.values()))
+    one = found[name]
+    return _card(group, one) if isinstance(one, Entry) else experiment_card(one)
 
 
 def _is_value(argument: str, arguments: Sequence[str]) -> bool:
@@ -65,7 +80,7 @@ def _is_value(argument: str, arguments: Sequence[str]) -> bool:
     return place > 0 and arguments[place - 1] in ("--config-dir", "-cd")
 
 
-def _overview(group: str, found: Sequence[Entry]) -> str:
+def _overview(group: str, found: Sequence[Entry | Experiment]) -> str:
     width = max(len(entry.name) for entry in found)
     return "\n".join([f"{group}=", *(f"  {entry.name:<{width}}  {entry.headline}" for entry in found), ""])
 
@@ -76,6 +91,44 @@ def _card(group: str, entry: Entry) -> str:
     parts = [f"{group}={entry.name}", *([entry.headline] if entry.base else []), "", entry.card(), ""]
     parts += ["Card", *facts, ""] if facts else []
     return "\n".join([*parts, "Parameters", *(parameters or ["  (no parameters)"]), ""])
+
+
+def experiment_card(one: Experiment) -> str:
+    """What it reproduces and costs, what the paper says, what it runs."""
+    numbers = [f"  {row.said}" for row in expected(one)]
+    grid = aligned((key.lstrip("+"), values) for key, values in one.grid.items())
+    parts = [
+        f"{EXPERIMENT}={one.name}",
+        one.headline,
+        "",
+        *aligned(one.facts.items()),
+        "",
+        "Command",
+        f"  {one.command}",
+    ]
+    parts += ["", "Grid", *grid] if grid else []
+    parts += ["", "Published", *numbers] if numbers else []
+    return "\n".join([*parts, "", "File", f"  {one.file}", ""])
+
+
+def expected(one: Experiment) -> list[Published]:
+    """What is published for it, or for the experiment that it is a variant of."""
+    return published(one.name) or (expected(one.base) if one.base else [])
+
+
+def experiments_table(found: Mapping[str, Experiment]) -> str:
+    """The table of docs/experiments.md."""
+    full = [one for name, one in found.items() if not name.startswith("small/")]
+    rows = [(code(one.name), one.headline, _short(one.command), _cost(found.get(f"small/{one.name}"))) for one in full]
+    return table(("experiment", "what", "made by", "small variant"), rows)
+
+
+def _short(command: str) -> str:
+    return code(" ".join(command.split()[2:3]))
+
+
+def _cost(small: Experiment | None) -> str:
+    return small.facts.get("cost", "") if small else "none"
 
 
 def markdown(methods: Sequence[Entry]) -> str:

@@ -40,7 +40,10 @@ ROOMS = {
 }
 COMMANDS = {"__main__", "clashes", "doctor", "lint", "list", "report", "rescore", "show"}  # they may import any room
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
-HYDRA = {"harness/__main__.py", *(f"harness/config/{name}.py" for name in ("compose", "errors", "overrides"))}
+HYDRA = {
+    "harness/__main__.py",
+    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "overrides")),
+}
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.parts.stores")
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = ("base", "parts", "layers")  # of methods/, each imports from those before it; on top stand the methods

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,7 @@ class Entry:
         return self.file.parent.name
 
     def _own(self) -> dict[str, Any]:
-        try:
-            with open(self.file, encoding="utf-8") as file:  # open, so that errors name it
-                own = yaml.safe_load(file)
-        except yaml.MarkedYAMLError as error:
-            raise ConfigError(not_yaml(error)) from error
+        own = load(self.file)
         if not isinstance(own, dict):
             raise ConfigError(f"{self.file} must hold keys and values, among them _target_.")
         return own
@@ -100,8 +97,31 @@ class Entry:
 
     def _module(self) -> ast.Module:
         spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
-        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-        return ast.parse(source)
+        return _syntax(Path(spec.origin), *_stamp(Path(spec.origin))) if spec and spec.origin else ast.parse("")
+
+
+def load(file: Path) -> Any:
+    """What a yaml file holds, read once while it stays as it is: do not change it."""
+    try:
+        return _content(file, *_stamp(file))
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(not_yaml(error)) from error
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+@cache
+def _content(file: Path, *stamp: int) -> Any:
+    with open(file, encoding="utf-8") as opened:  # open, so that errors name it
+        return yaml.safe_load(opened)
+
+
+@cache
+def _syntax(file: Path, *stamp: int) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def not_yaml(error: yaml.MarkedYAMLError) -> str:
@@ -111,10 +131,12 @@ def not_yaml(error: yaml.MarkedYAMLError) -> str:
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
-    """Raises `NameTaken` where two folders hold a file of the same name: Hydra would read the first alone."""
+    """Raises `NameTaken` where two folders hold a file of the same name: Hydra would read the first alone. A file in a
+    folder of its own is named with it, as in small/pqcache_fig9b."""
     found: dict[str, Entry] = {}
-    for file in (file for folder in folders for file in sorted((folder / group).glob("*.yaml"))):
-        first = found.setdefault(file.stem, Entry(file.stem, file))
+    for file in (file for folder in folders for file in sorted((folder / group).rglob("*.yaml"))):
+        name = file.as_posix().rpartition(f"/{group}/")[2].removesuffix(".yaml")
+        first = found.setdefault(name, Entry(name, file))
         if first.file.resolve() != file.resolve():
             raise NameTaken(
                 f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "

@@ -21,16 +21,18 @@ from harness.config.settings import RunConfig, Settings, SettingsError, refuse_u
 def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
     """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
     ConfigStore.instance().store("schema", RunConfig)
-    words = checked(overrides, config_dirs).words
+    read = checked(overrides, config_dirs)
     path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     extra = [f"hydra.searchpath=[{path}]"] if path else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=[*words, *extra])
+            config = compose("config", overrides=[*read.words, *extra])
     except HydraException as error:
         raise SettingsError(explain(error)) from error
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     refuse_unknown(plain)
+    for kind, lacking in read.partial.items():  # left by the plug-in that an experiment chose first
+        plain[kind] = {name: value for name, value in plain[kind].items() if name not in lacking}
     return plain
 
 

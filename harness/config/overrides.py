@@ -14,12 +14,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries
+from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
+from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError, refuse_renamed
 
@@ -60,14 +60,21 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
     parsed = list(_parse(overrides))
     _refuse_folders(config_dirs)
-    if not sweep:
-        _refuse_sweeps(parsed)
     folders = (CONF, *config_dirs)
     groups = {group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS}
-    chosen = {group: _chosen(group, parsed, known) for group, known in groups.items()}
-    words = [_checked(override, chosen, groups, folders) for override in parsed]
-    jobs = prod(_points(override, groups) for override in parsed)
-    return Overrides(words, jobs, {group: _partial(group, parsed, chosen) for group in GROUPS})
+    experiment, typed = _experiment(parsed, folders)
+    if not sweep:
+        _refuse_sweeps(typed, experiment)
+    files = list(_checked_files(experiment, groups)) if experiment else []
+    grid = {key.lstrip("+"): key for key in experiment.grid} if experiment else {}
+    said = [*files, *typed]
+    chosen = {group: _chosen(group, said, known) for group, known in groups.items()}
+    words = [_checked(override, chosen, groups, folders, grid) for override in typed]
+    if experiment:
+        words.append(f"+{GROUP}={experiment.name}")
+        _refuse_partial_grid(experiment, chosen)
+    swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
+    return Overrides(words, prod(swept.values()), {group: _partial(group, said, chosen) for group in GROUPS})
 
 
 def _parse(overrides: Sequence[str]) -> Iterator[Override]:
@@ -91,22 +98,72 @@ def _refuse_folders(config_dirs: Sequence[Path]) -> None:
             raise SettingsError(f"{folder / 'config.yaml'} would be ignored: move its settings to the command line.")
 
 
-def _refuse_sweeps(parsed: Sequence[Override]) -> None:
-    for override in parsed:
+def _experiment(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[Experiment | None, list[Override]]:
+    """The experiment that is asked for, the last if there are several words, and all other words."""
+    asked = [override for override in parsed if override.key_or_group == GROUP]
+    others = [override for override in parsed if override.key_or_group != GROUP]
+    if not asked:
+        return None, others
+    name, known = asked[-1].value(), experiments(folders)
+    if not isinstance(name, str):
+        raise SettingsError(f"{asked[-1].input_line}: give one experiment per command, it may hold a grid of its own.")
+    if name not in known:
+        raise SettingsError(f"There is no {GROUP} {name!r}{suggestion(name, known)}")
+    return known[name], others
+
+
+def _checked_files(experiment: Experiment, groups: Known) -> Iterator[Override]:
+    """The words of its files. A parameter must be one of what its own file chose; where another choice was made later,
+    it does not apply."""
+    if experiment.base:
+        yield from _checked_files(experiment.base, groups)
+    words = list(experiment.words())
+    try:
+        chosen = {group: _chosen(group, [word for _, word in words], known) for group, known in groups.items()}
+        for file, word in words:
+            if file == experiment.file:
+                _require(word, chosen, groups)
+    except SettingsError as error:
+        raise SettingsError(f"{experiment.file}: {error}") from error
+    yield from (word for file, word in words if file == experiment.file)
+
+
+def _refuse_partial_grid(experiment: Experiment, chosen: Chosen) -> None:
+    """Hydra wants ++ before a swept parameter that some of the chosen lack."""
+    for key in experiment.grid:
+        group, _, name = key.partition(".")
+        if group in GROUPS and name and not all(name in entry.settable for entry in chosen[group]):
+            raise SettingsError(f"{experiment.file}: not every {group} of its grid has {key}: write ++{key}.")
+
+
+def _refuse_sweeps(typed: Sequence[Override], experiment: Experiment | None) -> None:
+    for override in typed:
         if override.is_sweep_override():
             raise SettingsError(
                 f"{override.input_line} names several values: add -m to run them one after the other (a list is "
                 "written in brackets, as in dense_layers=[0,1])."
             )
+    swept = {key.lstrip("+") for key in experiment.grid} if experiment else set()
+    if open_keys := sorted(swept - {override.key_or_group for override in typed}):
+        assert experiment is not None
+        raise SettingsError(
+            f"{GROUP}={experiment.name} is a grid over {', '.join(open_keys)}: add -m, or give one value of each."
+        )
 
 
-def _chosen(group: str, parsed: Sequence[Override], known: Mapping[str, Entry]) -> list[Entry]:
-    asked = [override for override in parsed if override.key_or_group == group]
+def _chosen(group: str, said: Sequence[Override], known: Mapping[str, Entry]) -> list[Entry]:
+    asked = [override for override in said if override.key_or_group == group and not _dicts(override)]
     names = _values(asked[-1], list(known)) if asked else [_defaults()[group]]
     for name in names:
         if name not in known:
             raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)}")
     return [known[name] for name in names]
+
+
+def _dicts(override: Override) -> list[dict[str, Any]]:
+    """Parameters that are set together, as in method={m:1,b:12},{m:2,b:6}."""
+    values = list(override.sweep_iterator()) if override.is_choice_sweep() else [override.value()]
+    return [{str(key): value for key, value in item.items()} for item in values if isinstance(item, dict)]
 
 
 def _values(override: Override, known: list[str]) -> list[str]:
@@ -130,29 +187,43 @@ def _points(override: Override, groups: Known) -> int:
     return len(list(override.sweep_iterator()))
 
 
-def _checked(override: Override, chosen: Chosen, groups: Known, folders: Sequence[Path]) -> str:
-    """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them."""
+def _checked(
+    override: Override, chosen: Chosen, groups: Known, folders: Sequence[Path], grid: Mapping[str, str]
+) -> str:
+    """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them. `grid`: how
+    an experiment spells its swept keys, for Hydra knows two spellings as two keys."""
     key, line = override.key_or_group, str(override.input_line)
-    group, _, name = key.partition(".")
     if key == "hydra/launcher" and override.value() != "basic":
         raise SettingsError(
             f"hydra/launcher={override.value()} is not supported: the jobs of a sweep share a loaded model, Full's run "
             "and one table, so they run one after the other. Leave it out."
         )
-    if override.is_hydra_override() or group == "hydra":
+    if override.is_hydra_override() or key.partition(".")[0] == "hydra":
         return line
     if override.is_delete():
         raise SettingsError(f"{line} would remove a setting: set it instead, as in {key}=VALUE.")
-    if group in GROUPS and name:
-        _require_parameter(group, name.partition(".")[0], chosen[group], groups[group])
-        return f"++{line.lstrip('+')}"
-    if key in GROUPS or key in settings():
-        return line.lstrip("+")
-    if any((folder / key).is_dir() for folder in folders):
-        return line  # another group of the user's, as in +experiment=table_2
+    if key not in (*GROUPS, *settings()) and any((folder / key).is_dir() for folder in folders):
+        return line  # a group of the user's own
+    _require(override, chosen, groups)
+    bare = line.lstrip("+")
+    if key in grid:
+        return f"{grid[key]}{bare.removeprefix(key)}"
+    return f"++{bare}" if key.partition(".")[0] in GROUPS and ("." in key or _dicts(override)) else bare
+
+
+def _require(override: Override, chosen: Chosen, groups: Known) -> None:
+    """Raise where nothing reads what `override` sets."""
+    key = override.key_or_group.lstrip("+")
+    group, _, name = key.partition(".")
+    if group in GROUPS:
+        for parameter in [name.partition(".")[0]] if name else {key for one in _dicts(override) for key in one}:
+            _require_parameter(group, parameter, chosen[group], groups[group])
+        return
+    if key in settings():
+        return
     refuse_renamed(key)
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
-    near = owners or get_close_matches(key, [*settings(), *GROUPS], n=1, cutoff=0.5)
+    near = owners or get_close_matches(key, [*settings(), *GROUPS, GROUP], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
     raise SettingsError(f"There is no setting {key}; {end}")
 
@@ -168,15 +239,17 @@ def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Ma
     raise SettingsError(f"{subject}{elsewhere}{suggestion(name, own).replace('mean ', f'mean {group}.')}")
 
 
-def _partial(group: str, parsed: Sequence[Override], chosen: Chosen) -> frozenset[str]:
-    named = {o.key_or_group.split(".")[1] for o in parsed if o.key_or_group.startswith(f"{group}.")}
+def _partial(group: str, said: Sequence[Override], chosen: Chosen) -> frozenset[str]:
+    words = [override for override in said if override.key_or_group.startswith(group)]
+    named = {word.key_or_group.split(".")[1] for word in words if word.key_or_group.startswith(f"{group}.")}
+    named |= {name for word in words if word.key_or_group == group for one in _dicts(word) for name in one}
     return frozenset(name for name in named if not all(name in entry.settable for entry in chosen[group]))
 
 
 @cache
 def settings() -> tuple[str, ...]:
     """Every setting beside method, task and model, dotted, and the groups they stand in."""
-    config = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    config = load(CONF / "config.yaml")
     own = {key: value for key, value in config.items() if key not in ("defaults", "hydra")}
     nested = [f"{key}.{name}" for key, value in own.items() if isinstance(value, dict) for name in value]
     return (*own, *nested)
@@ -184,5 +257,5 @@ def settings() -> tuple[str, ...]:
 
 def _defaults() -> dict[str, str]:
     """The method, task and model of conf/config.yaml."""
-    listed = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    listed = load(CONF / "config.yaml")["defaults"]
     return {group: str(line[group]) for line in listed if isinstance(line, dict) for group in GROUPS if group in line}

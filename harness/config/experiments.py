@@ -1,0 +1,144 @@
+"""Experiments: yaml files in conf/experiment/ that stand for the words of a command line, each with a card.
+
+Hydra composes them (`# @package _global_`); here they are read to be checked, and to be listed. A small variant names
+another experiment in its `defaults` and changes what makes it slow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import HydraException
+
+from harness.config.catalogue import CONF, GROUPS, ConfigError, entries, load, plain
+from harness.config.plugins import suggestion
+from harness.config.settings import NESTED
+
+GROUP = "experiment"
+FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")  # lines of a card
+_FACT = re.compile(rf"({'|'.join(FACTS)}): +(.*)")
+_PACKAGE = "# @package _global_"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file: what it chooses, what it sets, what it sweeps. Keys are dotted, as on the command line."""
+
+    file: Path
+    chosen: Mapping[str, str]  # group -> name, from `override /method: ...`
+    values: Mapping[str, Any]
+    grid: Mapping[str, str]  # hydra.sweeper.params, as written
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    file: Path
+    folders: tuple[Path, ...] = (CONF,)
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """This file behind those it builds on."""
+        return [*(layer for base in self._bases for layer in base.layers), _layer(self.file, self._content)]
+
+    @property
+    def grid(self) -> dict[str, str]:
+        return {key: values for layer in self.layers for key, values in layer.grid.items()}
+
+    def words(self) -> Iterator[tuple[Path, Override]]:
+        """What the files say, in the order in which the last of two words for one key holds, with the file of each."""
+        for layer in self.layers:
+            for key, value in (*layer.chosen.items(), *layer.values.items()):
+                said = f"{key}={plain(value)}"
+                yield layer.file, Override(OverrideType.CHANGE, key, ValueType.ELEMENT, value, input_line=said)
+        files = {key: layer.file for layer in self.layers for key in layer.grid}
+        for key, values in self.grid.items():
+            yield files[key], _swept(files[key], key, values)
+
+    @property
+    def base(self) -> Experiment | None:
+        return self._bases[-1] if self._bases else None
+
+    @property
+    def headline(self) -> str:
+        return next((line for line in self._comment if line), "")
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The card, line by line: this file's words over those of its base."""
+        own: dict[str, str] = {}
+        for line in self._comment[1:]:
+            if found := _FACT.fullmatch(line):
+                own[found[1]] = found[2]
+            elif own and line.startswith("  "):
+                own[[*own][-1]] += f" {line.strip()}"
+        merged = (self.base.facts if self.base else {}) | own
+        return {name: merged[name] for name in FACTS if name in merged}
+
+    @property
+    def command(self) -> str:
+        """How it is run."""
+        sweep = "-m " if self.grid else ""
+        return self.facts.get("run") or f"python -m harness {sweep}+{GROUP}={self.name}"
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        content = load(self.file) or {}
+        if not isinstance(content, dict):
+            raise ConfigError(f"{self.file} must hold keys and values, as a command line would set them.")
+        if not self.file.read_text(encoding="utf-8").startswith(_PACKAGE):
+            raise ConfigError(f"{self.file} must begin with the line `{_PACKAGE}`, or its keys would set nothing.")
+        return content
+
+    @cached_property
+    def _bases(self) -> list[Experiment]:
+        named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
+        known = experiments(self.folders)
+        for name in named:
+            if name.removeprefix(f"/{GROUP}/") not in known:
+                raise ConfigError(f"{self.file}: there is no {GROUP} {name!r}{suggestion(name, known)}")
+        return [known[name.removeprefix(f"/{GROUP}/")] for name in named]
+
+    @property
+    def _comment(self) -> list[str]:
+        """The comment that the file opens with, behind the package line."""
+        lines = self.file.read_text(encoding="utf-8").splitlines()[1:]
+        end = next((place for place, line in enumerate(lines) if not line.startswith("#")), len(lines))
+        return [line.removeprefix("#").removeprefix(" ").rstrip() for line in lines[:end]]
+
+
+def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
+    """By name; raises `NameTaken` where two folders hold one of the same name."""
+    return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(GROUP, folders)}
+
+
+def _layer(file: Path, content: Mapping[str, Any]) -> Layer:
+    overrides = [line for line in content.get("defaults", []) if isinstance(line, dict)]
+    named = [(str(key), str(name)) for line in overrides for key, name in line.items()]
+    chosen = {key.removeprefix("override").strip(" /"): name for key, name in named}
+    body = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
+    params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+    return Layer(file, chosen, dict(_dotted(body)), {str(key): str(values) for key, values in params.items()})
+
+
+def _dotted(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """One level deep: what method, task, model and the nested settings hold are values of their own."""
+    for key, value in body.items():
+        if isinstance(value, Mapping) and key in (*GROUPS, *NESTED):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield str(key), value
+
+
+def _swept(file: Path, key: str, values: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(f"{key}={values}")
+    except HydraException as error:
+        raise ConfigError(f"{file}: cannot read {key}={values}: write the values as on a command line.") from error
