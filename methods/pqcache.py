@@ -24,7 +24,7 @@ from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVL
 from methods.layers import SelectLayer
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
-from methods.parts.kmeans_rounds import Fit, measure
+from methods.parts.kmeans_iterations import Fit, measure
 from methods.parts.stores import HostStore
 from methods.parts.windows import Windowed
 
@@ -99,7 +99,7 @@ class PQCache(Windowed):
         if isinstance(self.iterations, int):
             return self.iterations
         assert isinstance(prepared, Fit)
-        return prepared.rounds(tokens)
+        return prepared.iterations(tokens)
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
         """The fit behind `iterations=auto`."""

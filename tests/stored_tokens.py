@@ -45,7 +45,7 @@ LEAD, SHAKES, SHAKE = 0.03, 3, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TokenCase:
     """One prompt (or batch) under one method."""
 
     preset: str
@@ -67,11 +67,11 @@ class Case:
         return method
 
 
-def cases() -> list[Case]:
-    presets = [Case(preset=entry.name) for entry in entries("method")]
+def cases() -> list[TokenCase]:
+    presets = [TokenCase(preset=entry.name) for entry in entries("method")]
     places = {one.preset: ["device", "host"] if one.method.offloads else ["device"] for one in presets}
     grid = [
-        Case(preset=preset, protocol=protocol, placement=placement)
+        TokenCase(preset=preset, protocol=protocol, placement=placement)
         for preset in places
         for protocol in ("prompt", "context")
         for placement in places[preset]
@@ -79,10 +79,10 @@ def cases() -> list[Case]:
     return [*grid, *further()]
 
 
-def further() -> Iterator[Case]:
+def further() -> Iterator[TokenCase]:
     for architecture in sorted(ARCHITECTURES.keys() - {"llama"}):
-        yield Case(preset="full", architecture=architecture)
-        yield Case(preset="pqcache", architecture=architecture, placement="host")
+        yield TokenCase(preset="full", architecture=architecture)
+        yield TokenCase(preset="pqcache", architecture=architecture, placement="host")
     for preset, changes in (
         ("streaming", {"positions": "original"}),
         ("h2o", {"sinks": 4, "compensation": "bytes"}),
@@ -92,11 +92,11 @@ def further() -> Iterator[Case]:
         ("infinigen", {"alpha": 1.0, "column_rule": "query", "group_rank": "prob_sum"}),
         ("shadowkv", {"solver": "thin_svd", "hit_cache": False}),
     ):
-        yield Case(preset=preset, changes=changes)
-    yield Case(preset="pqcache", changes={"cache_tokens": 32, "cache_block": 8}, placement="host")
+        yield TokenCase(preset=preset, changes=changes)
+    yield TokenCase(preset="pqcache", changes={"cache_tokens": 32, "cache_block": 8}, placement="host")
     settings = {"pqcache": {"reuse_steps": 2}, "snapkv": {"prefill_chunk": 100}, "sparq": {"batch": 2}}
     for preset, changed in settings.items():
-        yield Case(preset=preset, settings=changed)
+        yield TokenCase(preset=preset, settings=changed)
 
 
 @cache
@@ -142,7 +142,7 @@ class Watched:
         return logits.argmax(-1)
 
 
-def run(case: Case, seed: int, method: Method | None = None, shake: int = 0) -> tuple[list[list[int]], float]:
+def run(case: TokenCase, seed: int, method: Method | None = None, shake: int = 0) -> tuple[list[list[int]], float]:
     """-> tokens of each sequence, and the smallest lead of one of them. `method` in place of the case's."""
     batch = case.settings.get("batch", 1)
     prompt = torch.tensor([ids(f"{seed}/{i}") for i in range(batch)])
@@ -167,13 +167,13 @@ def run(case: Case, seed: int, method: Method | None = None, shake: int = 0) -> 
     return made.tokens, min(watched.leads)
 
 
-def steady(case: Case, seed: int) -> list[list[int]] | None:
+def steady(case: TokenCase, seed: int) -> list[list[int]] | None:
     """The tokens of a prompt that is fit to be stored; None where this one is not."""
     tokens, lead = run(case, seed)
     varied = all(len(set(row)) > NEW // 2 for row in tokens)
     if lead < LEAD or not varied or any(run(case, seed, shake=shake)[0] != tokens for shake in range(1, SHAKES + 1)):
         return None
-    on_device = Case(preset="full", settings=case.settings, protocol=case.protocol, architecture=case.architecture)
+    on_device = TokenCase(preset="full", settings=case.settings, protocol=case.protocol, architecture=case.architecture)
     told_apart = not case.method.uses_budget or run(on_device, seed, Full())[0] != tokens
     return tokens if told_apart else None
 

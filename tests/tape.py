@@ -1,7 +1,7 @@
-"""What a CUDA graph does, on a CPU: operations are written down with their tensors, and done again on the same memory.
+"""What a CUDA graph does, on a CPU: operations are captured with their tensors, and replayed on the same memory.
 
-As there, every number in Python, every shape and every place in memory is that of the recording; what would wait for a
-value of the device cannot be recorded; and recording changes nothing.
+As there, every number in Python, every shape and every place in memory is that of the capture; what would wait for a
+value of the device cannot be captured; and capturing changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tape(TorchDispatchMode):
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.made: set[int] = set()  # storages that came up while recording
+        self.made: set[int] = set()  # storages that came up while capturing
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
         try:
             with self:

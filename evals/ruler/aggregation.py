@@ -11,8 +11,8 @@ import numpy as np
 
 from evals.base import TaskError, TextTools
 from evals.ruler.fitting import Generator, TooShort
-from evals.ruler.gauge import Gauge
-from evals.ruler.templates import NEW_TOKENS, TEMPLATES, Prompt
+from evals.ruler.size_search import FitCheck
+from evals.ruler.templates import NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams, distinct_words
 
 COMMON = 10  # words asked for
@@ -49,11 +49,11 @@ class CommonWords(Generator):
         self._tokens_per_word = tokens_per_unit
         return max(int(self.length // tokens_per_unit) * 2, self.unit * 2)
 
-    def official(self, samples: int) -> list[Prompt]:
+    def official(self, samples: int) -> list[FilledTemplate]:
         size = self.official_size(4096, reserved=self.new_tokens)
         return [self.stepping_down(size, index) for index in range(samples)]
 
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         example_size, example_repeats, repeats = self._shape
         example_list, example_answers = self._list(example_size, *example_repeats)
         example = TEMPLATES["cwe"].fill(example_list, example_answers).text
@@ -99,14 +99,14 @@ class FrequentWords(Generator):
     def minimum(self, index: int) -> int:
         return 80  # words; ranks 2, 3, 4 then come 12, 5, 3 times and rank 5 once
 
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         return self._coded(self._vocabulary(), size)
 
-    def official(self, samples: int) -> list[Prompt]:
+    def official(self, samples: int) -> list[FilledTemplate]:
         size = self._search()
         return [self._shrinking(size) for _ in range(samples)]
 
-    def fine(self, samples: int) -> list[Prompt]:
+    def fine(self, samples: int) -> list[FilledTemplate]:
         size, prompts = self.minimum(0), []
         for _ in range(samples):
             vocabulary = self._vocabulary()
@@ -117,19 +117,19 @@ class FrequentWords(Generator):
     def _search(self) -> int:
         """The last step before the prompt has all the tokens there are; no random draw depends on it."""
         vocabulary = self._vocabulary()
-        gauge = Gauge(self.count, self._room - 1)
-        size = self._first_over(vocabulary, gauge)
-        if not gauge.guesses_hold():
-            size = self._first_over(vocabulary, Gauge(self.count, self._room - 1, guess=False))
+        check = FitCheck(self.count, self._room - 1)
+        size = self._first_over(vocabulary, check)
+        if not check.guesses_hold():
+            size = self._first_over(vocabulary, FitCheck(self.count, self._room - 1, guess=False))
         return size - self.unit
 
-    def _first_over(self, vocabulary: Sequence[str], gauge: Gauge) -> int:
+    def _first_over(self, vocabulary: Sequence[str], check: FitCheck) -> int:
         size = self._room // CODED_LETTERS
-        while gauge.fits(self._coded(vocabulary, size)):
+        while check.fits(self._coded(vocabulary, size)):
             size += self.unit
         return size
 
-    def _shrinking(self, size: int) -> Prompt:
+    def _shrinking(self, size: int) -> FilledTemplate:
         """A sample keeps its vocabulary while it gets shorter."""
         vocabulary = self._vocabulary()
         while size >= self.minimum(0):
@@ -148,7 +148,7 @@ class FrequentWords(Generator):
         self.streams.shuffle(vocabulary)
         return ["...", *vocabulary[1:]]
 
-    def _coded(self, vocabulary: Sequence[str], size: int) -> Prompt:
+    def _coded(self, vocabulary: Sequence[str], size: int) -> FilledTemplate:
         ranks = np.arange(1, len(vocabulary) + 1)
         repeats = (size * (ranks**-ALPHA) / ZETA).astype(int)
         words = [word for word, count in zip(vocabulary, repeats, strict=True) for _ in range(count)]

@@ -16,7 +16,7 @@ from evals.ruler import qa
 from evals.ruler.aggregation import ENGLISH_WORDS, CommonWords, FrequentWords
 from evals.ruler.fitting import OFFICIAL_FROM, Generator, TooShort
 from evals.ruler.niah import KINDS, Niah, essay_words
-from evals.ruler.templates import FAMILIES, Prompt
+from evals.ruler.templates import FAMILIES, FilledTemplate
 from evals.ruler.tracing import Tracing
 from evals.ruler.vocabulary import Streams, words_sha256
 
@@ -33,12 +33,12 @@ class Factory:
         self._haystack = haystack.load(haystack_name, env) if any(map(_uses_essay, tasks)) else None
         self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
 
-    def prompts(self, task: str, length: int, samples: int) -> list[Prompt]:
+    def prompts(self, task: str, length: int, samples: int) -> list[FilledTemplate]:
         """Taken from the cache where they are; then the tokenizer is not asked."""
         folder = None if self._env.cache_dir is None else self._env.cache_dir / "ruler"
         key = self._key(task, length, samples)
         rows = cache.load_or_make(folder, f"{task}-{length}", key, lambda: self._rows(task, length, samples))
-        return [Prompt.from_row(row) for row in rows]
+        return [FilledTemplate.from_row(row) for row in rows]
 
     def provenance(self) -> dict[str, Any]:
         provenance: dict[str, Any] = {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint}

@@ -10,8 +10,8 @@ from functools import partial
 from typing import ClassVar
 
 from evals.base import TaskError, TextTools
-from evals.ruler.gauge import Gauge, bisect_size
-from evals.ruler.templates import Prompt
+from evals.ruler.size_search import FitCheck, bisect_size
+from evals.ruler.templates import FilledTemplate
 from evals.ruler.vocabulary import Streams
 
 OFFICIAL_FROM = 1024  # tokens; below, the official units are too coarse
@@ -41,10 +41,10 @@ class Generator(ABC):
         self.unit = 1 if self.is_fine else unit
 
     @abstractmethod
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         """A newly drawn prompt as the size search looks at it."""
 
-    def sample(self, size: int, index: int) -> Prompt:
+    def sample(self, size: int, index: int) -> FilledTemplate:
         """A newly drawn prompt as it is asked."""
         return self.probe(size, index)
 
@@ -52,40 +52,40 @@ class Generator(ABC):
         """Below this size a prompt is not the task any more."""
         return 1
 
-    def prompts(self, samples: int) -> list[Prompt]:
+    def prompts(self, samples: int) -> list[FilledTemplate]:
         return self.fine(samples) if self.is_fine else self.official(samples)
 
-    def count(self, prompt: Prompt) -> int:
+    def count(self, prompt: FilledTemplate) -> int:
         return self.text.count(prompt.user, prompt.prefix, chat=self.chat)
 
     def largest(self, tokens_per_unit: float) -> int:
         """Where the official search ends."""
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
-    def official(self, samples: int) -> list[Prompt]:
+    def official(self, samples: int) -> list[FilledTemplate]:
         size = self.official_size(self.unit, reserved=self.new_tokens)
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def official_size(self, first: int, reserved: int) -> int:
         """One size for all samples, found with the first question; each probe is a new prompt."""
-        gauge = Gauge(self.count, self.length - reserved)
-        largest = self.largest(gauge.tokens(self.probe(first, 0)) / first)
+        check = FitCheck(self.count, self.length - reserved)
+        largest = self.largest(check.tokens(self.probe(first, 0)) / first)
         state = self.streams.state()
-        size = bisect_size(self.unit, largest, lambda size: gauge.fits(self.probe(size, 0)))
-        if not gauge.guesses_hold():
+        size = bisect_size(self.unit, largest, lambda size: check.fits(self.probe(size, 0)))
+        if not check.guesses_hold():
             self.streams.restore(state)
-            exact = Gauge(self.count, self.length - reserved, guess=False)
+            exact = FitCheck(self.count, self.length - reserved, guess=False)
             size = bisect_size(self.unit, largest, lambda size: exact.fits(self.probe(size, 0)))
         return size or self.unit
 
-    def fine(self, samples: int) -> list[Prompt]:
+    def fine(self, samples: int) -> list[FilledTemplate]:
         size, prompts = self.minimum(0), []
         for index in range(samples):
             size, prompt = self.largest_prompt(size, partial(self.sample, index=index))
             prompts.append(prompt)
         return prompts
 
-    def largest_prompt(self, start: int, draw: Callable[[int], Prompt]) -> tuple[int, Prompt]:
+    def largest_prompt(self, start: int, draw: Callable[[int], FilledTemplate]) -> tuple[int, FilledTemplate]:
         """The largest size that fits and the prompt drawn with it; gallops from `start`, then bisects."""
         low, high = self.minimum(0) - 1, self.length + 1  # a unit has a token at least
         best, size, step = None, start, 1
@@ -104,12 +104,12 @@ class Generator(ABC):
             raise TooShort
         return low, best
 
-    def noted(self, prompt: Prompt) -> Prompt | None:
+    def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
         """The prompt with its tokens written down, or None where it is too long."""
         tokens = self.count(prompt) + self.new_tokens
         return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
 
-    def smallest(self, index: int) -> Prompt:
+    def smallest(self, index: int) -> FilledTemplate:
         """A new sample of the smallest size that a search would end with."""
         return self.sample(max(self.unit, self.minimum(index)), index)
 
@@ -118,7 +118,7 @@ class Generator(ABC):
         needed = max(self.count(self.smallest(index)) for index in range(samples)) + self.new_tokens
         return max(SMALLEST, math.ceil(needed * 1.03 / 32) * 32)
 
-    def stepping_down(self, size: int, index: int) -> Prompt:
+    def stepping_down(self, size: int, index: int) -> FilledTemplate:
         """Draws anew until the prompt fits, each time one unit smaller where that is possible."""
         attempts = size // self.unit + REDRAWS
         for _ in range(attempts):

@@ -12,7 +12,7 @@ import numpy as np
 from evals.base import TextTools
 from evals.haystack import split_sentences
 from evals.ruler.fitting import Generator
-from evals.ruler.templates import NEW_TOKENS, NIAH_NEEDLE, NOISE, TEMPLATES, Prompt
+from evals.ruler.templates import NEW_TOKENS, NIAH_NEEDLE, NOISE, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams, keys
 
 DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  # percent of the sentences
@@ -66,7 +66,7 @@ class Niah(Generator):
     def minimum(self, index: int) -> int:
         return self.kind.keys * self.kind.values  # a line each
 
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         names, values, needles = self._needles()
         self.streams.shuffle(needles)
         context = self._in_essay(size, needles) if self.kind.haystack == "essay" else self._in_lines(size, needles)

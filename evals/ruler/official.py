@@ -12,7 +12,7 @@ from typing import Any
 
 from evals.base import TaskError
 from evals.data import too_few
-from evals.ruler.templates import FAMILIES, TEMPLATES, Prompt
+from evals.ruler.templates import FAMILIES, TEMPLATES, FilledTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class OfficialFile:
     task: str
     length: int
 
-    def prompts(self, samples: int) -> list[Prompt]:
+    def prompts(self, samples: int) -> list[FilledTemplate]:
         """The first `samples` records."""
         content = self.path.read_bytes()
         lines = _decoded(content, self.path).split("\n")  # other line separators may stand inside a record
@@ -31,7 +31,7 @@ class OfficialFile:
         stamp = f"official file {hashlib.sha256(content).hexdigest()[:16]}"
         return [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
 
-    def _prompt(self, line: str, number: int, stamp: str) -> Prompt:
+    def _prompt(self, line: str, number: int, stamp: str) -> FilledTemplate:
         record = self._record(line, number)
         template = TEMPLATES[FAMILIES[self.task]]
         user, prefix = record["input"], record.get("answer_prefix")
@@ -46,7 +46,7 @@ class OfficialFile:
         data = {"generator": stamp}
         if isinstance(record.get("length"), int):
             data["tokens"] = record["length"]
-        return Prompt(user[:start], user[start:], prefix, tuple(record["outputs"]), data)
+        return FilledTemplate(user[:start], user[start:], prefix, tuple(record["outputs"]), data)
 
     def _record(self, line: str, number: int) -> dict[str, Any]:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from evals.base import TaskEnv, TaskError, TextTools
 from evals.data import Row, Source, open_content, rows_of, too_few
 from evals.ruler.fitting import Generator, TooShort
-from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, Prompt
+from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams
 
 SOURCES = {
@@ -133,29 +133,29 @@ class QuestionAnswering(Generator):
     def minimum(self, index: int) -> int:
         return len(self.corpus.questions[index].own)
 
-    def prompts(self, samples: int) -> list[Prompt]:
+    def prompts(self, samples: int) -> list[FilledTemplate]:
         available = len(self.corpus.questions)
         if samples > available:
             raise too_few(self.corpus.origin, "questions", available, samples)
         return super().prompts(samples)
 
-    def smallest(self, index: int) -> Prompt:
+    def smallest(self, index: int) -> FilledTemplate:
         return self._ask(index, self.corpus.questions[index].gold) if self.is_fine else super().smallest(index)
 
-    def fine(self, samples: int) -> list[Prompt]:
+    def fine(self, samples: int) -> list[FilledTemplate]:
         filled = (self._filled(index) for index in range(len(self.corpus.questions)))
         prompts = list(islice((prompt for prompt in filled if prompt is not None), samples))
         if len(prompts) < samples:
             raise TooShort
         return prompts
 
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         count = len(self.corpus.documents)
         if size < count:
             return self._ask(index, self._choose(size, self.corpus.questions[index]))
         return self._ask(index, [i % count for i in range(size)])
 
-    def _ask(self, index: int, numbers: Sequence[int]) -> Prompt:
+    def _ask(self, index: int, numbers: Sequence[int]) -> FilledTemplate:
         question = self.corpus.questions[index]
         shown = [self.corpus.documents[number] for number in numbers]
         self.streams.shuffle(shown)
@@ -171,7 +171,7 @@ class QuestionAnswering(Generator):
         others = [number for number in range(len(self.corpus.documents)) if number not in near]
         return own + related + self.streams.python.sample(others, size - len(own) - len(related))
 
-    def _filled(self, index: int) -> Prompt | None:
+    def _filled(self, index: int) -> FilledTemplate | None:
         """The gold documents and as many of `TRIED` others, in random order, as there is room for."""
         question = self.corpus.questions[index]
         chosen, best = list(question.gold), self.noted(self._ask(index, question.gold))

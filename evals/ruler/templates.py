@@ -13,7 +13,7 @@ DOCUMENT = "Document {i}:\n{document}"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class FilledTemplate:
     """A filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
 
     context: str
@@ -34,7 +34,7 @@ class Prompt:
         return asdict(self)
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Prompt:
+    def from_row(cls, row: Mapping[str, Any]) -> FilledTemplate:
         return cls(**{**row, "references": tuple(row["references"])})
 
 
@@ -71,10 +71,10 @@ class Template:
         before: str = "",
         data: Mapping[str, Any] | None = None,
         **fields: str,
-    ) -> Prompt:
+    ) -> FilledTemplate:
         """`before` is an example that goes in front, inside the user turn."""
         head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
-        return Prompt(before + head + context, tail, prefix, references, data or {})
+        return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
         """Whether `text` starts with this template, in either number: no chat template is in front of it."""

@@ -7,7 +7,7 @@ from string import ascii_uppercase
 
 from evals.base import TextTools
 from evals.ruler.fitting import Generator, TooShort
-from evals.ruler.templates import NEW_TOKENS, NOISE, TEMPLATES, Prompt
+from evals.ruler.templates import NEW_TOKENS, NOISE, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams
 
 HOPS = 4
@@ -23,10 +23,10 @@ class _Chain(Generator):
     def minimum(self, index: int) -> int:
         return HOPS + 1  # the assignments stand at distinct lines
 
-    def probe(self, size: int, index: int) -> Prompt:
+    def probe(self, size: int, index: int) -> FilledTemplate:
         return self.fill(size, before="")
 
-    def fill(self, size: int, before: str) -> Prompt:
+    def fill(self, size: int, before: str) -> FilledTemplate:
         names = self._names()
         value = self.value()
         chain = [f"VAR {names[0]} = {value}"]
@@ -60,7 +60,7 @@ class _Example(_Chain):
         super().__init__(text, streams, EXAMPLE_TOKENS, unit=5)
         self.is_fine, self.unit = False, 5
 
-    def draw(self, *, smallest: bool) -> Prompt:
+    def draw(self, *, smallest: bool) -> FilledTemplate:
         """A tokenizer that needs more than the cap for five lines gets those; the official script never ends there."""
         if not smallest:
             try:
@@ -84,15 +84,17 @@ class Tracing(_Chain):
         example = _Example(text, streams).draw(smallest=self.is_fine)
         self._example = f"{example.text} {' '.join(example.references)}\n"
 
-    def official(self, samples: int) -> list[Prompt]:
+    def official(self, samples: int) -> list[FilledTemplate]:
         reserved = self.new_tokens + self.text.count(self._example, chat=False)
         size = self.official_size(self.unit, reserved)
         return [self.stepping_down(size, index) for index in range(samples)]
 
-    def sample(self, size: int, index: int) -> Prompt:
+    def sample(self, size: int, index: int) -> FilledTemplate:
         """The chain is drawn before the example changes."""
         prompt = self.fill(size, before="")
-        return Prompt(f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references)
+        return FilledTemplate(
+            f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references
+        )
 
     def _fresh_example(self) -> str:
         example = self._example

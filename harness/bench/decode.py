@@ -93,7 +93,7 @@ def measure(
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
         "seal_s": own.first.seal_s,
-        "graph_s": own.last.graph_s,
+        "capture_s": own.last.capture_s,
         "plain_steps": own.engine.plain_steps,
         "attended_prompt": made.attended_prompt,
         "device_bytes": made.kv.device_bytes,
@@ -174,7 +174,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
         output.column("KV device", "MiB", rows, mib("device_bytes")),
         output.column("KV host", "MiB", rows, mib("host_bytes")),
         output.column("moved", "MiB/step", rows, mib("moved_bytes_per_step")),
-        output.column("graph", "s", rows, lambda row: row["graph_s"]),
+        output.column("graph", "s", rows, lambda row: row["capture_s"]),
         output.column("no graph because", "", rows, lambda row: row["plain_steps"], left=True),
         output.column("fell back", "", rows, lambda row: row["fallback"], left=True),
     ]
@@ -188,7 +188,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
     made.add_argument("--layers", type=int, help="of the random weights; all by default")
     made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
-    made.add_argument("--graphs", action="store_true", help="record decode steps as CUDA graphs, where that can be")
+    made.add_argument("--graphs", action="store_true", help="capture decode steps as CUDA graphs, where that can be")
     arguments.add_method(made)
     arguments.add_run(made, rounds=5)
     return made

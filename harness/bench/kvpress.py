@@ -31,7 +31,7 @@ from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios
 from harness.config import plugins
 from harness.config.catalogue import CONF
-from harness.config.settings import Data, Generation, Settings
+from harness.config.settings import Data, GenerationSettings, Settings
 from harness.engine.attach import Attachment
 from harness.engine.hf import routed
 from harness.jobs.items import Item
@@ -241,7 +241,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     source, task = SmolLM2(), ruler(options)
     loaded = {dtype: source.load(dtype, "cpu") for dtype in options.dtypes}
-    length = Generation(max_new_tokens=options.new, force_length=options.new is not None)
+    length = GenerationSettings(max_new_tokens=options.new, force_length=options.new is not None)
     plain = Settings(budget=options.budget, baseline="off", data=Data(root=options.data_root), generation=length)
     job = Job.plan(methods.load("full"), task, source, plain)
     task_names, model = ", ".join(options.tasks), source.identity().name

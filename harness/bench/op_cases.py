@@ -32,7 +32,7 @@ INNER = 3.5  # channels of the MLP, of the model's: Llama 3's
 WORDS = 32768  # of the vocabulary
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     op: str
     what: str  # the method it is for, and its size
     args: tuple[Any, ...]
@@ -95,7 +95,7 @@ class Inputs:
         ]
 
 
-def cases(inputs: Inputs) -> Iterator[Case]:
+def cases(inputs: Inputs) -> Iterator[OpCase]:
     yield from _attention(inputs)
     yield from _scores(inputs)
     yield from _quantised(inputs)
@@ -104,82 +104,84 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield from _model(inputs)
 
 
-def _attention(x: Inputs) -> Iterator[Case]:
+def _attention(x: Inputs) -> Iterator[OpCase]:
     shape, chosen = x.shape, f"{x.budget} of {x.tokens}"
     flops = 4.0 * shape.heads * shape.head_dim
-    yield Case("segment_attention", f"Full, {x.tokens}", (x.q, [Segment(*x.kv)], x.scale), flops * x.tokens)
+    yield OpCase("segment_attention", f"Full, {x.tokens}", (x.q, [Segment(*x.kv)], x.scale), flops * x.tokens)
     per_kv_head = (x.q, x.segments(shape.kv_heads), x.scale)
-    yield Case("segment_attention", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    yield OpCase("segment_attention", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
     per_head = (x.q, x.segments(shape.heads), x.scale)
-    yield Case("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
-    yield Case("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    yield OpCase("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
+    yield OpCase("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
     parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
-    yield Case("merge_attention", "two parts", parts)
+    yield OpCase("merge_attention", "two parts", parts)
 
 
-def _scores(x: Inputs) -> Iterator[Case]:
+def _scores(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     for method, count, width in (
         ("Quest", x.tokens // PAGE, 2 * dim),
         ("ShadowKV", x.tokens // CHUNK, dim),
         ("InfiniGen", x.tokens, max(1, int(PARTIAL * dim))),
     ):
-        yield Case("row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width)))
+        yield OpCase(
+            "row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width))
+        )
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
-    yield Case("channel_scores", f"SparQ, {x.tokens} of {CHANNELS}", picked)
-    yield Case("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
-    yield Case("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
-    yield Case("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
-    yield Case("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
-    yield Case("log_sum_exp", f"{x.tokens}", (x.logits, x.scale))
-    yield Case("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
+    yield OpCase("channel_scores", f"SparQ, {x.tokens} of {CHANNELS}", picked)
+    yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
+    yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
+    yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
+    yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
+    yield OpCase("log_sum_exp", f"{x.tokens}", (x.logits, x.scale))
+    yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 
-def _quantised(x: Inputs) -> Iterator[Case]:
+def _quantised(x: Inputs) -> Iterator[OpCase]:
     groups, dim, device = x.shape.kv_heads, x.shape.head_dim, x.shape.device
     for parts, bits in CODES:
         centroids = x.random(1, groups, parts, 2**bits, dim // parts)
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
-        yield Case("pq_scores", what, (x.q, centroids, codes))
-        yield Case("pq_weights", what, (x.q, centroids, codes, x.scale))
+        yield OpCase("pq_scores", what, (x.q, centroids, codes))
+        yield OpCase("pq_weights", what, (x.q, centroids, codes, x.scale))
         points = x.random(groups * parts, x.tokens, dim // parts, dtype=torch.float32)
         initial = torch.randperm(x.tokens, device=device)[: 2**bits]
         flops = 2.0 * (ROUNDS + 1) * points.numel() * len(initial)
-        yield Case("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops, torch.float32)
+        yield OpCase("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops, torch.float32)
 
 
-def _rows(x: Inputs) -> Iterator[Case]:
+def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
-    yield Case("gather_rows", chosen, (x.kv[0], rows))
-    yield Case("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
+    yield OpCase("gather_rows", chosen, (x.kv[0], rows))
+    yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
     rank = max(1, round(RANK * groups * dim))
     cos, sin = x.shape.rope(torch.arange(x.tokens))
     args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), rows, cos[0], sin[0])
-    yield Case("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * rows.numel() * rank * dim)
+    yield OpCase("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * rows.numel() * rank * dim)
 
 
-def _prefill(x: Inputs) -> Iterator[Case]:
+def _prefill(x: Inputs) -> Iterator[OpCase]:
     shape = x.shape
     last = x.random(1, shape.heads, WINDOW, shape.head_dim)
     flops = 2.0 * shape.heads * shape.head_dim
-    yield Case("column_sums", f"SnapKV, {WINDOW} of {x.tokens}", (last, x.kv[0], x.scale), flops * WINDOW * x.tokens)
+    yield OpCase("column_sums", f"SnapKV, {WINDOW} of {x.tokens}", (last, x.kv[0], x.scale), flops * WINDOW * x.tokens)
     q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)  # as a model hands it over
     k, v = (x.random(1, shape.kv_heads, x.prefill, shape.head_dim) for _ in range(2))
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
-    yield Case("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
-    yield Case("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)
+    yield OpCase("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
+    yield OpCase("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)
     window = max(1, x.prefill // 4)
     near = 2 * flops * (x.prefill * window - window * (window - 1) / 2)
     what = f"LM-Infinite, {window} of {x.prefill}"
-    yield Case("windowed_attention", what, (q, k, v, x.scale, 0, window), near)
+    yield OpCase("windowed_attention", what, (q, k, v, x.scale, 0, window), near)
     lse = torch.randn_like(q[..., 0].float()) + 12  # above every logit's likely sum
-    yield Case("windowed_sums", what, (q, k, lse, x.scale, 0, window), near / 2)
+    yield OpCase("windowed_sums", what, (q, k, lse, x.scale, 0, window), near / 2)
 
 
-def _model(x: Inputs) -> Iterator[Case]:
+def _model(x: Inputs) -> Iterator[OpCase]:
     channels, groups, dim = x.shape.heads * x.shape.head_dim, x.shape.kv_heads * x.shape.head_dim, x.shape.head_dim
     inner = x.inner or round(INNER * channels)
 
@@ -192,19 +194,19 @@ def _model(x: Inputs) -> Iterator[Case]:
         linear(channels, inner),
     )  # fmt: skip
     token, what = x.random(1, 1, channels), f"a token of {channels}"
-    yield Case("attention_inputs", what, (token, block, *x.shape.rope(torch.tensor([x.tokens]))))
-    yield Case("block_output", what, (token, x.q, block))
-    yield Case("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
+    yield OpCase("attention_inputs", what, (token, block, *x.shape.rope(torch.tensor([x.tokens]))))
+    yield OpCase("block_output", what, (token, x.q, block))
+    yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
     yield from _prompt(x, block, x.random(1, x.prefill, channels))
 
 
-def _prompt(x: Inputs, block: Block, prompt: Tensor) -> Iterator[Case]:
+def _prompt(x: Inputs, block: Block, prompt: Tensor) -> Iterator[OpCase]:
     def flops(*linears: Linear) -> float:
         return 2.0 * x.prefill * sum(one.weight.numel() for one in linears)
 
     what = f"a prompt of {x.prefill}, {prompt.shape[2]} and {len(block.gate.weight)} channels"
     angles = x.shape.rope(torch.arange(x.prefill))
-    yield Case("attention_inputs", what, (prompt, block, *angles), flops(block.q, block.k, block.v))
+    yield OpCase("attention_inputs", what, (prompt, block, *angles), flops(block.q, block.k, block.v))
     attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
     behind = flops(block.o, block.gate, block.up, block.down)
-    yield Case("block_output", what, (prompt, attended, block), behind)
+    yield OpCase("block_output", what, (prompt, attended, block), behind)

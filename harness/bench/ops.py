@@ -19,7 +19,7 @@ from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
-from harness.bench.op_cases import Case, Inputs, cases
+from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
 from harness.terminal.tables import Column
 from kernels import ops
@@ -32,7 +32,7 @@ RIVAL = "rival"
 
 @torch.inference_mode()
 def measure(
-    case: Case, shape: Shape, limits: calibrate.Limits, rounds: int, compiled: bool = False
+    case: OpCase, shape: Shape, limits: calibrate.Limits, rounds: int, compiled: bool = False
 ) -> list[dict[str, Any]]:
     """A row per backend; the one that methods get comes first."""
     op, beside = OPS[case.op], rival(case, compiled)
@@ -60,13 +60,13 @@ def measure(
     ]
 
 
-def limit_s(case: Case, shape: Shape, limits: calibrate.Limits) -> float:
+def limit_s(case: OpCase, shape: Shape, limits: calibrate.Limits) -> float:
     """Seconds that this machine needs at least."""
     read = bytes_read(case.op, case.args, None) / limits["read_gb_s"]
     return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
 
-def _run(op: Op, backend: str, case: Case) -> Any:
+def _run(op: Op, backend: str, case: OpCase) -> Any:
     with use_backend(backend):
         return op(*case.args)
 

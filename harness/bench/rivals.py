@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench.common.measure import Call
-from harness.bench.op_cases import Case
+from harness.bench.op_cases import OpCase
 from kernels import block
 from kernels.reference import Segment
 
@@ -22,7 +22,7 @@ class Rival(NamedTuple):
     call: Call | None  # None: it cannot run here, and `name` says why
 
 
-def rival(case: Case, compiled: bool = False) -> Rival | None:
+def rival(case: OpCase, compiled: bool = False) -> Rival | None:
     """None where there is nothing that one would take. compiled: torch.compile is taken for the model's own parts."""
     if compiled and hasattr(block, case.op):
         return _compiled(case)
@@ -30,7 +30,7 @@ def rival(case: Case, compiled: bool = False) -> Rival | None:
     return None if make is None else make(*case.args)
 
 
-def _compiled(case: Case) -> Rival:
+def _compiled(case: OpCase) -> Rival:
     """Inductor's code for these shapes alone, compiled before it is timed."""
     torch.compiler.reset()  # a function keeps no more than eight shapes
     run = torch.compile(getattr(block, case.op), dynamic=False)

@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 
 @dataclass
-class Generation:
+class GenerationSettings:
     """How tokens are picked. temperature 0 is greedy."""
 
     temperature: float = 0.0
@@ -71,7 +71,7 @@ class Results:
     wandb: str | None = None
 
 
-NESTED = {"windows": CommonWindows, "generation": Generation, "data": Data, "results": Results}
+NESTED = {"windows": CommonWindows, "generation": GenerationSettings, "data": Data, "results": Results}
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Settings:
     memory_check: str = "on"
     dry_run: bool = False
     progress: bool = True
-    generation: Generation = field(default_factory=Generation)
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
     data: Data = field(default_factory=Data)
     results: Results = field(default_factory=Results)
 
@@ -144,7 +144,7 @@ class Settings:
             if text is not None and not text.strip():
                 raise SettingsError(f"{name} is empty: give it a value, or leave it out.")
 
-    def _check_generation(self, generation: Generation) -> None:
+    def _check_generation(self, generation: GenerationSettings) -> None:
         self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
         self._at_least(0, **{"generation.top_k": generation.top_k})
         if generation.temperature < 0:

@@ -72,7 +72,7 @@ class Generation:
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     trace: dict[str, Any] | None = None  # of the whole batch
-    graph_s: float | None = None  # capturing the decode step, inside the second token's time
+    capture_s: float | None = None  # capturing the decode step, inside the second token's time
 
 
 class Engine:
@@ -147,7 +147,7 @@ class Engine:
         sampler: Sampler | None = None,
     ) -> Generation:
         """Everything behind the prefill: question [B Q] (protocol=context, else Q = 0), seal, decode."""
-        run = _Run(cache, list(stops or [never] * len(logits)), sampler or Greedy(), max_new_tokens, began)
+        run = _GenerationState(cache, list(stops or [never] * len(logits)), sampler or Greedy(), max_new_tokens, began)
         if question.shape[1]:
             run.seal(self.model.device)
             logits = self._question(question, cache, run)
@@ -164,7 +164,7 @@ class Engine:
             out.trace = self.tracer.take()
         return out
 
-    def _question(self, question: Tensor, cache: KVCache, run: _Run) -> Tensor:
+    def _question(self, question: Tensor, cache: KVCache, run: _GenerationState) -> Tensor:
         before = perf_counter()
         for token in question.split(1, dim=1):
             logits = self._decode(token, cache, run)
@@ -172,7 +172,7 @@ class Engine:
         run.out.question_s = perf_counter() - before
         return logits
 
-    def _decode(self, token: Tensor, cache: KVCache, run: _Run) -> Tensor:
+    def _decode(self, token: Tensor, cache: KVCache, run: _GenerationState) -> Tensor:
         if self.graphs is not None and run.step is None:
             run.capture(self.forward, self.graphs, self.tracer is not None)
         on_cpu = self.model.device.type == "cpu"
@@ -192,13 +192,13 @@ class Engine:
             return self.forward(ids, cache)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    def _note_plain_steps(self, run: _Run) -> None:
+    def _note_plain_steps(self, run: _GenerationState) -> None:
         self.plain_steps = run.plain_steps or self.plain_steps
         if run.step is not None and run.step.failure is not None:
             self.plain_steps, self.graphs = run.step.failure, None  # one failure is enough
 
 
-class _Run:
+class _GenerationState:
     """The state of one generation: its tokens, its clock, its counters."""
 
     def __init__(self, cache: KVCache, stops: list[Stop], sampler: Sampler, max_new_tokens: int, began: float) -> None:
@@ -260,7 +260,7 @@ class _Run:
         if steps:
             out.union_prompt = union(self.cache.layers)
         if self.step is not None:
-            out.graph_s = self.step.capture_s
+            out.capture_s = self.step.capture_s
             self.step.close()
         out.sealed = self.cache.sealed
         out.fallback = next((layer.fallback for layer in self.cache.layers if layer.fallback), None)

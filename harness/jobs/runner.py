@@ -161,7 +161,7 @@ class Runner:
             warnings=[finding.message for finding in item.findings],
             fidelity=made.fidelity[place] if made.fidelity else None,
             trace=made.trace,
-            graph_s=made.graph_s,
+            capture_s=made.capture_s,
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )

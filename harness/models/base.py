@@ -123,7 +123,7 @@ class ModelSource(ABC):
 
 
 def _make_current(device: str) -> None:
-    """Kernels are launched and graphs recorded on the current device, which would be the first."""
+    """Kernels are launched and graphs captured on the current device, which would be the first."""
     import torch
 
     if ":" in device:

@@ -64,8 +64,8 @@ def not_continued(mine: Values, named: Values, others: Iterable[tuple[Path, Valu
         keys = differences(mine, info.get("identity", {}), named)
         other_settings = any(key not in PARTS and not key.startswith("code.") for key in keys)
         if keys and (not other_settings or info.get("status") in ("failed", "interrupted")):
-            said = f"{folder} is not continued; it differs in {', '.join(map(_word, keys))}"
-            found.append((other_settings, len(keys), said))
+            sentence = f"{folder} is not continued; it differs in {', '.join(map(_word, keys))}"
+            found.append((other_settings, len(keys), sentence))
     return min(found)[2] if found else None
 
 

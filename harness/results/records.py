@@ -50,7 +50,7 @@ class Record:
     warnings: list[str]
     fidelity: dict[str, Any] | None
     trace: dict[str, Any] | None
-    graph_s: float | None = None  # recording the decode step as a graph, within the second token's time
+    capture_s: float | None = None  # capturing the decode step as a CUDA graph, within the second token's time
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     prompt_ids: list[int] | None
 
@@ -117,6 +117,7 @@ class Record:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
         """`where` names file and line in the error."""
+        plain = {RENAMED.get(key, key): value for key, value in plain.items()}
         unknown, missing = plain.keys() - set(FIELDS), REQUIRED - plain.keys()
         if unknown or missing:
             found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
@@ -138,5 +139,6 @@ def parse(line: str | bytes, where: str) -> dict[str, Any]:
     return plain
 
 
+RENAMED = {"graph_s": "capture_s"}  # key of older lines -> its name today
 FIELDS = tuple(field.name for field in fields(Record))
 REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}  # older lines lack the others

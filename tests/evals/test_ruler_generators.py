@@ -17,10 +17,10 @@ from evals.ruler import fitting
 from evals.ruler.aggregation import CommonWords, FrequentWords
 from evals.ruler.bench import CountedText
 from evals.ruler.fitting import Generator, TooShort
-from evals.ruler.gauge import Gauge, bisect_size
 from evals.ruler.niah import KINDS, Niah, essay_words
 from evals.ruler.qa import Corpus, Question, QuestionAnswering
-from evals.ruler.templates import NIAH_NEEDLE, Prompt
+from evals.ruler.size_search import FitCheck, bisect_size
+from evals.ruler.templates import NIAH_NEEDLE, FilledTemplate
 from evals.ruler.tracing import Tracing
 from evals.ruler.vocabulary import Streams
 
@@ -74,7 +74,7 @@ def golden(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
-def assert_equal(prompts: list[Prompt], rows: list[dict[str, Any]]) -> None:
+def assert_equal(prompts: list[FilledTemplate], rows: list[dict[str, Any]]) -> None:
     for prompt, row in zip(prompts, rows, strict=True):
         assert prompt.user == row["input"]
         assert prompt.prefix == row["answer_prefix"]
@@ -126,7 +126,7 @@ def test_guessing_changes_no_prompt(
 ) -> None:
     quick, slow = text(), text()
     prompts = generator(task, 12000, text=quick).prompts(2)
-    monkeypatch.setattr(fitting.Gauge, "_verdict", lambda self, size: None)
+    monkeypatch.setattr(fitting.FitCheck, "_verdict", lambda self, size: None)
     assert prompts == generator(task, 12000, text=slow).prompts(2)
     if not isinstance(quick, Stretched):
         assert quick.calls < slow.calls
@@ -136,16 +136,16 @@ def test_guessing_changes_no_prompt(
 def test_a_guess_that_cannot_be_upheld_is_noticed(jump: int) -> None:
     """Texts cost one token a letter up to a point and ten from there on."""
 
-    def tokens(prompt: Prompt) -> int:
+    def tokens(prompt: FilledTemplate) -> int:
         return len(prompt.text) + 9 * max(0, len(prompt.text) - jump)
 
-    def search(gauge: Gauge) -> int | None:
-        return bisect_size(1, 30_000, lambda size: gauge.fits(Prompt("x" * size, "", "", ())))
+    def search(check: FitCheck) -> int | None:
+        return bisect_size(1, 30_000, lambda size: check.fits(FilledTemplate("x" * size, "", "", ())))
 
-    gauge, exact = Gauge(tokens, 10_000), Gauge(tokens, 10_000, guess=False)
-    gauge.tokens(Prompt("x" * 100, "", "", ()))
-    guessed, truth = search(gauge), search(exact)
-    assert guessed == truth or not gauge.guesses_hold()
+    check, exact = FitCheck(tokens, 10_000), FitCheck(tokens, 10_000, guess=False)
+    check.tokens(FilledTemplate("x" * 100, "", "", ()))
+    guessed, truth = search(check), search(exact)
+    assert guessed == truth or not check.guesses_hold()
 
 
 @pytest.mark.parametrize("task", ALL)

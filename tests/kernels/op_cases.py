@@ -15,7 +15,7 @@ from kernels.windowed import windowed_attention
 FRESH = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))  # other inputs of the same shapes
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     op: str
     name: str
     args: tuple[Any, ...]  # fp32, on the CPU
@@ -67,22 +67,22 @@ def pick(seed: int, batch: int, groups: int, among: int, count: int) -> Tensor:
     return torch.stack(rows).view(batch, groups, count)
 
 
-def segment_attention() -> Iterator[Case]:
+def segment_attention() -> Iterator[OpCase]:
     for name, (batch, heads, groups, dim, count) in SHAPES.items():
         q = 2 * random(1, batch, heads, 1, dim)
         k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
-        yield Case("segment_attention", f"{name}-whole", (q, [Segment(k, v)], 0.2))
+        yield OpCase("segment_attention", f"{name}-whole", (q, [Segment(k, v)], 0.2))
         by_token = Segment(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)))
-        yield Case("segment_attention", f"{name}-by-token", (q, [by_token], 0.2))
+        yield OpCase("segment_attention", f"{name}-by-token", (q, [by_token], 0.2))
         rows = pick(4, batch, groups, count, max(1, count // 3))
-        yield Case("segment_attention", f"{name}-chosen", (q, [Segment(k, v, rows)], 0.2))
-        yield Case("segment_attention", f"{name}-int32", (q, [Segment(k, v, rows.int())], 0.2))
+        yield OpCase("segment_attention", f"{name}-chosen", (q, [Segment(k, v, rows)], 0.2))
+        yield OpCase("segment_attention", f"{name}-int32", (q, [Segment(k, v, rows.int())], 0.2))
         own = pick(7, batch, heads, count, max(1, count // 3))
-        yield Case("segment_attention", f"{name}-per-head", (q, [Segment(k, v, own), Segment(k, v, rows)], 0.2))
-        yield Case("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
+        yield OpCase("segment_attention", f"{name}-per-head", (q, [Segment(k, v, own), Segment(k, v, rows)], 0.2))
+        yield OpCase("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
         if count > 30:
-            yield Case("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
-    yield Case("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
+            yield OpCase("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
+    yield OpCase("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
 
 
 def _live(k: Tensor, v: Tensor, rows: Tensor) -> list[Segment]:
@@ -111,17 +111,17 @@ def _three(k: Tensor, v: Tensor, chosen: int) -> list[Segment]:
     ]
 
 
-def segment_attention_with_lse() -> Iterator[Case]:
+def segment_attention_with_lse() -> Iterator[OpCase]:
     for case in segment_attention():
         yield case._replace(op="segment_attention_with_lse")
 
 
-def merge_attention() -> Iterator[Case]:
+def merge_attention() -> Iterator[OpCase]:
     outs, lses = [random(i, 2, 6, 1, 16) for i in range(3)], [5 * random(i, 2, 6) for i in range(3, 6)]
-    yield Case("merge_attention", "three", (outs, lses))
+    yield OpCase("merge_attention", "three", (outs, lses))
     outs, lses = [random(i, 2, 3, 9, 16) for i in range(2)], [5 * random(i, 2, 3, 9) for i in range(3, 5)]
     lses[1][:, :, :4] = float("-inf")  # queries that saw no key of this part
-    yield Case("merge_attention", "many-tokens", (outs, lses))
+    yield OpCase("merge_attention", "many-tokens", (outs, lses))
 
 
 # queries, keys, place of the first query, window
@@ -136,132 +136,132 @@ WINDOWS = {
 }
 
 
-def windowed() -> Iterator[Case]:
+def windowed() -> Iterator[OpCase]:
     for name, (new, count, first, window) in WINDOWS.items():
         for batch, heads, groups, dim in ((1, 2, 2, 64), (2, 6, 2, 96), (1, 5, 1, 128)):
             q = random(1, batch, new, heads, dim).transpose(1, 2)
             k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
             label = f"{name}-dim{dim}"
-            yield Case("windowed_attention", label, (q, k, v, 0.2, first, window))
+            yield OpCase("windowed_attention", label, (q, k, v, 0.2, first, window))
             lse = windowed_attention(q, k, v, 0.2, first, window)[1].clamp(min=0).ceil()  # the same in every dtype
-            yield Case("windowed_sums", label, (q, k, lse, 0.2, first, window))
+            yield OpCase("windowed_sums", label, (q, k, lse, 0.2, first, window))
 
 
-def prefill_attention() -> Iterator[Case]:
+def prefill_attention() -> Iterator[OpCase]:
     for name, (batch, heads, groups, dim, count) in SHAPES.items():
         for new in sorted({count, max(1, count // 3), 1}):
             q = random(1, batch, new, heads, dim).transpose(1, 2)  # as the model hands it over
             k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
-            yield Case("prefill_attention", f"{name}-{new}of{count}", (q, k, v, 0.2))
+            yield OpCase("prefill_attention", f"{name}-{new}of{count}", (q, k, v, 0.2))
 
 
-def column_sums() -> Iterator[Case]:
+def column_sums() -> Iterator[OpCase]:
     shapes = (1, 2, 2, 64, 133, 133), (2, 6, 2, 96, 51, 17), (1, 5, 1, 128, 140, 70), (1, 4, 2, 48, 65, 1)
     for batch, heads, groups, dim, count, new in (*shapes, (1, 2, 2, 16, 1, 1)):
         q = random(1, batch, new, heads, dim).transpose(1, 2)
         k = stored(2, batch, groups, count, dim)
-        yield Case("column_sums", f"dim{dim}-{new}of{count}", (q, k, 0.2))
+        yield OpCase("column_sums", f"dim{dim}-{new}of{count}", (q, k, 0.2))
 
 
-def prefill_attention_with_column_sums() -> Iterator[Case]:
+def prefill_attention_with_column_sums() -> Iterator[OpCase]:
     for case in column_sums():
         q, k, scale = case.args
         args = (q, k, stored(3, *k.shape), scale)
-        yield Case("prefill_attention_with_column_sums", case.name, args)
+        yield OpCase("prefill_attention_with_column_sums", case.name, args)
 
 
-def gather_rows() -> Iterator[Case]:
+def gather_rows() -> Iterator[OpCase]:
     for name, (batch, _, groups, dim, count) in SHAPES.items():
         for chosen in (0, max(1, count // 2)):
             rows = pick(6, batch, groups, count, chosen)
-            yield Case("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
-    yield Case("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
-    yield Case("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
+            yield OpCase("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
+    yield OpCase("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
+    yield OpCase("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
 
 
-def row_scores() -> Iterator[Case]:
+def row_scores() -> Iterator[OpCase]:
     for name, width in (("dim16", 16), ("dim64", 64), ("dim96", 96), ("dim128", 128), ("dim256", 256), ("dim25", 25)):
         for group, count in ((1, 1), (3, 65), (4, 128), (8, 333)):
             q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
-            yield Case("row_scores", f"{name}-g{group}-{count}", (q, x))
+            yield OpCase("row_scores", f"{name}-g{group}-{count}", (q, x))
 
 
-def channel_scores() -> Iterator[Case]:
+def channel_scores() -> Iterator[OpCase]:
     for group, count, channels in ((1, 1, 1), (3, 31, 5), (4, 4100, 16), (8, 333, 64)):
         x = random(2, 2, 2, 64, count + 3)[..., :count]
         args = (random(1, 2, 2, group, channels), x, pick(3, 2, 2, 64, channels))
-        yield Case("channel_scores", f"g{group}-{channels}x{count}", args)
+        yield OpCase("channel_scores", f"g{group}-{channels}x{count}", args)
 
 
-def channel_sums() -> Iterator[Case]:
+def channel_sums() -> Iterator[OpCase]:
     for case in channel_scores():
         yield case._replace(op="channel_sums")
 
 
-def group_weights() -> Iterator[Case]:
+def group_weights() -> Iterator[OpCase]:
     for group, count in ((1, 1), (3, 31), (4, 4100), (8, 333)):
         for reduce in ("sum", "largest"):
             logits = 20 * random(1, 2, 2, group, count)
-            yield Case("group_weights", f"g{group}-{count}-{reduce}", (logits, 0.3, reduce))
+            yield OpCase("group_weights", f"g{group}-{count}-{reduce}", (logits, 0.3, reduce))
 
 
-def group_margins() -> Iterator[Case]:
+def group_margins() -> Iterator[OpCase]:
     for group, count, candidates in ((1, 1, 1), (3, 31, 30), (4, 4100, 4097), (8, 333, 333), (2, 40, 0)):
         logits = 9 * random(1, 2, 2, group, count)
-        yield Case("group_margins", f"g{group}-{candidates}of{count}", (logits, candidates, 5.0))
-    yield Case("group_margins", "all", (random(1, 1, 2, 4, 70), 70, float("inf")))
+        yield OpCase("group_margins", f"g{group}-{candidates}of{count}", (logits, candidates, 5.0))
+    yield OpCase("group_margins", "all", (random(1, 1, 2, 4, 70), 70, float("inf")))
 
 
-def log_sum_exp() -> Iterator[Case]:
+def log_sum_exp() -> Iterator[OpCase]:
     for count in (1, 31, 4100):
-        yield Case("log_sum_exp", f"{count}", (20 * random(1, 2, 3, 4, count), 0.3))
+        yield OpCase("log_sum_exp", f"{count}", (20 * random(1, 2, 3, 4, count), 0.3))
 
 
-def pq_scores() -> Iterator[Case]:
+def pq_scores() -> Iterator[OpCase]:
     for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
         codes = torch.randint(clusters, (2, 2, 333, parts), generator=draw(7))
         codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32)
         for group in (1, 3, 4, 8):
             args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
-            yield Case("pq_scores", f"{name}-g{group}", args)
+            yield OpCase("pq_scores", f"{name}-g{group}", args)
     codes = torch.randint(16, (1, 2, 50, 1), generator=draw(7)).to(torch.uint8)
-    yield Case("pq_scores", "dim160", (random(1, 1, 4, 1, 160), random(8, 1, 2, 1, 16, 160), codes))
+    yield OpCase("pq_scores", "dim160", (random(1, 1, 4, 1, 160), random(8, 1, 2, 1, 16, 160), codes))
 
 
-def pq_weights() -> Iterator[Case]:
+def pq_weights() -> Iterator[OpCase]:
     for case in pq_scores():
-        yield Case("pq_weights", case.name, (*case.args, 0.3))
+        yield OpCase("pq_weights", case.name, (*case.args, 0.3))
     q, centroids, codes = next(pq_scores()).args
     far = centroids.clone()
     far[..., 0, :] += 60 * q[:, ::1, 0, :32].view(2, 2, 1, 32)  # a centroid that no token has, far above the others
-    yield Case("pq_weights", "far-bound", (q, far, codes.clamp(min=1), 1.0))
+    yield OpCase("pq_weights", "far-bound", (q, far, codes.clamp(min=1), 1.0))
 
 
-def top_k() -> Iterator[Case]:
+def top_k() -> Iterator[OpCase]:
     for shape in ((1, 2, 1), (2, 3, 1000), (1, 1, 70_001)):
         for count in sorted({1, max(1, shape[-1] // 3), shape[-1]}):
-            yield Case("top_k", f"{count}of{shape[-1]}", (random(9, *shape), count))
+            yield OpCase("top_k", f"{count}of{shape[-1]}", (random(9, *shape), count))
     holes = random(9, 1, 2, 200)
     holes[..., ::3], holes[..., 5] = float("-inf"), float("inf")
-    yield Case("top_k", "all-equal", (torch.ones(2, 2, 300), 17))
-    yield Case("top_k", "infinite", (holes, 180))
-    yield Case("top_k", "none", (random(9, 2, 3, 10), 0))
-    yield Case("top_k", "view", (random(9, 1, 3, 500)[..., 3:451], 20))
+    yield OpCase("top_k", "all-equal", (torch.ones(2, 2, 300), 17))
+    yield OpCase("top_k", "infinite", (holes, 180))
+    yield OpCase("top_k", "none", (random(9, 2, 3, 10), 0))
+    yield OpCase("top_k", "view", (random(9, 1, 3, 500)[..., 3:451], 20))
 
 
-def rebuild_keys() -> Iterator[Case]:
+def rebuild_keys() -> Iterator[OpCase]:
     for name, (batch, _, groups, dim, count) in SHAPES.items():
         for rank, chosen in ((10, 1), (26, max(1, count // 2)), (10, 0)):
             angles = random(1, count, dim // 2).repeat(1, 2)
             u = random(2, batch, count, rank + 2)[..., :rank]
             args = (u, random(3, batch, groups, rank, dim), pick(4, batch, groups, count, chosen))
-            yield Case("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
+            yield OpCase("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
     angles = random(1, 40, 16).repeat(1, 2)
     args = (random(2, 1, 40, 10), random(3, 1, 2, 10, 48), pick(4, 1, 2, 40, 9))
-    yield Case("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))
+    yield OpCase("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))
 
 
-def cases() -> list[Case]:
+def cases() -> list[OpCase]:
     return [
         *segment_attention(),
         *segment_attention_with_lse(),

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
-from tests.kernels.op_cases import Case, cases, converted, pick, random, stored
+from tests.kernels.op_cases import OpCase, cases, converted, pick, random, stored
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
@@ -39,18 +39,18 @@ def runs(device: str) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 @pytest.mark.parametrize(("case", "backend", "dtype"), runs("cpu"))
-def test_backend_equals_reference(case: Case, backend: str, dtype: torch.dtype) -> None:
+def test_backend_equals_reference(case: OpCase, backend: str, dtype: torch.dtype) -> None:
     check(case, backend, dtype, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device on this machine")
 @pytest.mark.parametrize(("case", "backend", "dtype"), runs("cuda")[: None if HAS_GPU else 1])
-def test_backend_equals_reference_on_the_gpu(case: Case, backend: str, dtype: torch.dtype) -> None:
+def test_backend_equals_reference_on_the_gpu(case: OpCase, backend: str, dtype: torch.dtype) -> None:
     check(case, backend, dtype, "cuda")
 
 
-def check(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
+def check(case: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
     """The backend's error is small, and Triton's no more than twice that of plain torch in the same dtype."""
     op, args = OPS[case.op], converted(case.args, dtype, device)
     with use_backend(backend):

@@ -39,14 +39,15 @@ class Report:
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"{title}\nEach row goes to {self.folder} as it comes.", flush=True)
 
-    def add(self, row: Row, said: str) -> None:
-        self.show([*self.rows, row], said)
+    def add(self, row: Row, line: str) -> None:
+        """`line`: the row as the screen shows it."""
+        self.show([*self.rows, row], line)
 
-    def show(self, rows: Sequence[Row], said: str) -> None:
+    def show(self, rows: Sequence[Row], line: str) -> None:
         """In place of the rows so far, for those that grow with every round."""
         self.rows = list(rows)
         self._write("partial")
-        print(said + (f" ({mark} samples disturbed)" if (mark := _disturbed(self.rows[-1])) else ""), flush=True)
+        print(line + (f" ({mark} samples disturbed)" if (mark := _disturbed(self.rows[-1])) else ""), flush=True)
 
     def out_of_time(self, what: str) -> bool:
         """Whether --minutes are over, so that `what` is left out."""
@@ -59,10 +60,10 @@ class Report:
         """Prints the table; returns the rows without an error, for a picture."""
         good = self._good()
         if not good:
-            raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._said())
+            raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
         self._write("complete")
         load = os.getloadavg()[0]
-        print(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._said()}load average {load:.2f}; ", end="")
+        print(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}load average {load:.2f}; ", end="")
         print(f"written to {self.folder}")
         return good
 
@@ -73,26 +74,26 @@ class Report:
         good = self._good()
         return [*self.table(good), column("disturbed", "", good, _disturbed), column("launches", "", good, _launches)]
 
-    def _said(self) -> str:
+    def _warnings(self) -> str:
         """What a reader of the table must know, a sentence per line."""
         disturbed = sum(bool(_disturbed(row)) for row in self._good())
-        said = []
+        sentences = []
         if disturbed:
-            said.append(
+            sentences.append(
                 f"{disturbed} of {len(self.rows)} rows hold samples in which other processes took the CPU (disturbed): "
                 "measure again on an idle machine."
             )
         if self.left_out:
-            said.append(f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}.")
-        return "".join(f"{sentence}\n" for sentence in said)
+            sentences.append(f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}.")
+        return "".join(f"{sentence}\n" for sentence in sentences)
 
     def _write(self, status: str) -> None:
         ended = {"time": now(), "load_average": [round(load, 2) for load in os.getloadavg()]}
         result = {**self._head, "status": status, "ended": ended, "left_out": self.left_out, "rows": self.rows}
         write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         partial = "PARTIAL: the benchmark has not ended, or was ended early.\n\n" if status == "partial" else ""
-        said = f"\n{self._said()}" if self._said() else ""
-        text = f"{partial}{self.title}\n\n{markdown_table(self._columns())}\n{said}"
+        warnings = f"\n{self._warnings()}" if self._warnings() else ""
+        text = f"{partial}{self.title}\n\n{markdown_table(self._columns())}\n{warnings}"
         write_atomically(self.folder / "table.md", text)
 
 

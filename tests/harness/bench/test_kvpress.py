@@ -14,7 +14,7 @@ import pytest
 from harness.bench import kvpress
 from harness.bench.common.measure import Seconds
 from harness.bench.kvpress import PRESSES, Peer, Sample
-from harness.config.settings import Generation, Settings
+from harness.config.settings import GenerationSettings, Settings
 from harness.jobs.job import Job
 from methods.full import Full
 from tests.fast import MODEL, niah
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_sides_answer_the_same_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    settings = Settings(budget=0.2, baseline="off", generation=Generation(max_new_tokens=5))
+    settings = Settings(budget=0.2, baseline="off", generation=GenerationSettings(max_new_tokens=5))
     loaded = MODEL.load("fp32", "cpu")
     job = Job.plan(Full(), niah(), MODEL, settings)
     with kvpress.peer(sys.executable, folder / "model") as process:

@@ -64,7 +64,7 @@ def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatc
 
 def rows(*more: str) -> list[Any]:
     found: list[Any] = []
-    report: Any = SimpleNamespace(add=lambda row, said: found.append(row), out_of_time=lambda what: False)
+    report: Any = SimpleNamespace(add=lambda row, line: found.append(row), out_of_time=lambda what: False)
     layer.run(options(*more), report)
     return found
 

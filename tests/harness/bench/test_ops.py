@@ -17,7 +17,7 @@ from harness.bench.calibrate import Limits
 from harness.bench.common.arguments import current
 from harness.bench.common.measure import Cold, interleaved
 from harness.bench.common.synthetic import Shape
-from harness.bench.op_cases import Case, Inputs, cases
+from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
 from kernels import ops
 from kernels.dispatch import use_backend
@@ -29,7 +29,7 @@ LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "600", "--budget", "128", "--prefill", "40"]
 
 
-def case(op: str, place: int = 0) -> Case:
+def case(op: str, place: int = 0) -> OpCase:
     return [case for case in cases(INPUTS) if case.op == op][place]
 
 

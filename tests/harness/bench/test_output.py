@@ -77,10 +77,10 @@ def test_a_killed_benchmark_leaves_its_rows_and_says_that_it_is_partial(tmp_path
         text=True,
     )  # fmt: skip
     assert process.stdout is not None
-    said = []
-    while not said or "waiting to be killed" not in said[-1]:
-        said.append(process.stdout.readline())
-        assert said[-1], "it has ended by itself"
+    lines = []
+    while not lines or "waiting to be killed" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "it has ended by itself"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     made = result(tmp_path)
@@ -89,7 +89,7 @@ def test_a_killed_benchmark_leaves_its_rows_and_says_that_it_is_partial(tmp_path
     assert {row["op"] for row in made["rows"]} == {"group_weights"}
     assert made["provenance"]["machine"]["device"] == "cpu"
     assert "| group_weights |" in (tmp_path / "table.md").read_text()
-    assert sum(line.startswith("group_weights") for line in said) == len(made["rows"])
+    assert sum(line.startswith("group_weights") for line in lines) == len(made["rows"])
 
 
 def test_an_interrupted_benchmark_says_where_it_is(
@@ -108,9 +108,9 @@ def test_disturbed_samples_are_marked_in_row_table_and_file(tmp_path: Path, caps
     made.add({"what": "calm", **marks([Seconds(1.0), Seconds(2.0)])}, "calm")
     made.add({"what": "held up", **marks([Seconds(1.0, disturbed=True)], [Seconds(2.0)])}, "held up")
     made.finish()
-    said = capsys.readouterr().out
-    assert "held up (1 of 2 samples disturbed)\n" in said
-    assert "1 of 2 rows hold samples in which other processes took the CPU" in said
+    printed = capsys.readouterr().out
+    assert "held up (1 of 2 samples disturbed)\n" in printed
+    assert "1 of 2 rows hold samples in which other processes took the CPU" in printed
     assert [row["disturbed"] for row in result(tmp_path)["rows"]] == [0, 1]
     assert "| held up | 1 of 2 |" in (tmp_path / "table.md").read_text()
 

@@ -22,7 +22,7 @@ from methods.layers import DenseLayer
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
-PREFILL, SEAL, STEP, RECORD = 100.0, 20.0, 3.0, 7.0  # seconds of the device, for all layers together
+PREFILL, SEAL, STEP, CAPTURE = 100.0, 20.0, 3.0, 7.0  # seconds of the device, for all layers together
 
 
 class Device:
@@ -76,17 +76,17 @@ class Waiting(Greedy):
 
 
 class Slow(Tape):
-    """Recording takes the host a while; repeats launch what was recorded."""
+    """Capturing takes the host a while; replays launch what was captured."""
 
     device: Device
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        repeat, result = super().capture(step)
-        self.device.now += RECORD
-        return lambda: (self.device.launch(STEP), repeat()), result
+        replay, result = super().capture(step)
+        self.device.now += CAPTURE
+        return lambda: (self.device.launch(STEP), replay()), result
 
 
-def generate(monkeypatch: pytest.MonkeyPatch, recorded: bool = False, context: int | None = None) -> Generation:
+def generate(monkeypatch: pytest.MonkeyPatch, captured: bool = False, context: int | None = None) -> Generation:
     device, graphs = Device(), Slow()
     graphs.device = device
     monkeypatch.setattr(LaunchingLayer, "device", device, raising=False)
@@ -94,7 +94,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, recorded: bool = False, context: i
         monkeypatch.setattr(module, "perf_counter", device.clock)
         monkeypatch.setattr(module, "wait_for", device.wait)
     with attached(tiny("llama"), Launching()) as kv:
-        engine = Engine(kv, graphs=graphs if recorded else None)
+        engine = Engine(kv, graphs=graphs if captured else None)
         return engine.generate(prompt(30), max_new_tokens=4, context_tokens=context, sampler=Waiting(device))
 
 
@@ -111,10 +111,10 @@ def test_a_seal_behind_a_context_holds_none_of_its_prefill(monkeypatch: pytest.M
     assert made.token_s[0] == pytest.approx(PREFILL + SEAL + 5 * STEP)
 
 
-def test_recording_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = generate(monkeypatch, recorded=True)
-    assert made.graph_s == pytest.approx(RECORD)
-    second = PREFILL + SEAL + STEP + RECORD
+def test_capturing_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generate(monkeypatch, captured=True)
+    assert made.capture_s == pytest.approx(CAPTURE)
+    second = PREFILL + SEAL + STEP + CAPTURE
     assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
 
 

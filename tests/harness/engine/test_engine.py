@@ -83,8 +83,8 @@ def test_the_union_of_heads_that_read_alike_is_what_was_attended(method: Any) ->
 
 def test_the_union_is_counted_outside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    take, count = engine_module._Run.take, engine_module.union
-    monkeypatch.setattr(engine_module._Run, "take", lambda *given: steps.append("take") or take(*given))
+    take, count = engine_module._GenerationState.take, engine_module.union
+    monkeypatch.setattr(engine_module._GenerationState, "take", lambda *given: steps.append("take") or take(*given))
     monkeypatch.setattr(engine_module, "union", lambda layers: steps.append("union") or count(layers))
     with attached(tiny("llama"), PQ, budget=0.3) as kv:
         Engine(kv).generate(prompt(60), max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once and repeated give what steps give that are run one by one."""
+"""Decode steps that are captured once and replayed give what steps give that are run one by one."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.tiny import ARCHITECTURES, prompt, tiny
 methods = pytest.mark.parametrize("name", NAMES)
 
 
-def repeatable(name: str) -> Method:
+def capturable(name: str) -> Method:
     method = small(name)
     return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
 
 
-def generate(kv: Attachment, ids: Tensor, recorded: bool, **how: Any) -> tuple[Generation, Engine]:
-    engine = Engine(kv, graphs=Tape() if recorded else None)
+def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[Generation, Engine]:
+    engine = Engine(kv, graphs=Tape() if captured else None)
     with use_backend("torch"):
         return engine.generate(ids, max_new_tokens=9, **how), engine
 
@@ -45,13 +45,13 @@ def generate(kv: Attachment, ids: Tensor, recorded: bool, **how: Any) -> tuple[G
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("context", [None, 74])
 @methods
-def test_repeated_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
+def test_replayed_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
     ids = prompt(80, batch=batch)
-    with attach(repeatable(name), 0.5) as kv:
+    with attach(capturable(name), 0.5) as kv:
         wanted, _ = generate(kv, ids, False, context_tokens=context)
         got, engine = generate(kv, ids, True, context_tokens=context)
     assert engine.plain_steps is None
-    assert got.graph_s is not None
+    assert got.capture_s is not None
     assert got.tokens == wanted.tokens
     for key in ("stops", "attended_prompt", "attended_total", "moved_bytes_per_step", "kv", "sealed"):
         assert getattr(got, key) == getattr(wanted, key), key
@@ -61,7 +61,7 @@ class Turn(NamedTuple):
     """What is known behind an answer."""
 
     tokens: list[list[int]]
-    recorded: bool
+    captured: bool
     attended: list[Attended]
     read: list[list[int] | None]
 
@@ -75,20 +75,20 @@ def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[lis
             made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=new)
         rows = [layer.read_positions() for layer in cache.layers]
         read = [None if x is None else x.sort(-1).values.tolist() for x in rows]
-        turns.append(Turn(made.tokens, made.graph_s is not None, [layer.attended for layer in cache.layers], read))
+        turns.append(Turn(made.tokens, made.capture_s is not None, [layer.attended for layer in cache.layers], read))
     return turns, engine
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 6])
 @methods
-def test_a_further_turn_is_recorded_anew(name: str, new: int) -> None:
-    """A step that was recorded and never repeated (an answer of two tokens) has not run."""
-    with attach(repeatable(name), 0.6) as kv:
+def test_a_further_turn_is_captured_anew(name: str, new: int) -> None:
+    """A step that was captured and never replayed (an answer of two tokens) has not run."""
+    with attach(capturable(name), 0.6) as kv:
         wanted, _ = two_turns(kv, None, new)
         got, engine = two_turns(kv, Tape(), new)
     assert engine.plain_steps is None
-    assert [turn.recorded for turn in got] == [new > 1] * 2
-    assert [turn._replace(recorded=False) for turn in got] == wanted
+    assert [turn.captured for turn in got] == [new > 1] * 2
+    assert [turn._replace(captured=False) for turn in got] == wanted
 
 
 class FailsAt:
@@ -119,8 +119,8 @@ class FailsAt:
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @methods
-def test_where_recording_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
-    with attach(repeatable(name), 0.6) as kv:
+def test_where_capturing_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
+    with attach(capturable(name), 0.6) as kv:
         wanted, _ = two_turns(kv, None, 6)
         graphs = FailsAt(kv, place)
         got, engine = two_turns(kv, graphs, 6)
@@ -130,13 +130,13 @@ def test_where_recording_fails_steps_go_on_one_by_one(name: str, place: int) -> 
     assert engine.plain_steps == f"capturing a step failed: RuntimeError: {why}"
 
 
-def test_an_interrupt_while_recording_leaves_the_cache_as_it_was() -> None:
+def test_an_interrupt_while_capturing_leaves_the_cache_as_it_was() -> None:
     class Interrupted:
         def capture(self, step: Callable[[], Tensor]) -> Any:
             step()
             raise KeyboardInterrupt
 
-    with attach(repeatable("snapkv"), 0.6) as kv:
+    with attach(capturable("snapkv"), 0.6) as kv:
         engine = Engine(kv, graphs=Interrupted())
         cache = engine.cache(prompt(60), 9)
         logits = engine.prefill(cache, prompt(60))
@@ -147,7 +147,7 @@ def test_an_interrupt_while_recording_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_can_be_recorded(architecture: str) -> None:
+def test_every_architecture_can_be_captured(architecture: str) -> None:
     ids = prompt(70)
     with attach(small("sparq"), 0.5, architecture) as kv:
         wanted, _ = generate(kv, ids, False)
@@ -163,7 +163,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     for name in NAMES:
         steps: list[list[Tensor]] = []
         for graphs in (None, Tape()):
-            with attach(repeatable(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
+            with attach(capturable(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
                 engine = Engine(kv)
                 assert engine.forward is not None
                 cache = engine.cache(ids, 12)
@@ -187,7 +187,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
         ("full", {"trace": True}, {}, "trace=on clocks"),
     ],
 )
-def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
+def test_what_cannot_be_captured_runs_step_by_step_and_says_why(
     name: str, how: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
     method, ids = replace(small(name), **changes), prompt(79)
@@ -197,7 +197,7 @@ def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
         if "trace" in how:
             engine.tracer = Tracer(torch.device("cpu"))
         got = engine.generate(ids, max_new_tokens=5)
-    assert got.graph_s is None
+    assert got.capture_s is None
     assert reason in (engine.plain_steps or "")
 
 
@@ -263,13 +263,13 @@ def test_a_newcomers_layer_is_captured_only_if_its_own_class_says_so() -> None:
         wanted, _ = generate(kv, ids, False)
         got, engine = generate(kv, ids, True)
     assert got.tokens == wanted.tokens
-    assert got.graph_s is None
+    assert got.capture_s is None
     assert engine.plain_steps is not None
     assert "EveryOther does not say that its step can be captured" in engine.plain_steps
     with attach(Newcomer(sinks=4, layer=Declared), 0.3) as kv:
         claimed, engine = generate(kv, ids, True)
     assert engine.plain_steps is None
-    assert claimed.graph_s is not None
+    assert claimed.capture_s is not None
 
 
 def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:

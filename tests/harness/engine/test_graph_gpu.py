@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from harness.engine.attach import attached
 from harness.engine.engine import Engine, Generation
 from harness.engine.graph import CudaGraphs
-from tests.harness.engine.test_graph import repeatable
+from tests.harness.engine.test_graph import capturable
 from tests.methods.test_contract import NAMES
 from tests.tiny import prompt, tiny
 
@@ -26,11 +26,11 @@ pytestmark = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_gives_the_tokens_of_single_launches(name: str) -> None:
     model, said = deepcopy(tiny("llama")).to("cuda"), []  # type: ignore[arg-type]
-    with attached(model, repeatable(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
+    with attached(model, capturable(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
         engines: list[Any] = [Engine(kv), Engine(kv, graphs=CudaGraphs(model.device))]
         for seed in range(3):  # the second and third graph take over the memory of the one before
             made: list[Generation] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in engines]
             assert made[0].tokens == made[1].tokens
             said.append(made[1])
     assert engines[1].plain_steps is None
-    assert all(generation.graph_s for generation in said)
+    assert all(generation.capture_s for generation in said)

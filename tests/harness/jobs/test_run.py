@@ -207,9 +207,9 @@ def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
 
 
 def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    from harness.config.settings import Generation
+    from harness.config.settings import GenerationSettings
 
-    hot = Generation(temperature=3.0)
+    hot = GenerationSettings(temperature=3.0)
     whole = run(tmp_path / "whole", Full(), generation=hot)
     part = run(tmp_path / "part", Full(), generation=hot)
     (lines,) = (tmp_path / "part").glob("*/examples.jsonl")

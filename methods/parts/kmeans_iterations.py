@@ -1,7 +1,7 @@
-"""How many k-means rounds a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section 3.3).
+"""How many k-means iterations a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section 3.3).
 
 Timed once per model at a few lengths s: a layer's share of a dense prefill, fitted as a quadratic of s, and the
-clustering of a layer's keys in 3 and in 9 rounds, fitted as lines of s. A prompt then gets the most rounds whose
+clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s. A prompt then gets the most whose
 clustering takes no longer than one layer's prefill, 3 to 300.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from methods.base import AttnInput
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
-FEW, MORE = 3, 9  # rounds
+FEW, MORE = 3, 9  # iterations
 LEAST, MOST = 3, 300
 REPEATS, ENOUGH_S = 3, 1.0  # the fastest counts, for the first pays for allocations; seconds-long calls run once
 Made = TypeVar("Made")
@@ -31,23 +31,23 @@ class Fit(NamedTuple):
     prefill_2: float
     prefill_1: float
     prefill_0: float
-    few_1: float
+    few_1: float  # three iterations
     few_0: float
-    round_1: float
-    round_0: float
+    one_1: float  # a further iteration
+    one_0: float
 
-    def rounds(self, tokens: int) -> int:
+    def iterations(self, tokens: int) -> int:
         """For `tokens` clustered tokens."""
         prefill = (self.prefill_2 * tokens + self.prefill_1) * tokens + self.prefill_0
         spare = prefill - (self.few_1 * tokens + self.few_0)
-        each = self.round_1 * tokens + self.round_0
+        each = self.one_1 * tokens + self.one_0
         return max(LEAST, min(FEW + int(spare / max(each, 1e-12)), MOST))
 
 
 def measure(
     layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
 ) -> Fit:
-    """`observe` as in `Method.prepare`; `cluster(keys, rounds)` clusters keys [1 G S D] in exactly that many rounds."""
+    """`observe` as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D] in exactly that many."""
     prefill, few, more = [], [], []
     for tokens in LENGTHS:
         whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evals.ruler.templates import Prompt
+from evals.ruler.templates import FilledTemplate
 
 MARGIN = 0.005  # of the limit: what random keys may add to or take from a haystack's tokens
 MARGIN_TOKENS = 200  # at least
 DOUBT = 0.15  # of the tokens between a prompt and the counted one nearest to it
 
 
-class Gauge:
+class FitCheck:
     """Says whether prompts hold at most `limit` tokens, and counts only those near it.
 
     Sizes far off are judged by the nearest prompt that was counted. Every prompt draws from the random stream, so a
@@ -20,7 +20,7 @@ class Gauge:
     haystack only, so that settles it; where it fails, the caller restores the stream and searches with `guess=False`.
     """
 
-    def __init__(self, count: Callable[[Prompt], int], limit: int, *, guess: bool = True) -> None:
+    def __init__(self, count: Callable[[FilledTemplate], int], limit: int, *, guess: bool = True) -> None:
         self._count = count
         self._limit = limit
         self._guess = guess
@@ -28,13 +28,13 @@ class Gauge:
         self._counted: list[tuple[int, int]] = []  # characters, tokens
         self._guessed: list[tuple[int, bool]] = []  # characters, held to fit
 
-    def tokens(self, prompt: Prompt) -> int:
+    def tokens(self, prompt: FilledTemplate) -> int:
         """Counts, and remembers for later guesses."""
         tokens = self._count(prompt)
         self._counted.append((len(prompt.text), tokens))
         return tokens
 
-    def fits(self, prompt: Prompt) -> bool:
+    def fits(self, prompt: FilledTemplate) -> bool:
         guess = self._verdict(len(prompt.text)) if self._guess and self._counted else None
         if guess is None:
             return self.tokens(prompt) <= self._limit

@@ -1,4 +1,4 @@
-"""PQCache's k-means rounds: the paper's fit of prefill and clustering, a fixed number, and a fit from elsewhere."""
+"""PQCache's k-means iterations: the paper's fit of prefill and clustering, a fixed number, and a fit from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from harness.engine.attach import attached
 from kernels import ops
 from methods.base import AttnInput
-from methods.parts import kmeans_rounds
-from methods.parts.kmeans_rounds import LENGTHS, Fit, measure, polynomial
+from methods.parts import kmeans_iterations
+from methods.parts.kmeans_iterations import LENGTHS, Fit, measure, polynomial
 from methods.pqcache import PQCache
 from tests.fast import PQ
 from tests.tiny import prompt, tiny
 
 PAPER = (4.86069848e-11, 2.52501805e-06, 5.10610107e-04)  # a Mistral layer's prefill on the authors' GPU
-SLOW = Fit(*PAPER, few_1=2e-6, few_0=1e-3, round_1=5e-7, round_0=1e-4)
+SLOW = Fit(*PAPER, few_1=2e-6, few_0=1e-3, one_1=5e-7, one_0=1e-4)
 AUTO = replace(PQ, iterations="auto")
 
 
@@ -28,19 +28,19 @@ def test_the_papers_formula() -> None:
     prefill = PAPER[0] * 8192**2 + PAPER[1] * 8192 + PAPER[2]
     assert prefill == pytest.approx(24.5e-3, rel=0.01)
     few, each = 2e-6 * 8192 + 1e-3, 5e-7 * 8192 + 1e-4
-    assert SLOW.rounds(8192) == int((prefill - few) / each + 3) == 4
+    assert SLOW.iterations(8192) == int((prefill - few) / each + 3) == 4
 
 
 def test_longer_prompts_hide_more_rounds_within_bounds() -> None:
-    made = [SLOW.rounds(tokens) for tokens in range(1, 200_000, 500)]
+    made = [SLOW.iterations(tokens) for tokens in range(1, 200_000, 500)]
     assert made == sorted(made)
     assert (made[0], made[-1]) == (3, 23)
-    assert replace_round(SLOW, 1e-9).rounds(100_000) == 300
-    assert replace_round(SLOW, 0.0).rounds(100) == 3  # three rounds take longer than the prefill already
+    assert replace_round(SLOW, 1e-9).iterations(100_000) == 300
+    assert replace_round(SLOW, 0.0).iterations(100) == 3  # three rounds take longer than the prefill already
 
 
 def replace_round(fit: Fit, each: float) -> Fit:
-    return fit._replace(round_1=each, round_0=0.0)
+    return fit._replace(one_1=each, one_0=0.0)
 
 
 def test_the_fit_finds_the_coefficients_it_is_made_of() -> None:
@@ -54,7 +54,7 @@ def test_the_fit_finds_the_coefficients_it_is_made_of() -> None:
 def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole model's prefill over its layers; the same keys in 3 and in 9 rounds, none ended early."""
     now, clustered = [0.0], []
-    monkeypatch.setattr(kmeans_rounds, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kmeans_iterations, "perf_counter", lambda: now[0])
 
     def observe(tokens: int) -> Iterator[AttnInput]:
         now[0] += 10 * tokens * 1e-3
