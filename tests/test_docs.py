@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.config.compose import built, composed
+from harness.config.experiments import experiments
 from harness.config.overrides import checked
 from harness.models.embedded import installed
 
@@ -191,11 +193,14 @@ def points(overrides: Sequence[str], sweep: bool) -> list[list[str]]:
     found = checked(overrides, sweep=sweep)
     if not sweep:
         return [list(overrides)]
-    values = [_values(word) for word in overrides]
+    named = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("experiment=")]
+    grids = [f"{key}={values}" for name in named for key, values in experiments()[name].grid.items()]
+    values = [_values(word) for word in (*grids, *overrides)]
     assert found.jobs > 1, "a sweep of one job"
     return [[each[i % len(each)] for each in values] for i in range(max(map(len, values)))]
 
 
 def _values(word: str) -> list[str]:
-    key, _, value = word.partition("=")
-    return [word] if value.startswith(("[", "'")) else [f"{key}={one}" for one in value.split(",")]
+    override = OverridesParser.create().parse_override(word)
+    key = word.partition("=")[0]
+    return [f"{key}={one}" for one in override.sweep_string_iterator()] if override.is_sweep_override() else [word]
