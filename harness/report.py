@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.nested import flatten
+from harness.reports.banner import banner, markdown_banner, shows_colour
 from harness.reports.columns import average_table, group_table, notes, score_table, trace_table
 from harness.reports.compare import Comparison, Entry, comparisons
 from harness.reports.conditions import conditions, origin
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs, unreadable = _load(find(options.folders))
         shown = [run for run in runs if not run.is_empty]
         tables = comparisons(shown)
-        print(_document(tables, options.sort))
+        print(_document(tables, options.sort, colour=shows_colour(sys.stdout)))
         if len(shown) < len(runs):
             print(_empty([run for run in runs if run.is_empty]))
         if options.md:
@@ -75,14 +76,18 @@ def _empty(runs: Sequence[StoredRun]) -> str:
 
 def print_report(folders: Sequence[Path]) -> None:
     """The tables of these runs, as at the end of a command that ran them."""
-    print("\n" + _document(comparisons([load(folder) for folder in folders])))
+    tables = comparisons([load(folder) for folder in folders])
+    print("\n" + _document(tables, colour=shows_colour(sys.stdout)))
 
 
-def _document(tables: Sequence[Comparison], sort: str | None = None, markdown: bool = False) -> str:
+def _document(
+    tables: Sequence[Comparison], sort: str | None = None, *, markdown: bool = False, colour: bool = False
+) -> str:
     render = markdown_table if markdown else text_table
     parts = []
     for table in (_sorted(table, sort) for table in tables):
         parts += [f"### {table.title}\n" if markdown else table.title]
+        parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]

@@ -38,7 +38,17 @@ ROOMS = {
     "reports": {"terminal", "config", "engine", "results"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }
-COMMANDS = {"__main__", "clashes", "doctor", "lint", "list", "report", "rescore", "show"}  # they may import any room
+COMMANDS = {
+    "__main__",
+    "bands",
+    "clashes",
+    "doctor",
+    "lint",
+    "list",
+    "report",
+    "rescore",
+    "show",
+}  # they may import any room
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {
     "harness/__main__.py",

@@ -147,7 +147,7 @@ class Job:
             if words := not_continued(self.identity, named, akin(self.folder)):
                 say_once(words)
 
-    def note(self, run: Run) -> None:
+    def note(self, run: Run, loaded: LoadedModel) -> None:
         """What run.json says of this run beside its configuration."""
         run.note(
             provenance=provenance(self.settings.device),
@@ -155,6 +155,8 @@ class Job:
             | self.task.provenance(),
             presets=dict(self.presets or {}) or None,
             num_expected=len(self.items),
+            weights=loaded.weights,
+            budget_use=_budget_use(self.method),
             simulated=self.settings.shared_prefill,
             host_is_cpu=self.settings.device == "cpu",
         )
@@ -172,6 +174,14 @@ class Job:
         if measured := self.method.measured(attachment.prepared):
             run.note(measured=dict(measured))
         return attachment
+
+
+def _budget_use(method: Method) -> dict[str, Any]:
+    """What tells apart rows that ask for the same budget and mean another: see harness/results/alarms.py."""
+    usual = plugins.defaults(method)
+    windows = {name: getattr(method, own) for name, own in method.window_names.items()}
+    typed = any(windows[name] != usual.get(own) for name, own in method.window_names.items())
+    return {"paper_leaves_out": method.paper_leaves_out, "windows": windows, "windows_typed": typed}
 
 
 def _name(config: dict[str, Any]) -> str:

@@ -179,7 +179,7 @@ class _Member:
 
     def start(self, loaded: LoadedModel) -> None:
         job = self.job
-        job.note(self.run)
+        job.note(self.run, loaded)
         with Usage(loaded.model.device) as usage:
             attachment = job.attachment(loaded, self.run)
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)

@@ -10,8 +10,6 @@ from typing import Any
 from harness.engine.step_parts import PARTS
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
-from harness.results.alarms import same_outputs
-from harness.results.store import StoredRun
 from harness.terminal.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
 
 STAMPS = {
@@ -138,11 +136,9 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for entry in comparison.entries:
         if again := entry.run.info.get("rescored"):
             yield _rescored(entry, again)
-        if entry.full and (versions := (_scorer(entry.run), _scorer(entry.full)))[0] != versions[1]:
+        if entry.full and (versions := (entry.run.scorer, entry.full.scorer))[0] != versions[1]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _merged_warnings(comparison.entries)
-    runs = [(entry.title, entry.summary["method"], entry.run.records) for entry in comparison.entries]
-    yield from (f"! {alarm}" for alarm in same_outputs(runs))
 
 
 def _power(comparison: Comparison) -> Iterator[str]:
@@ -154,12 +150,6 @@ def _power(comparison: Comparison) -> Iterator[str]:
         yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
     if few := ", ".join(entry.title for entry, size in found if size is None):
         yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
-
-
-def _scorer(run: StoredRun) -> str:
-    """Version of the task that made the scores that are shown."""
-    again = run.info.get("rescored", {}).get("present")
-    return str((again or {"task_version": run.info.get("task_info", {}).get("version")})["task_version"])
 
 
 def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
+from harness.results.alarms import Alarm, Row
+from harness.results.alarms import alarms as table_alarms
 from harness.results.pairs import paired
-from harness.results.store import StoredRun
+from harness.results.records import StoreError
+from harness.results.store import StoredRun, load
 from harness.results.summary import detectable
 from harness.results.summary_file import FULL, ONE_TABLE, combination, current_summary, method_of, reference
 
@@ -56,10 +60,22 @@ class Comparison:
         return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
 
     @property
+    def adjusted(self) -> dict[int, float]:
+        """Per row that is held against Full, p after Holm's correction over this table."""
+        corrected = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
+        return dict(zip(self.tested, corrected, strict=True))
+
+    @property
     def significant(self) -> set[int]:
-        """Rows whose difference to Full holds after Holm's correction over this table."""
-        adjusted = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
-        return {i for i, p in zip(self.tested, adjusted, strict=True) if p < ALPHA}
+        """Rows whose difference to Full holds after this correction."""
+        return {i for i, p in self.adjusted.items() if p < ALPHA}
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """What a reader must see before the table, red ones first."""
+        p = self.adjusted
+        rows = [Row(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
+        return table_alarms(rows)
 
     @property
     def detectable(self) -> list[tuple[Entry, float | None]]:
@@ -82,11 +98,22 @@ def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
     entries = []
     for run, label in zip(runs, labels(runs), strict=True):
         full = reference(run, runs)
-        entries.append(Entry(run, full, current_summary(run, full), label))
+        summary = current_summary(run, full)
+        entries.append(Entry(run, full or _beside(run, summary), summary, label))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, _asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
     return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
+
+
+def _beside(run: StoredRun, summary: Mapping[str, Any]) -> StoredRun | None:
+    """The Full that a summary names, where the report was not asked for it."""
+    named = (summary["full"] or {}).get("folder")
+    if named is None:
+        return None
+    with suppress(StoreError):
+        return load(run.folder.parent / named)
+    return None
 
 
 def _asked(summary: Mapping[str, Any]) -> float:

@@ -13,8 +13,8 @@ from harness.config.catalogue import entries
 from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import Settings
+from harness.results.identity import model_name
 from harness.results.store import StoredRun
-from harness.results.summary import model_name
 
 NOT_NAMED = (
     "budget",

@@ -78,6 +78,15 @@ def differences(mine: Values, other: Values, named: Values) -> list[str]:
     return [key for key in keys if not (old and (key == "core" or key.startswith("code.")))]
 
 
+def model_name(config: Mapping[str, Any]) -> str:
+    """The hub's name or the folder, else the class, with the shape of random weights."""
+    model = config.get("model")
+    if isinstance(model, Mapping):
+        kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
+        model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
+    return str(model)
+
+
 def _word(key: str) -> str:
     return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
 

@@ -188,6 +188,12 @@ class StoredRun:
     status: str  # as run.json says, but `running` only while the writer lives
 
     @property
+    def scorer(self) -> str:
+        """Version of the task that made the scores that are shown."""
+        again = self.info.get("rescored", {}).get("present")
+        return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
+
+    @property
     def is_empty(self) -> bool:
         """Whether it ended before its first example."""
         return not self.records and self.status in ("failed", "interrupted")

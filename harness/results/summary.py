@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from evals import stats
+from evals.base import Task
+from harness.config import plugins
 from harness.engine.step_parts import PARTS
 from harness.results import timing
 from harness.results.alarms import warnings
-from harness.results.averages import averages
+from harness.results.identity import model_name
 from harness.results.pairs import group_means, paired
 from harness.results.records import Record
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 def summarise(
@@ -54,7 +56,7 @@ def summarise(
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": list(warnings(records, full, beside, config=config, info=info)),
+        "warnings": list(warnings(records, full, config=config, info=info)),
     }
 
 
@@ -75,15 +77,6 @@ def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: i
     return stats.detectable(*_columns(pairs), comparisons=comparisons) if pairs else None
 
 
-def model_name(config: Mapping[str, Any]) -> str:
-    """The hub's name or the folder, else the class, with the shape of random weights."""
-    model = config.get("model")
-    if isinstance(model, Mapping):
-        kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
-        model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
-    return str(model)
-
-
 def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
     return {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None
 
@@ -102,8 +95,25 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
         "mean": fmean(means.values()) if means else None,
         "ci95": _ends(interval),
         "groups": {group: {"mean": mean, "n": sizes[group]} for group, mean in means.items()},
-        "averages": averages(records, means, task),
+        "averages": _averages(records, means, task),
     }
+
+
+def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any) -> dict[str, float]:
+    """What a task makes of its groups: category means, weighted averages, perplexity of the whole text ... `groups` are
+    their means, `task` its configuration; empty where the task's class cannot be had here."""
+    if not records or not isinstance(task, Mapping):
+        return {}
+    try:
+        made: Task = plugins.build(task, "task")
+    except ValueError:  # a run of another version, or of a plug-in that is not on this machine
+        return {}
+    details: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.details.items():
+            if isinstance(value, (int, float)):
+                details[name].append(value)
+    return made.averages(groups, {name: fmean(values) for name, values in details.items()})
 
 
 def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from harness import report, show
-from harness.reports.compare import Comparison, comparisons
-from harness.results.alarms import same_outputs
+from harness.reports.compare import comparisons
 from harness.results.store import load
 from harness.results.summary_file import current_summary, reference
 from harness.terminal import tables
@@ -47,10 +46,6 @@ def row(text: str, *words: str) -> str:
     """The one line that begins with these words."""
     [line] = [line for line in text.splitlines() if line.split()[: len(words)] == list(words)]
     return line
-
-
-def alarms(table: Comparison) -> list[str]:
-    return list(same_outputs((entry.title, entry.summary["method"], entry.run.records) for entry in table.entries))
 
 
 def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,19 +117,6 @@ def test_the_nearest_full_is_the_reference(tmp_path: Path) -> None:
     assert chosen is not None
     assert chosen.folder == same.folder
     assert reference(same, [run, same]) is None
-
-
-def test_methods_with_the_same_outputs_raise_an_alarm(results: Path) -> None:
-    half = records([1.0, 0.0] * 30, **SPARSE)
-    write_run(results, records([1.0] * 10, **SPARSE), "snapkv", budget=20)
-    [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
-    assert not alarms(table)  # quest's and snapkv's, but all are right
-    write_run(results, half, "sparq", budget=30)
-    write_run(results, half, "pqcache", budget=30)
-    write_run(results, records([0.0] * 60, **SPARSE), "infinigen", budget=30)
-    [table] = comparisons([load(f.parent) for f in results.glob("*/run.json")])
-    [alarm] = alarms(table)
-    assert alarm.startswith(("pqcache 30, sparq 30: the same 60 outputs", "sparq 30, pqcache 30: the same 60 outputs"))
 
 
 def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

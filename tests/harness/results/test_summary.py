@@ -137,23 +137,6 @@ def test_full_near_guessing_is_said(good: list[Record]) -> None:
     assert "in 1 of 2 groups: hard" in warnings(two, method="full")
 
 
-def test_better_than_full_is_an_alarm_only_where_it_is_significant() -> None:
-    full = records([0.0] * 6 + [1.0] * 6)
-    assert "scores above Full" in warnings(records([1.0] * 12, **SPARSE), full)
-    assert "scores above Full" not in warnings(records([0.0] * 4 + [1.0] * 8, **SPARSE), full)
-    assert "scores above Full" not in warnings(records([0.0] * 12, **SPARSE), full)
-
-
-def test_the_same_outputs_as_full_at_a_partial_budget(good: list[Record]) -> None:
-    told, poor = "all 30 outputs are Full's", records([0.0] * 30)
-    assert told in warnings(records([0.0] * 30, **SPARSE), poor)
-    assert told not in warnings(records([0.0] * 30), poor)  # everything was read
-    other = [*records([0.0] * 29, **SPARSE), record("e29", tokens=[9, 9, 9, 9], score=0.0, **SPARSE)]
-    assert told not in warnings(other, poor)
-    assert "outputs are Full's" not in warnings(records([1.0] * 12, **SPARSE), good)  # right answers are alike
-    assert "outputs are Full's" not in warnings(records([0.0] * 12, **SPARSE), records([0.0] * 12))  # 48 tokens
-
-
 def test_what_went_otherwise_than_asked_is_counted() -> None:
     lines = [
         record("a", fallback="all is read: prompt shorter than the window", warnings=["two BOS tokens"]),

@@ -1,0 +1,235 @@
+"""Alarms of a table: each where it is planted and only there; rarely one in tables that hold no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from evals import stats
+from harness.reports.compare import comparisons
+from harness.results import bands
+from harness.results.alarms import Alarm, Row, alarms
+from harness.results.records import Record
+from harness.results.store import StoredRun, load
+from tests.fake_records import config, record, records, write_run
+
+SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
+SIZE = 30
+
+
+def row(method: str, lines: Sequence[Record], full: Row | None = None, p: float | None = None, **facts: Any) -> Row:
+    """`facts`: settings of the run; `info`: of run.json; `title`."""
+    info, title = facts.pop("info", {}), facts.pop("title", method)
+    known = {"method": method, "task_info": {"version": "1"}} | info
+    run = StoredRun(Path(title), config(method, **facts), known, list(lines), "complete")
+    ours, theirs = (np.mean([line.score for line in some]) for some in (lines, full.run.records if full else lines))
+    asked = run.config["budget"]
+    summary = {
+        "method": method,
+        "budget": {"asked": asked, "layers": facts.get("layer_budgets")},
+        "full": {"diff": ours - theirs},
+        "simulated": bool(info.get("simulated")),
+        "host_is_cpu": bool(info.get("host_is_cpu")),
+        "memory": {"kv_host_bytes": max(line.kv_host_bytes for line in lines)},
+    }
+    return Row(title, run, full.run if full else None, summary, p)
+
+
+def kinds(found: Sequence[Alarm]) -> list[str]:
+    return [alarm.kind for alarm in found]
+
+
+# by simulation
+
+Floats = NDArray[np.float64]
+
+
+def quarters(rng: np.random.Generator, size: int = SIZE) -> Floats:
+    return rng.choice(5, p=[0.1, 0.2, 0.2, 0.2, 0.3], size=size) / 4
+
+
+def table(rng: np.random.Generator, full: Floats, methods: Sequence[Floats]) -> list[Row]:
+    """Outputs differ as scores do; p as a table stars it."""
+    p = stats.holm([stats.p_value(list(one), list(full)) for one in methods])
+    first = row("full", _lines(rng, full))
+    named = zip(("quest", "h2o", "snapkv", "sparq", "pqcache", "oracle"), methods, p, strict=False)
+    return [first, *(row(name, _lines(rng, scores, **SPARSE), first, corrected) for name, scores, corrected in named)]
+
+
+def _lines(rng: np.random.Generator, scores: Floats, **changes: Any) -> list[Record]:
+    words = rng.integers(0, 1000, (len(scores), 8)).tolist()
+    return [
+        record(f"e{i}", score=float(score), tokens=words[i], token_s=[1.0] * 8, **changes)
+        for i, score in enumerate(scores)
+    ]
+
+
+def band(rng: np.random.Generator, size: int = SIZE) -> bands.Band:
+    """What Full scored when it was published, on other draws."""
+    known = bands.about(row("full", records([1.0])).run)
+    assert known is not None
+    return bands.Band(known, {"g": quarters(rng, size).tolist()}, [])
+
+
+def test_tables_without_a_difference_rarely_raise_an_alarm() -> None:
+    """200 tables of six methods as good as Full, a Full as good as its band: at most 16 (8 %) raise one."""
+    rng, raised = np.random.default_rng(11), 0
+    for _ in range(200):
+        full = quarters(rng)
+        methods = [np.where(rng.random(SIZE) < 0.6, quarters(rng), full) for _ in range(6)]
+        raised += bool(alarms(table(rng, full, methods), [band(rng)]))
+    assert raised <= 16
+
+
+def test_a_planted_gain_is_found() -> None:
+    """A method that gains on Full what the table says it can find, beside five that are as good: found in 3 of 4."""
+    rng, found, tables = np.random.default_rng(12), 0, 40
+    full = quarters(rng)
+    again = [np.where(rng.random(SIZE) < 0.2, quarters(rng), full) for _ in range(6)]
+    size = stats.detectable(list(again[0]), list(full), ["g"] * SIZE, comparisons=6)
+    assert size is not None
+    for _ in range(tables):
+        full = 0.5 * quarters(rng)
+        gain = rng.random(SIZE) < size / 0.5
+        better = np.where(gain, full + 0.5, full)
+        others = [np.where(rng.random(SIZE) < 0.2, 0.5 * quarters(rng), full) for _ in range(5)]
+        raised = alarms(table(rng, full, [better, *others]), [])
+        found += any(alarm.kind == "above_full" and "quest" in alarm.rows for alarm in raised)
+    assert found >= 0.75 * tables
+
+
+def test_a_full_that_lost_three_in_five_is_outside_its_band() -> None:
+    rng, found = np.random.default_rng(13), 0
+    for _ in range(20):
+        lost = np.where(rng.random(SIZE) < 0.6, 0.0, quarters(rng))
+        raised = alarms(table(rng, lost, []), [band(rng, 60)])
+        assert all(alarm.red for alarm in raised)
+        found += "outside_band" in kinds(raised)
+    assert found >= 16
+
+
+# one by one
+
+
+def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
+    """Seven gains and no loss are p = 0.016: an alarm alone, none as one of six comparisons."""
+    half = records([0.0] * 7 + [1.0] * 7)
+    write_run(tmp_path, half)
+    write_run(tmp_path, records([1.0] * 14, **SPARSE), "quest")
+    [alone] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    assert [(alarm.kind, alarm.rows) for alarm in alone.alarms] == [("above_full", ("quest 10%",))]
+    assert "quest 10% (p = 0.016)" in alone.alarms[0].text
+    for method in ("h2o", "snapkv", "sparq", "pqcache", "oracle"):
+        lines = [
+            record(f"e{i}", score=one.score, tokens=[i, len(method), 0, 0], **SPARSE) for i, one in enumerate(half)
+        ]
+        write_run(tmp_path, lines, method)
+    [six] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    assert len(six.tested) == 6
+    assert six.alarms == []
+
+
+def test_the_same_outputs_as_full_at_a_partial_budget() -> None:
+    wrong, right = records([0.0] * 30), records([1.0] * 30)
+    full = row("full", wrong)
+    [alarm] = alarms([full, row("quest", records([0.0] * 30, **SPARSE), full)], [])
+    assert alarm.text.startswith("quest: all 30 outputs are Full's though only a part was read")
+    assert not alarms([full, row("quest", records([0.0] * 30), full, budget=None)], [])  # everything was read
+    other = [*records([0.0] * 29, **SPARSE), record("e29", tokens=[9, 9, 9, 9], score=0.0, **SPARSE)]
+    assert not alarms([full, row("quest", other, full)], [])
+    known = row("full", right)
+    assert not alarms([known, row("quest", records([1.0] * 30, **SPARSE), known)], [])  # right answers are alike
+    few = row("full", records([0.0] * 12))
+    assert not alarms([few, row("quest", records([0.0] * 12, **SPARSE), few)], [])  # 48 tokens
+
+
+def test_methods_with_the_same_outputs() -> None:
+    half, right = records([1.0, 0.0] * 30, **SPARSE), records([1.0] * 10, **SPARSE)
+    [alarm] = alarms([row("sparq", half), row("pqcache", half), row("h2o", records([0.0] * 60, **SPARSE))], [])
+    assert (alarm.kind, alarm.rows) == ("same_outputs", ("sparq", "pqcache"))
+    assert not alarms([row("quest", half, title="quest a"), row("quest", half, title="quest b")], [])  # one method
+    assert not alarms([row("quest", right), row("snapkv", right)], [])  # all are right
+
+
+@pytest.mark.parametrize(
+    ("facts", "other", "word"),
+    [
+        ({"budget": 0.1}, {"budget": 10}, "budget=a share: a; budget=a number of tokens: b"),
+        ({}, {"budget_rule": "paper"}, "budget_rule=read: a; budget_rule=paper: b"),
+        ({}, {"align": "moved_bytes"}, "align=tokens: a; align=moved_bytes: b"),
+        ({"dense_layers": [0]}, {"dense_layers": []}, "dense_layers=[0]: a; dense_layers=[]: b"),
+    ],
+)
+def test_budgets_that_mean_something_else(facts: dict[str, Any], other: dict[str, Any], word: str) -> None:
+    use = {"info": {"budget_use": {"paper_leaves_out": True}}}
+    lines, parted = records([1.0, 0.0], **SPARSE), records([0.0, 1.0], **SPARSE)
+    found = alarms([row("quest", lines, title="a", **facts | use), row("h2o", parted, title="b", **other | use)], [])
+    assert [alarm.kind for alarm in found] == ["unaligned"]
+    assert word in found[0].text
+    assert not found[0].red
+    full = row("full", lines)  # has no budget, and so no rule
+    assert not alarms([full, row("quest", lines, title="a", **facts | use)], [])
+
+
+def test_a_rule_that_changes_nothing_for_a_method_is_no_difference() -> None:
+    lines = records([1.0, 0.0], **SPARSE)
+    first = row("quest", lines, info={"budget_use": {"paper_leaves_out": False}})
+    second = row("h2o", lines, info={"budget_use": {"paper_leaves_out": True}}, budget_rule="paper")
+    assert not alarms([first, second], [])
+
+
+def test_one_split_of_the_budget_for_some_methods_alone() -> None:
+    lines = records([1.0, 0.0], **SPARSE)
+
+    def use(typed: bool, **windows: float) -> dict[str, Any]:
+        return {"budget_use": {"paper_leaves_out": False, "windows": windows, "windows_typed": typed}}
+
+    own = [row("quest", lines, info=use(False, sinks=1)), row("h2o", lines, info=use(False, sinks=9))]
+    assert not alarms(own, [])  # each as its paper has it
+    mixed = [
+        row("quest", lines, info=use(True, sinks=4, recent_ratio=0.5)),
+        row("h2o", lines, info=use(False, sinks=9)),
+    ]
+    [alarm] = alarms(mixed, [])
+    assert "sinks=4: quest; sinks=9: h2o" in alarm.text
+    common = [
+        row("quest", lines, info=use(True, sinks=4, recent_ratio=0.5)),
+        row("h2o", lines, info=use(True, sinks=4)),
+    ]
+    assert not alarms(common, [])
+    ablation = [row("quest", lines, title=f"quest sinks={n}", info=use(n > 1, sinks=n)) for n in (1, 4)]
+    assert not alarms(ablation, [])
+
+
+def test_what_is_read_is_held_against_the_budget() -> None:
+    lines = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=28.0)
+    assert kinds(alarms([row("quest", lines, budget=0.28)], [])) == ["off_budget"]
+    [union] = alarms([row("quest", lines, budget=0.2)], [])
+    assert union.text == "a KV head, over its query heads, reads other than the budget: quest 28.0 % for 20.0 %"
+    exact = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=21.0)
+    for asked in (0.2, 20, 0.21):
+        assert not alarms([row("quest", exact, budget=asked)], [])
+    assert kinds(alarms([row("quest", exact, budget=10)], [])) == ["off_budget"] * 2
+    whole = records([1.0, 0.0], attended_prompt=100.0, attended_total=102.0)
+    assert not alarms([row("quest", whole, budget=512)], [])  # a budget beyond the prompt
+    for intended in ({"align": "device_bytes"}, {"budget_rule": "paper"}, {"dense_layers": [0]}):
+        assert not alarms([row("quest", exact, budget=0.1, **intended)], [])
+
+
+def test_simulated_cells_are_named() -> None:
+    host = records([1.0, 0.0], kv_host_bytes=5)
+    on_cpu, shared = {"host_is_cpu": True}, {"simulated": True}
+    [bus] = alarms([row("full", records([1.0]), info=on_cpu), row("pqcache", host, budget=None, info=on_cpu)], [])
+    assert (bus.kind, bus.rows, bus.red) == ("simulated", ("pqcache",), False)
+    assert "crossed no bus" in bus.text
+    assert not alarms([row("pqcache", host, budget=None, info={"host_is_cpu": False})], [])
+    [times] = alarms([row("full", host, title=name, info=shared) for name in "ab"], [])
+    assert times.text == "simulated: all rows: their prefill was shared, so there are no times"
+    [random] = alarms([row("full", host, info={"weights": "random"})], [])
+    assert "weights are random" in random.text
+    assert not alarms([row("full", host, info={"weights": "embedded"})], [])
