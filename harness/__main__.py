@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -22,95 +25,129 @@ from yaml import MarkedYAMLError
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
 from harness.config.errors import explain, sentence, told
 from harness.config.keys import help_text
-from harness.config.overrides import Overrides, asks_hydra, read
-from harness.config.settings import RunConfig, Settings
-from harness.jobs.progress import forget, numbered
+from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
+from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
+from harness.jobs.progress import forget
+from harness.sweeps.group import Group
+from harness.sweeps.jobs import JobConfig, distinct, groups
+from harness.sweeps.ledger import Sweep
+from harness.sweeps.worker import work_here
 from harness.terminal.notices import say_once
 
-if TYPE_CHECKING:
-    from harness.jobs.job import Evaluation
-
 INTERRUPTED = 130
-_finished: list[Path] = []  # run folders of this command, for the table at the end
-_failed: list[str] = []
-_on_device: list[str] = []  # methods for which placement=host was asked in vain
-_projects: dict[str, str | None] = {}  # of Weights & Biases, with the mode of its client
-_read: list[Overrides] = []  # the command line's words, once they are checked
-_together: list[tuple[Any, Any, Any, Settings, dict[str, str]]] = []  # jobs that wait for a shared prefill
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def compose_and_run(config: DictConfig) -> None:
-    try:
-        jobs = _read[0].jobs
-        with numbered(HydraConfig.get().job.num + 1 if jobs > 1 else 1, jobs):
-            _job(config)
-    except Exception as error:
-        _fail(told(error))
+@dataclass
+class Command:
+    """What was typed and what came of it."""
 
+    arguments: list[str]
+    finished: list[Path] = field(default_factory=list)  # run folders, for the table
+    failed: int = 0
+    projects: dict[str, str | None] = field(default_factory=dict)  # of Weights & Biases -> mode of its client
 
-def _job(config: DictConfig) -> None:
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    from harness.config import plugins
-    from harness.config.settings import refuse_unknown, settings_of
+    @property
+    def line(self) -> str:
+        return f"python -m harness {shlex.join(self.arguments)}"
 
-    settings = settings_of(plain)
-    refuse_unknown(plain)
-    partial = _read[0].partial
-    task = plugins.build(plain["task"], "task", partial["task"])
-    task.require(settings.data.folder())  # before torch is imported
-    method, model = (plugins.build(plain[kind], kind, partial[kind]) for kind in ("method", "model"))
-    if settings.placement == "host" and not method.offloads and type(method).__name__ not in _on_device:
-        _on_device.append(type(method).__name__)
-    if settings.results.wandb and settings.results.wandb not in _projects:
+    def fail(self, message: str) -> None:
+        self.failed += 1
+        print(f"error: {message}", file=sys.stderr)
+
+    def run(self) -> None:
+        """Everything but the table."""
+        if asks_hydra(self.arguments):
+            compose(self.arguments)
+            return
+        words = read(self.arguments)
+        jobs = compose(words.words)
+        known = [settings for job in jobs if (settings := _settings(job))]
+        if words.launcher == [] and any(settings.workers for settings in known):
+            raise SettingsError("workers needs a launcher that starts them: add -m hydra/launcher=joblib.")
+        self._note_projects(known)
+        is_sweep = len(jobs) > 1 or bool(set(SWEEP) & set(self.arguments))
+        if is_sweep and known and not any(settings.dry_run for settings in known):
+            self._sweep(jobs, words, Path(known[0].results.root))
+        else:
+            self._run_here(jobs, words)
+
+    def _run_here(self, jobs: Sequence[JobConfig], words: Overrides) -> None:
+        """A single command, or one that writes nothing: without a ledger."""
+        for numbers in groups(jobs):
+            group = Group([jobs[number] for number in numbers], words.partial)
+            group.run()
+            self.finished += group.folders
+            self.failed += len(group.troubles)
+
+    def _sweep(self, jobs: Sequence[JobConfig], words: Overrides, root: Path) -> None:
+        sweep = Sweep.create(root, jobs, words.partial)
+        if words.launcher:
+            from harness.sweeps.launch import launch
+
+            session = launch(sweep, self.line, words.launcher, config_dirs(self.arguments))
+        else:
+            session = work_here(sweep, self.line)
+        labels = distinct(jobs)
+        for number, end in session.ends():
+            if end["status"] == "done":
+                self.finished += [root / end[key] for key in ("full", "folder") if end[key]]
+            elif words.launcher:  # a worker cannot say it here
+                self.fail(f"{' '.join(labels[number]) or 'the job'}: {end['reason']}")
+            else:
+                self.failed += 1
+
+    def _note_projects(self, known: Sequence[Settings]) -> None:
         from harness.jobs.tracking import mode_now
 
-        _projects[settings.results.wandb] = mode_now()
-    if settings.dry_run:
-        from harness.jobs.dry_run import show
+        for project in {settings.results.wandb for settings in known if not settings.dry_run} - {None}:
+            self.projects[str(project)] = mode_now()
 
-        show(method, task, model, settings)
-        return
-    if settings.shared_prefill:
-        _together.append((method, task, model, settings, _presets()))
-        return
-    from harness.jobs.run import evaluate
+    def report(self) -> None:
+        """The table at the end."""
+        if self.finished:
+            from harness.report import print_report
 
-    _finish(evaluate(method, task, model, settings, presets=_presets()))
+            print_report(list(dict.fromkeys(self.finished)))
+            self._publish()
+        if self.failed > 1:
+            print(f"{self.failed} jobs failed, see above.", file=sys.stderr)
 
+    def _publish(self) -> None:
+        from harness.jobs.tracking import publish
+        from harness.results.files import read_json, read_yaml
 
-def _finish(made: Evaluation) -> None:
-    _finished.extend(folder for folder in (made.full_folder, made.folder) if folder and folder not in _finished)
-
-
-def _presets() -> dict[str, str]:
-    """The yaml files that were chosen, by their names on the command line."""
-    chosen = HydraConfig.get().runtime.choices
-    return {kind: chosen[kind] for kind in GROUPS if chosen.get(kind)}
-
-
-def _run_together() -> None:
-    from harness.jobs.run import Wanted, evaluate_together
-
-    for made in evaluate_together([Wanted(*job) for job in _together], lambda error: _fail(told(error))):
-        _finish(made)
+        for project, mode in self.projects.items():
+            for folder in dict.fromkeys(self.finished):
+                try:
+                    config, summary = read_yaml(folder / "config.yaml"), read_json(folder / "summary.json")
+                    publish(project, folder, config, summary, mode)
+                except Exception as error:  # the run is complete whatever becomes of its copy
+                    say_once(f"{folder.name} was not sent to Weights & Biases: {told(error).rstrip('.')}")
 
 
-def _publish() -> None:
-    from harness.jobs.tracking import publish
-    from harness.results.files import read_json, read_yaml
+def compose(words: Sequence[str]) -> list[JobConfig]:
+    """Every job that the words name. Hydra's own questions (--cfg, --info, -sc) it answers; they name none."""
+    jobs = []
 
-    for project, mode in _projects.items():
-        for folder in _finished:
-            try:
-                publish(project, folder, read_yaml(folder / "config.yaml"), read_json(folder / "summary.json"), mode)
-            except Exception as error:  # the run is complete whatever becomes of its copy
-                say_once(f"{folder.name} was not sent to Weights & Biases: {told(error).rstrip('.')}")
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def collect(config: DictConfig) -> None:
+        plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        about = HydraConfig.get()
+        presets = {kind: name for kind in GROUPS if (name := about.runtime.choices.get(kind))}
+        jobs.append(JobConfig(plain, presets, list(about.overrides.task)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
+        collect()
+    return jobs
 
 
-def _fail(message: str) -> None:
-    _failed.append(message)
-    print(f"error: {message}", file=sys.stderr)
+def _settings(job: JobConfig) -> Settings | None:
+    """None where they are wrong: the job says so once it runs, and the others go on."""
+    try:
+        return settings_of(job.config)
+    except ValueError:
+        return None
 
 
 def _version() -> str:
@@ -123,13 +160,13 @@ def _version() -> str:
     return f"kv-harness {version('kv-harness')}{commit}"
 
 
-def _help(arguments: list[str]) -> int:
+def _help(arguments: Sequence[str]) -> int:
     try:
         print(help_text(arguments, config_dirs(arguments)), flush=True)
     except BrokenPipeError:  # `| head`; what Python writes on its way out goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:  # a yaml file of the user's
-        _fail(sentence(error))
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -142,38 +179,21 @@ def main() -> int:
     if {"-h", "--help"} & set(arguments):
         return _help(arguments)
     say_once.cache_clear()
-    _finished.clear()
-    _failed.clear()
-    _on_device.clear()
-    _projects.clear()
-    _together.clear()
     forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
+    command = Command(arguments)
     try:
-        if not asks_hydra(arguments):
-            _read[:] = [read(arguments)]
-            sys.argv[1:] = _read[0].words
-        compose_and_run()
-        if _together:
-            _run_together()
+        command.run()
     except KeyboardInterrupt:
-        print(f"\ninterrupted; to go on: python -m harness {shlex.join(arguments)}", file=sys.stderr)
+        print(f"\ninterrupted; to go on: {command.line}", file=sys.stderr)
         return INTERRUPTED
     except HydraException as error:
-        _fail(explain(error))
+        command.fail(explain(error))
     except (ValueError, MarkedYAMLError) as error:
-        _fail(sentence(error))
-    if _on_device:
-        print(f"note: placement=host is placement=device for what keeps nothing there: {', '.join(_on_device)}.")
-    if _finished:
-        from harness.report import print_report
-
-        print_report(_finished)
-        _publish()
-    if len(_failed) > 1:
-        print(f"{len(_failed)} jobs failed, see above.", file=sys.stderr)
-    return 1 if _failed else 0
+        command.fail(sentence(error))
+    command.report()
+    return 1 if command.failed else 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ ROOMS = {
     "engine": {"models", "prompts"},
     "results": {"terminal", "config", "engine"},
     "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
+    "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }
@@ -48,11 +49,13 @@ COMMANDS = {
     "report",
     "rescore",
     "show",
+    "status",
 }  # they may import any room
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {
     "harness/__main__.py",
-    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "overrides")),
+    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "launchers", "overrides")),
+    *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.parts.stores")
 PACKAGES = ("kernels", "methods", "evals", "harness")

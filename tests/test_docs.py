@@ -195,7 +195,7 @@ def points(overrides: Sequence[str], sweep: bool) -> list[list[str]]:
         return [list(overrides)]
     named = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("experiment=")]
     grids = [f"{key}={values}" for name in named for key, values in experiments()[name].grid.items()]
-    values = [_values(word) for word in (*grids, *overrides)]
+    values = [_values(word) for word in (*grids, *overrides) if word not in found.launcher]
     assert found.jobs > 1, "a sweep of one job"
     return [[each[i % len(each)] for each in values] for i in range(max(map(len, values)))]
 

@@ -20,12 +20,12 @@ def is_known(error: BaseException) -> bool:
     """Whether the message was written for the user. ValueError and its kind are ours by convention, down to the
     libraries below us; memory and disk are the machine's."""
     kinds = (ValueError, NotImplementedError, OSError, MemoryError, HydraException, yaml.MarkedYAMLError)
-    return isinstance(error, kinds) or _no_memory(error)
+    return isinstance(error, kinds) or is_memory(error)
 
 
 def sentence(error: BaseException) -> str:
     """What to print in place of a traceback."""
-    if _no_memory(error):
+    if is_memory(error):
         return (
             f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "
             "batch, prefill_chunk=2048, or dtype=bf16; `dry_run=true` predicts the bytes."
@@ -52,7 +52,8 @@ def _kept(error: BaseException) -> str:
     return file.name
 
 
-def _no_memory(error: BaseException) -> bool:
+def is_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, torch's on a CPU, or a GPU's."""
     text = str(error)
     return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
 

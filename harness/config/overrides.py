@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 
 from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
+from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError, refuse_renamed
 
@@ -34,11 +35,13 @@ Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
 
 @dataclass(frozen=True)
 class Overrides:
-    """`words` for Hydra; `jobs` of the sweep; `partial`: parameters, by group, that only some of the chosen have."""
+    """`words` for Hydra, `launcher` those that are about its launcher; `jobs` of the sweep; `partial`: parameters, by
+    group, that only some of the chosen have."""
 
     words: list[str]
     jobs: int
     partial: Mapping[str, frozenset[str]]
+    launcher: list[str]
 
 
 def asks_hydra(arguments: Sequence[str]) -> bool:
@@ -58,7 +61,7 @@ def read(arguments: Sequence[str]) -> Overrides:
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
     """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
-    parsed = list(_parse(overrides))
+    parsed, launcher = split(list(_parse(overrides)), config_dirs, sweep)
     _refuse_folders(config_dirs)
     folders = (CONF, *config_dirs)
     groups = {group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS}
@@ -74,7 +77,8 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
         words.append(f"+{GROUP}={experiment.name}")
         _refuse_partial_grid(experiment, chosen)
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
-    return Overrides(words, prod(swept.values()), {group: _partial(group, said, chosen) for group in GROUPS})
+    partial = {group: _partial(group, said, chosen) for group in GROUPS}
+    return Overrides(words, prod(swept.values()), partial, launcher)
 
 
 def _parse(overrides: Sequence[str]) -> Iterator[Override]:
@@ -193,11 +197,8 @@ def _checked(
     """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them. `grid`: how
     an experiment spells its swept keys, for Hydra knows two spellings as two keys."""
     key, line = override.key_or_group, str(override.input_line)
-    if key == "hydra/launcher" and override.value() != "basic":
-        raise SettingsError(
-            f"hydra/launcher={override.value()} is not supported: the jobs of a sweep share a loaded model, Full's run "
-            "and one table, so they run one after the other. Leave it out."
-        )
+    if key.startswith("hydra.sweep."):
+        raise SettingsError(f"{key} would set nothing: the ledger of a sweep lies in results.root/sweeps.")
     if override.is_hydra_override() or key.partition(".")[0] == "hydra":
         return line
     if override.is_delete():

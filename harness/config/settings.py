@@ -24,8 +24,9 @@ CHOICES = {
     "graphs": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
-WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check")
-
+WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check", "workers")
+# may differ among jobs that share a prefill
+OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}
 
 RENAMED = {"stale_by": "reuse_steps"}  # old key -> new one; a stored run is read with the new names
 
@@ -95,6 +96,7 @@ class Settings:
     prefill_chunk: int | None = None
     seed: int = 42
     threads: int | None = None
+    workers: int | None = None
     baseline: str = "run"
     warmup: int = 1
     shared_prefill: bool = False
@@ -113,6 +115,7 @@ class Settings:
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
         self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
+        self._at_least(1, workers=self.workers)
         self._at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
         if self.comm is not None and not 0 < self.comm <= 1:
             raise SettingsError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.base import Task
-from harness.config.settings import Settings
+from harness.config.settings import OWN, Settings
 from harness.engine.hf import routed
 from harness.jobs.items import Item
 from harness.jobs.job import Evaluation, Job, Presets
@@ -32,9 +32,8 @@ from harness.results.store import Run
 from methods.base import AttnInput, KVLayer, Method
 from methods.full import Full
 
-OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}  # may differ within a group
-
 OnError = Callable[[Exception], None]
+OnPlan = Callable[[int, Job, Job | None], None]  # number of the job, the job, the Full beside it
 
 
 class Wanted(NamedTuple):
@@ -65,17 +64,21 @@ def evaluate(
     return evaluate_together([wanted])[-1]
 
 
-def evaluate_together(wanted: Sequence[Wanted], on_error: OnError | None = None) -> list[Evaluation]:
+def evaluate_together(
+    wanted: Sequence[Wanted], on_error: OnError | None = None, on_plan: OnPlan | None = None
+) -> list[Evaluation]:
     """The jobs' evaluations and those of the Full beside them, group by group.
 
     A job that fails has no evaluation and leaves the others of its group alone. Its error goes to `on_error`; without
-    one, it is raised once the group is through.
+    one, it is raised once the group is through. `on_plan` hears of each job that can start.
     """
     sweep, errors = _Sweep(), list[Exception]()
     report = on_error or errors.append
-    for one in wanted:
+    for number, one in enumerate(wanted):
         with _reporting(report):
-            sweep.add(one)
+            job, full = sweep.add(one)
+            if on_plan:
+                on_plan(number, job, full)
     made: dict[Path, Evaluation] = {}
     for jobs in sweep.groups.values():
         if errors:
@@ -104,7 +107,7 @@ class _Sweep:
         self._full: dict[Path, Job] = {}  # by the folder of the job
         self._items: dict[str, list[Item]] = {}
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, wanted: Wanted) -> tuple[Job, Job | None]:
         """Puts a job into its group, and with `baseline=run` Full into its own, to run before or beside."""
         method, task, model, settings, presets = wanted
         key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
@@ -117,6 +120,7 @@ class _Sweep:
             if settings.baseline == "run":
                 self._join(key, full)
         self._join(key, job)
+        return job, self._full.get(job.folder)
 
     def _join(self, key: str, job: Job) -> None:
         jobs = self.groups.setdefault(key if job.settings.shared_prefill else str(job.folder), [])

@@ -100,7 +100,17 @@ WRONG = {
     "top_k of greedy picking": (["generation.top_k=5"], "set generation.temperature above 0 as well."),
     "missing config-dir": (["--config-dir", "/no/such"], "--config-dir /no/such is not a folder"),
     "model without a name": (["model=hf"], "model.name has no default: set it, as in model.name=VALUE."),
-    "another launcher": (["-m", "hydra/launcher=joblib", "budget=0.1,0.2"], "hydra/launcher=joblib is not supported"),
+    "unknown launcher": (
+        ["-m", "hydra/launcher=jobli", "budget=0.1,0.2"],
+        "There is no launcher 'jobli'; did you mean joblib?",
+    ),
+    "launcher without a sweep": (["hydra/launcher=joblib"], "starts the workers of a sweep: add -m."),
+    "launcher's words without it": (
+        ["-m", "hydra.launcher.n_jobs=2", "budget=0.1,0.2"],
+        "hydra.launcher.n_jobs=2 sets up a launcher: name it, as in hydra/launcher=joblib.",
+    ),
+    "workers without a launcher": (["-m", "workers=2", "budget=0.1,0.2"], "workers needs a launcher"),
+    "folder of Hydra's own": (["-m", "hydra.sweep.dir=x", "budget=0.1,0.2"], "hydra.sweep.dir would set nothing"),
     "no number": (["budget=abc"], "budget=abc has the wrong type: it should be a number or null."),
     "a name like no other": (["method.nope=3"], "method=pqcache has no parameter nope; there is b, cache_block"),
     "broken syntax": (["budget=[1"], "Cannot read"),

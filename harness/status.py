@@ -1,0 +1,156 @@
+"""`python -m harness.status [DIR]`: what of each sweep is done, running, failed or still to do, and when it ends.
+
+Exit code: 0 all done, 1 something failed, 3 not finished yet, 2 where there is nothing to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.results.records import StoreError
+from harness.sweeps.estimate import duration, estimate
+from harness.sweeps.ledger import sweeps_in
+from harness.sweeps.session import last_command
+from harness.sweeps.state import STATES, State, other_runs, states_of
+from harness.terminal.tables import Column, text_table
+
+NOT_FINISHED = 3
+CLEAR = "\x1b[2J\x1b[H"
+
+
+class Part(NamedTuple):
+    """A sweep, or the runs beside all sweeps."""
+
+    title: str
+    command: str | None
+    states: list[State]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter(state.status for state in self.states)
+        return {status: found[status] for status in STATES if found[status]}
+
+    @property
+    def examples(self) -> str:
+        """Done of all, as far as they are known."""
+        known = [state.total for state in self.states if state.total is not None]
+        more = "+" if len(known) < len(self.states) else ""
+        return f"{sum(state.done for state in self.states)}/{sum(known)}{more} examples" if known else ""
+
+    @property
+    def summary(self) -> str:
+        words = [", ".join(f"{count} {status}" for status, count in self.counts.items()), self.examples]
+        if set(self.counts) & {"running", "to do", "interrupted"}:
+            words.append(estimate(self.states).sentence("running" in self.counts))
+        return "; ".join(filter(None, words))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        while True:
+            parts = look(options.folder)
+            text = json.dumps([_plain(part) for part in parts], indent=2) if options.json else page(parts)
+            print(f"{CLEAR * (options.watch is not None and sys.stdout.isatty())}{text}", flush=True)
+            code = exit_code(parts)
+            if options.watch is None or code != NOT_FINISHED:
+                return code
+            time.sleep(options.watch)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def look(root: Path) -> list[Part]:
+    """The sweeps below a folder, and the runs that belong to none."""
+    if not root.is_dir():
+        raise StoreError(f"no such folder: {root}")
+    sweeps = [(sweep, states_of(sweep)) for sweep in sweeps_in(root)]
+    parts = [Part(str(sweep.folder), last_command(sweep), states) for sweep, states in sweeps]
+    others = other_runs(root, [state for _, states in sweeps for state in states])
+    parts += [Part(f"{root}: runs of no sweep", None, others)] * bool(others)
+    if not parts:
+        raise StoreError(f"no runs in {root}: give the folder that results.root named")
+    return parts
+
+
+def exit_code(parts: Sequence[Part]) -> int:
+    found = {status for part in parts for status in part.counts}
+    if "running" in found or (found & {"to do", "interrupted"} and "failed" not in found):
+        return NOT_FINISHED
+    return 1 if "failed" in found else 0
+
+
+def page(parts: Sequence[Part]) -> str:
+    return "\n\n".join("\n".join(_lines(part)) for part in parts)
+
+
+def _lines(part: Part) -> Iterator[str]:
+    yield part.title
+    yield f"  {part.summary}"
+    if part.command:
+        yield f"  {part.command}"
+    yield ""
+    yield text_table(_columns(part.states))
+    for number, state in enumerate(part.states, 1):
+        if state.reason and state.status != "done":
+            yield f"  {number}: {state.reason}"
+
+
+def _columns(states: Sequence[State]) -> list[Column]:
+    workers = [f"{state.pid} on {state.host}" if state.status == "running" and state.pid else "" for state in states]
+    return [
+        Column("job", "", [state.label for state in states], left=True),
+        Column("", "", [str(number) for number in range(1, len(states) + 1)]),
+        Column("state", "", [state.status for state in states], left=True),
+        Column("examples", "", [_of(state) for state in states]),
+        Column("time", "", ["" if state.seconds is None else duration(state.seconds) for state in states]),
+        Column("process", "", workers, left=True),
+        Column("folder", "", [state.folder.name if state.folder else "" for state in states], left=True),
+    ]
+
+
+def _of(state: State) -> str:
+    return f"{state.done}/{'?' if state.total is None else state.total}"
+
+
+def _plain(part: Part) -> dict[str, Any]:
+    guess = estimate(part.states)
+    jobs = [asdict(state) | {"folder": str(state.folder) if state.folder else None} for state in part.states]
+    for job in jobs:
+        del job["about"]
+    left = {"seconds": guess.seconds, "basis": guess.basis}
+    return {"sweep": part.title, "command": part.command, "counts": part.counts, "left": left, "jobs": jobs}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.status", description=__doc__)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("results/runs"), metavar="DIR", help="results.root"
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=5.0,
+        metavar="S",
+        help="again every S seconds, 5 if left out, to its end",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A worker in a process that a launcher started: its GPU, its threads, and when it has to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.sweeps.ledger import Sweep
+from harness.sweeps.session import Session
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+LOOK_S = 1.0  # between two looks whether to stop
+
+
+def work_on(config: DictConfig) -> None:
+    """What a launcher calls, with conf/worker.yaml filled in."""
+    session = Session(Sweep.load(Path(config.sweep)), Path(config.session))
+    settle_in(session, int(config.worker))
+    from harness.sweeps.worker import work
+
+    try:
+        with _stopping(session):
+            work(session, patience=int(config.patience), wait=False, aloud=False)
+    except KeyboardInterrupt:  # the ledger says so
+        pass
+
+
+def settle_in(session: Session, worker: int) -> None:
+    """Before torch is imported: the folder and modules of the command, one GPU, a share of the CPUs."""
+    facts = session.facts
+    os.chdir(facts["cwd"])
+    sys.path += [path for path in facts["path"] if path not in sys.path]
+    if gpus := facts["gpus"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
+    if threads := facts["threads"]:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@contextmanager
+def _stopping(session: Session) -> Iterator[None]:
+    """Ctrl-C for this worker as soon as its command asks for it, or is gone from this machine."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if session.is_stopped or not (session.is_held or session.facts["is_remote"]):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                return
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,0 +1,138 @@
+"""How far the jobs of a results root are: from run folders and their locks, and from the ledgers for the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness.results import files
+from harness.results.lock import NAME as LOCK
+from harness.results.lock import is_locked
+from harness.results.provenance import now
+from harness.results.records import StoreError
+from harness.sweeps.jobs import distinct
+from harness.sweeps.ledger import Event, Log, Sweep, count_examples
+
+STATES = ("done", "running", "failed", "interrupted", "to do")
+NO_WORD = "its process ended without a word: killed, or the machine went down"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One job, or one run that belongs to no sweep. `total` and `seconds` are None where nothing says them."""
+
+    label: str
+    status: str
+    done: int = 0
+    total: int | None = None
+    seconds: float | None = None
+    reason: str | None = None
+    folder: Path | None = None
+    host: str | None = None
+    pid: int | None = None
+    at: str | None = None  # of the last that is known of it
+    rate: float | None = None  # seconds per example of its run
+    about: str = ""  # task and model: jobs about the same have as many examples
+
+    @property
+    def left(self) -> int | None:
+        return None if self.total is None else max(0, self.total - self.done)
+
+
+def states_of(sweep: Sweep) -> list[State]:
+    """In the order of the jobs."""
+    found: dict[int, State] = {}
+    labels = distinct(sweep.jobs)
+    for group in range(len(sweep.groups)):
+        running = sweep.is_running(group)
+        log = sweep.log(group)
+        for job in log.jobs:
+            config = sweep.jobs[job].config
+            about = json.dumps([config["task"], config["model"]], sort_keys=True)
+            label = " ".join(labels[job]) or " ".join(sweep.jobs[job].words) or "the job"
+            found[job] = replace(_state(log, job, running), label=label, about=about)
+    return _with_totals([found[job] for job in sorted(found)])
+
+
+def _state(log: Log, job: int, running: bool) -> State:
+    """The run folder has the last word on what is done; the ledger on the rest."""
+    planned, end = log.last("planned", job), log.last("ended", job)
+    folder = log.sweep.root / planned["folder"] if planned else None
+    run = run_state(folder) if folder and (folder / "run.json").is_file() else None
+    state = _told(log, job, running)
+    full = log.sweep.root / planned["full"] if planned and planned["full"] else None
+    if run and run.status == "done" and not (state.status == "failed" and full and run_state(full).status != "done"):
+        return replace(run, seconds=end["seconds"] if end and end["status"] == "done" else run.seconds)
+    if state.status == "done":  # its folder was moved away since
+        state = State("", "to do")
+    elif run and run.status == "running":
+        state = replace(run, seconds=state.seconds if running else run.seconds)
+    total = planned["examples"] if planned else None
+    return replace(state, done=run.done if run else 0, total=total, folder=folder, rate=run.rate if run else None)
+
+
+def _told(log: Log, job: int, running: bool) -> State:
+    """What the ledger says of a job."""
+    attempt = next(
+        (event for event in reversed(log.events) if event["event"] == "started" and job in event["jobs"]), None
+    )
+    if attempt is None:
+        return State("", "to do")
+    end = log.last("ended", job, log.events.index(attempt))
+    where: Event = {"host": attempt["host"], "pid": attempt["pid"]}
+    if end:
+        return State("", end["status"], seconds=end["seconds"], reason=end.get("reason"), at=end["at"], **where)
+    if running:
+        return State("", "running", seconds=_since(attempt["at"]), at=attempt["at"], **where)
+    return State("", "interrupted", reason=NO_WORD, at=attempt["at"], **where)
+
+
+def run_state(folder: Path) -> State:
+    """A run folder at a glance: its lines are counted, not read."""
+    info: dict[str, Any] = {}
+    with suppress(StoreError, OSError):
+        info = files.read_json(folder / "run.json")
+    done, total = count_examples(folder), info.get("num_expected")
+    locked = is_locked(folder)
+    status = "running" if locked else {"complete": "done", "running": "interrupted"}.get(info.get("status", ""), "")
+    status = status or info.get("status") or "interrupted"
+    began, ended = info.get("started"), None if locked else info.get("ended")
+    seconds = _between(began, ended or now()) if began and (locked or ended) else None
+    made = done - info.get("began_with", 0)
+    rate = seconds / made if seconds and made > 0 else None
+    reason = info.get("error") or (NO_WORD if status == "interrupted" and info.get("status") == "running" else None)
+    holder = _holder(folder) if locked else {}
+    return State(folder.name, status, done, total, seconds, reason, folder, at=ended or began, rate=rate, **holder)
+
+
+def other_runs(root: Path, known: Iterable[State]) -> list[State]:
+    """Runs that no sweep asked for."""
+    mine = {state.folder.resolve() for state in known if state.folder}
+    folders = sorted(file.parent for file in root.rglob("run.json"))
+    return [run_state(folder) for folder in folders if folder.resolve() not in mine]
+
+
+def _with_totals(states: Sequence[State]) -> list[State]:
+    """A job that has not been planned has as many examples as another one about the same."""
+    known = {state.about: state.total for state in states if state.total is not None}
+    return [replace(state, total=known.get(state.about)) if state.total is None else state for state in states]
+
+
+def _holder(folder: Path) -> Event:
+    with suppress(OSError, ValueError):
+        plain = json.loads((folder / LOCK).read_text())
+        return {"host": plain["host"], "pid": plain["pid"]}
+    return {}
+
+
+def _since(when: str) -> float:
+    return _between(when, now())
+
+
+def _between(began: str, ended: str) -> float:
+    return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()

@@ -1,0 +1,72 @@
+"""A sweep of twelve runs that is killed at random, three times: `python -m tests.killed_sweep FOLDER SEED`.
+
+Each kill is a fork that ends with `os._exit` at a random write, sync or rename, in a run folder or in the ledger. Then
+the same command runs to its end, and what it left is printed as JSON, beside what an undisturbed sweep left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.__main__ import main
+from harness.results.store import load
+from harness.sweeps.ledger import sweeps_in
+from tests.crash_points import KILLED, Death
+from tests.fast import MODEL_ARGS, TASK_ARGS
+
+GRID = ["-m", "method=streaming,h2o", "budget=0.1,0.2,0.3,0.4,0.5,0.6", "task.depths=2", "task.max_new_tokens=3"]
+KILLS = 3
+TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
+
+
+def sweep(root: Path) -> None:
+    sys.argv[1:] = [*MODEL_ARGS, *TASK_ARGS, *GRID, "warmup=0", f"results.root={root}"]
+    assert main() == 0
+
+
+def killed(root: Path, at: int) -> bool:
+    """Whether the command lived to see its `at`-th step."""
+    child = os.fork()
+    if not child:
+        Death(at).install(root)
+        sweep(root)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+
+
+def left(root: Path) -> dict[str, Any]:
+    """Records without their times, and how often each was written."""
+    runs = {}
+    for file in sorted(root.glob("*/run.json")):
+        stored = load(file.parent)
+        plain = [json.loads(record.to_json()) for record in stored.records]
+        records = [{key: value for key, value in one.items() if key not in TIMES} for one in plain]
+        lines = (file.parent / "examples.jsonl").read_bytes().count(b"\n")
+        runs[file.parent.name] = {"status": stored.status, "lines": lines, "records": records}
+    (ledger,) = sweeps_in(root)
+    logs = [ledger.log(group) for group in range(len(ledger.groups))]
+    ends = [event["status"] for log in logs for job in log.jobs if (event := log.last("ended", job))]
+    return {"runs": runs, "ends": ends, "killed": sum(event["event"] == "killed" for log in logs for event in log.events)}
+
+
+def run(folder: Path, seed: int) -> None:
+    torch.set_num_threads(1)
+    sweep(folder / "whole")  # loads the model, for all forks
+    draw = random.Random(seed)
+    root = folder / "killed"
+    kills = 0
+    while kills < KILLS:
+        kills += killed(root, draw.randrange(20, 200))
+    sweep(root)
+    print("\n" + json.dumps([left(folder / "whole"), left(root)]))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]))
