@@ -53,7 +53,11 @@ def left(root: Path) -> dict[str, Any]:
     (ledger,) = sweeps_in(root)
     logs = [ledger.log(group) for group in range(len(ledger.groups))]
     ends = [event["status"] for log in logs for job in log.jobs if (event := log.last("ended", job))]
-    return {"runs": runs, "ends": ends, "killed": sum(event["event"] == "killed" for log in logs for event in log.events)}
+    return {
+        "runs": runs,
+        "ends": ends,
+        "killed": sum(event["event"] == "killed" for log in logs for event in log.events),
+    }
 
 
 def run(folder: Path, seed: int) -> None:
