@@ -37,11 +37,13 @@ ROOMS = {
     "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
     "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
+    "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }
 COMMANDS = {
     "__main__",
     "bands",
+    "canonical",
     "clashes",
     "doctor",
     "lint",

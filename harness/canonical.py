@@ -1,0 +1,62 @@
+"""`python -m harness.canonical`: are this machine and its versions right? Six short checks of the embedded model.
+
+Each prints what was expected and what was found, and where it fails, what to do. About two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from harness.models.base import ModelError
+from harness.models.embedded import SmolLM2, find_gguf
+from harness.results import files
+
+if TYPE_CHECKING:
+    from harness.gates.canonical import Verdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        find_gguf()
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from harness.gates import canonical  # torch and transformers
+
+    with TemporaryDirectory() as folder:
+        subject = canonical.Subject(SmolLM2(), Path(folder))
+        if options.record:
+            files.write_json(canonical.EXPECTED, canonical.measured(subject))
+            print(f"recorded in {canonical.EXPECTED}")
+            return 0
+        return _report(canonical.verdicts(subject, canonical.expected()))
+
+
+def _report(verdicts: Iterable[Verdict]) -> int:
+    """Prints a line per check as it is done; 1 where one failed."""
+    began, failed = perf_counter(), 0
+    for one in verdicts:
+        print(f"{'PASS' if one.passed else 'FAIL'}  {one.name:<19}  expected {one.expected:<24}  found {one.found}")
+        if not one.passed:
+            failed += 1
+            print(f"      {one.advice}.")
+        sys.stdout.flush()
+    print(f"\n{failed or 'no'} check{'s' * (failed != 1)} failed, {perf_counter() - began:.0f} s")
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.canonical", description=__doc__)
+    parser.add_argument("--record", action="store_true", help="write what is found as what is expected from now on")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

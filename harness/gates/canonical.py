@@ -1,0 +1,221 @@
+"""The canonical checks: short runs of the embedded model whose results are known, each with what to do where it fails.
+
+Scores must lie in the 95 % interval of the scores that were recorded, for prompts differ between versions of Python.
+Likelihoods and tokens do not: they must agree within rounding. `expected.json` is written by
+`python -m harness.canonical --record` on a machine that is trusted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from math import exp
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from evals import stats
+from harness.config.compose import built, composed
+from harness.engine.attach import Attachment
+from harness.engine.engine import Engine, after
+from harness.engine.hf import routed
+from harness.jobs.run import evaluate
+from harness.jobs.runner import load
+from harness.models.base import LoadedModel, ModelSource
+from harness.prompts.teacher import Forced
+from harness.results import files
+from harness.results.records import Record
+from harness.terminal.tables import percent
+from methods.full import Full
+
+EXPECTED = Path(__file__).with_name("expected.json")
+TEXT = Path(__file__).with_name("fixed_text.md")
+Plain = dict[str, Any]  # what a check found, as expected.json holds it
+
+ALONE = ("baseline=off", "progress=false", "dtype=fp32", "device=cpu")
+VERSIONS = "hold the versions in `python -m harness.doctor` against constraints.txt, and install those"
+
+
+class Verdict(NamedTuple):
+    name: str
+    passed: bool
+    expected: str
+    found: str
+    advice: str  # what to do where it failed
+
+
+class Subject(NamedTuple):
+    """What is checked. `root` takes the runs."""
+
+    model: ModelSource
+    root: Path
+
+    def run(self, words: Sequence[str]) -> list[Record]:
+        """Records of `python -m harness WORDS`, with this model."""
+        method, task, _, settings = built(composed([*words, *ALONE]))
+        settings.results.root, settings.results.save_prompts = str(self.root), True
+        with redirect_stderr(StringIO()):  # which folder is made and continued concerns nobody here
+            return evaluate(method, task, self.model, settings).records
+
+    def load(self, dtype: str) -> LoadedModel:
+        return load(self.model, dtype, "cpu")
+
+
+class Check(ABC):
+    name: str
+    advice: str
+
+    @abstractmethod
+    def measure(self, subject: Subject) -> Plain: ...
+
+    @abstractmethod
+    def passes(self, found: Plain, expected: Plain) -> bool: ...
+
+    @abstractmethod
+    def told(self, plain: Plain) -> str:
+        """A result in a few words."""
+
+    def bound(self, expected: Plain) -> str:
+        """What is expected, with its limits."""
+        return self.told(expected)
+
+    def verdict(self, subject: Subject, expected: Plain) -> Verdict:
+        try:
+            found = self.measure(subject)
+        except Exception as error:  # a check that cannot run has failed, and the others go on
+            return Verdict(self.name, False, self.bound(expected), f"{type(error).__name__}: {error}", self.advice)
+        return Verdict(self.name, self.passes(found, expected), self.bound(expected), self.told(found), self.advice)
+
+
+@dataclass(frozen=True)
+class Score(Check):
+    """A run whose score must lie in the interval of the recorded one."""
+
+    name: str
+    words: tuple[str, ...]
+    advice: str
+
+    def measure(self, subject: Subject) -> Plain:
+        scores: dict[str, list[float]] = {}
+        for record in subject.run(self.words):
+            scores.setdefault(record.group, []).append(round(record.score, 6))
+        return {"scores": scores}
+
+    def passes(self, found: Plain, expected: Plain) -> bool:
+        ends = _interval(expected["scores"])
+        return found["scores"].keys() == expected["scores"].keys() and ends.low <= _mean(found["scores"]) <= ends.high
+
+    def told(self, plain: Plain) -> str:
+        return percent(_mean(plain["scores"]))
+
+    def bound(self, expected: Plain) -> str:
+        ends = _interval(expected["scores"])
+        return f"{self.told(expected)} [{percent(ends.low, 0)}, {percent(ends.high, 0)}]"
+
+
+@dataclass(frozen=True)
+class Perplexity(Check):
+    """Of the fixed text behind its first tokens, fed token by token through Full's decode steps. `within`: relative."""
+
+    name: str
+    dtype: str
+    advice: str
+    within: float
+    prompt: int = 384
+    scored: int = 192
+
+    def measure(self, subject: Subject) -> Plain:
+        loaded = subject.load(self.dtype)
+        text = torch.tensor([loaded.tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]])
+        head, tail = text[:, : self.prompt], text[:, self.prompt : self.prompt + self.scored]
+        with routed(loaded.model):
+            made = Engine(Attachment(loaded.model, Full())).generate(
+                head, max_new_tokens=self.scored, stops=[after(self.scored)], sampler=Forced(tail)
+            )
+        assert made.nll is not None
+        return {"perplexity": exp(made.nll[0])}
+
+    def passes(self, found: Plain, expected: Plain) -> bool:
+        return abs(found["perplexity"] / expected["perplexity"] - 1) <= self.within
+
+    def told(self, plain: Plain) -> str:
+        return f"{plain['perplexity']:.4f}"
+
+    def bound(self, expected: Plain) -> str:
+        return f"{self.told(expected)} ± {percent(self.within)} %"
+
+
+@dataclass(frozen=True)
+class SameTokens(Check):
+    """Full against transformers' own `generate`: the same tokens, prompt by prompt."""
+
+    name: str
+    words: tuple[str, ...]
+    advice: str
+    prompts: int = 3
+
+    def measure(self, subject: Subject) -> Plain:
+        records = subject.run(self.words)[: self.prompts]
+        loaded = subject.load("fp32")
+        return {"same": sum(_generated(loaded, record) == record.tokens for record in records), "of": len(records)}
+
+    def passes(self, found: Plain, expected: Plain) -> bool:
+        return found["of"] == found["same"] == expected["same"]
+
+    def told(self, plain: Plain) -> str:
+        return f"{plain['same']} of {plain['of']} answers the same"
+
+
+def _generated(loaded: LoadedModel, record: Record) -> list[int]:
+    prompt, model = torch.tensor([record.prompt_ids]), loaded.model
+    wanted: Any = {"max_new_tokens": len(record.tokens), "do_sample": False, "eos_token_id": list(loaded.eos_ids)}
+    with torch.inference_mode():
+        out: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt), **wanted)  # type: ignore[operator]
+    return list(out[0, prompt.shape[1] :].tolist())
+
+
+NEEDLES = ("task=niah", "task.lengths=[512,1024]", "task.depths=5")
+RULER = ("task=ruler", "task.tasks=[niah_single_2,niah_multivalue]", "task.lengths=[1024]", "task.samples=5")
+CHECKS: tuple[Check, ...] = (
+    Score("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}, then empty the "
+          "cache of models (KV_HARNESS_CACHE, ~/.cache/kv-harness)"),
+    Score("Full on RULER", ("method=full", *RULER), f"prompts or scorer differ: {VERSIONS}; "
+          "`python -m harness.lint task=ruler --show 1` shows a prompt"),
+    Score("PQCache on needles", ("method=pqcache", "budget=0.2", *NEEDLES), "if Full is right above, a kernel "
+          "is wrong here: run `python -m pytest tests/kernels tests/methods`, and report what fails"),
+    SameTokens("Full is generate", ("method=full", *NEEDLES), f"this engine and transformers part: {VERSIONS}"),
+    Perplexity("perplexity, fp32", "fp32", f"the model's numbers differ: {VERSIONS}, then empty the cache of models",
+               within=0.002),
+    Perplexity("perplexity, bf16", "bf16", "bf16 rounds otherwise here than where it was recorded: use dtype=fp32, and "
+               "compare no bf16 run with one from another machine", within=0.01),
+)  # fmt: skip
+
+
+def verdicts(subject: Subject, expected: Mapping[str, Plain], checks: Sequence[Check] = CHECKS) -> Iterator[Verdict]:
+    for check in checks:
+        yield check.verdict(subject, expected[check.name])
+
+
+def measured(subject: Subject, checks: Sequence[Check] = CHECKS) -> dict[str, Plain]:
+    """What expected.json is to hold."""
+    return {check.name: check.measure(subject) for check in checks}
+
+
+def expected(file: Path = EXPECTED) -> dict[str, Plain]:
+    return files.read_json(file)
+
+
+def _interval(scores: Mapping[str, Sequence[float]]) -> stats.Interval:
+    flat = [(score, group) for group, some in scores.items() for score in some]
+    found = stats.interval([score for score, _ in flat], [group for _, group in flat])
+    assert found is not None
+    return found
+
+
+def _mean(scores: Mapping[str, Sequence[float]]) -> float:
+    return fmean(map(fmean, scores.values()))
