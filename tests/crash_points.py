@@ -23,7 +23,7 @@ from harness.results.files import read_json
 from harness.results.store import load
 from tests.fast import MODEL, STREAMING, niah
 
-TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
+TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes", "peaks"}
 KILLED = 137
 
 

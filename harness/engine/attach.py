@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -21,10 +22,11 @@ from transformers import PreTrainedModel
 from harness.engine.cache import KVCache, LoopCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
+from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Method, Placement, Request
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
-_prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, object]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
 
 
 class Attachment:
@@ -48,7 +50,7 @@ class Attachment:
         self.placement: Placement = placement
         self.specs = layer_specs(model)
         method.check_model(self.specs[0])
-        self.prepared = self._prepare(calibration)
+        self.prepared, self.prepare_s = self._prepare(calibration)
         self._handed_out: list[ref[LoopCache]] = []
 
     def request(self, *, capacity: int, batch: int = 1) -> Request:
@@ -90,10 +92,14 @@ class Attachment:
         budget = self.budget
         return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
 
-    def _prepare(self, calibration: Tensor | None) -> object:
+    def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
+        """What the method made of this model, and the seconds that took when it was made."""
         known = _prepared.setdefault(self.model, {})
         if self.method not in known:
-            known[self.method] = self.method.prepare(self.specs, observer(self.model, self.specs, calibration))
+            before = perf_counter()
+            made = self.method.prepare(self.specs, observer(self.model, self.specs, calibration))
+            wait_for(self.model.device)
+            known[self.method] = made, perf_counter() - before
         return known[self.method]
 
 

@@ -173,6 +173,7 @@ class Job:
         )
         if measured := self.method.measured(attachment.prepared):
             run.note(measured=dict(measured))
+        run.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
         return attachment
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from harness.engine.engine import Engine, Generation, Stop, after, never
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
+from harness.engine.wait import wait_for
 from harness.jobs.checks import check_alike
 from harness.jobs.items import Item
 from harness.jobs.shared_prefill import Prefilled
@@ -25,7 +27,7 @@ from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
-from harness.results.records import Record
+from harness.results.records import PEAKS, Record
 
 WARMUP_TOKENS = 4
 
@@ -45,6 +47,7 @@ class Runner:
             graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
         self.usage = Usage(self.device)  # of the last batch
+        self.peaks: dict[str, int | None] = {}  # of its phases
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
             self.engine.tracer = Tracer(self.device, profile_file(folder))
@@ -54,17 +57,28 @@ class Runner:
         tracer, self.engine.tracer = self.engine.tracer, None
         shortest = sorted(pending, key=lambda item: len(item.prompt.ids))[: self.settings.warmup]
         for item in shortest:
-            self._generate([replace(item, new_tokens=min(item.new_tokens, WARMUP_TOKENS))])
+            self.answer([replace(item, new_tokens=min(item.new_tokens, WARMUP_TOKENS))])
         self.engine.tracer = tracer
 
     def answer(self, batch: Sequence[Item], prefilled: Prefilled | None = None) -> Generation:
         """All answers of a batch, with a prefill of its own unless it is `prefilled`."""
+        ids, context = self.prompts(batch)
+        prefilled = prefilled or self._prefill(ids, context, batch[0].new_tokens)
         with Usage(self.device) as self.usage:
-            made = self._generate(batch, prefilled)
-        if prefilled is not None:
-            self.usage.after(prefilled.usage)
+            cache, logits, began, _ = prefilled
+            made = self.engine.complete(cache, logits, ids[:, context:], began=began, **self._ending(batch))
+        self.peaks = _peaks(prefilled.usage, self.usage)
+        self.usage.after(prefilled.usage)
         self.used(self.usage.backends)
         return made
+
+    def _prefill(self, ids: Tensor, context: int, new_tokens: int) -> Prefilled:
+        with Usage(self.device) as usage:
+            cache = self.engine.cache(ids, new_tokens)
+            wait_for(self.device)
+            began = perf_counter()
+            logits = self.engine.prefill(cache, ids[:, :context])
+        return Prefilled(cache, logits, began, usage)
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
         """Backends of operations that ran for this job."""
@@ -86,15 +100,6 @@ class Runner:
         ids = torch.tensor([item.prompt.ids for item in batch], device=self.device)
         split = batch[0].prompt.split if self.settings.protocol == "context" else None
         return ids, ids.shape[1] if split is None else split
-
-    def _generate(self, batch: Sequence[Item], prefilled: Prefilled | None = None) -> Generation:
-        ids, context = self.prompts(batch)
-        ending = self._ending(batch)
-        if prefilled is None:
-            return self.engine.generate(ids, context_tokens=context, **ending)
-        return self.engine.complete(
-            prefilled.cache, prefilled.logits, ids[:, context:], began=prefilled.began, **ending
-        )
 
     def _ending(self, batch: Sequence[Item]) -> dict[str, Any]:
         """How the engine picks tokens for `batch`, and when it stops."""
@@ -154,6 +159,7 @@ class Runner:
             kv_host_bytes=made.kv.host_bytes,
             device_peak_bytes=self.usage.device_bytes,
             host_peak_bytes=self.usage.host_bytes,
+            peaks=self.peaks,
             moved_bytes_per_step=made.moved_bytes_per_step,
             hit_rate=made.hit_rate,
             sealed=made.sealed,
@@ -165,6 +171,12 @@ class Runner:
             data=dict(example.data),
             prompt_ids=list(item.prompt.ids) if self.settings.results.save_prompts else None,
         )
+
+
+def _peaks(prefill: Usage, decode: Usage) -> dict[str, int | None]:
+    return dict(
+        zip(PEAKS, (prefill.device_bytes, prefill.host_bytes, decode.device_bytes, decode.host_bytes), strict=True)
+    )
 
 
 _loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}

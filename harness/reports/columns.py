@@ -5,12 +5,24 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.engine.step_parts import PARTS
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
-from harness.terminal.tables import BYTES, SECONDS, Column, digits, percent, probability, scaled
+from harness.terminal.tables import (
+    BYTES,
+    SECONDS,
+    Column,
+    digits,
+    number,
+    percent,
+    probability,
+    quantity,
+    scaled,
+    share,
+)
 
 STAMPS = {
     "S": "simulated: the cost is not paid in this code path, so speed is left out",
@@ -28,41 +40,68 @@ STAMPS = {
 def score_table(comparison: Comparison) -> list[Column]:
     """The main table: what it scored, at which share of the prompt, how fast, with how many bytes."""
     entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
-    holds = comparison.significant
-    ttft, ttft_unit = scaled([row["ttft_s"]["p50"] for row in rows], SECONDS)
-    tt2t, tt2t_unit = scaled([row["tt2t_s"]["p50"] for row in rows], SECONDS)
-    tpot, tpot_unit = scaled([row["tpot_s"][key] for row in rows for key in ("p50", "p90")], SECONDS)
-    stored = [row["memory"][key] for row in rows for key in ("kv_device_bytes", "kv_host_bytes")]
-    kv, kv_unit = scaled(stored, BYTES)
-    moved, moved_unit = scaled([row["memory"]["moved_bytes_per_step"] for row in rows], BYTES)
-    beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
+    memory = [row["memory"] for row in rows]
+    return [
+        *names(entries),
+        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
+        *_scores(comparison),
+        *_fidelity(rows),
+        quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
+        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
+        _tpot(rows),
+        number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
+        *_stored(memory),
+        quantity("moved", [one["moved_bytes_per_step"] for one in memory], BYTES, "/step", hide_zeros=True),
+        share("hits", [one.get("hit_rate") for one in memory]),
+        Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
+        Column("", "", [_stamps(entry) for entry in entries], left=True),
+    ]
+
+
+def names(entries: Sequence[Entry]) -> list[Column]:
+    """The two columns that say which run a row is."""
+    rows = [entry.summary for entry in entries]
     return [
         Column("method", "", [entry.label for entry in entries], left=True),
-        Column("budget", "", [budget(row) for row in rows]),
-        Column("attended", "%", [percent(row["budget"]["attended"]["share"]) for row in rows]),
-        Column("read per\nKV head\n(union)", "%", [percent(row["budget"]["union"]["share"]) for row in rows]),
-        Column("score", "95% CI", [_with_ci(row["score"]["mean"], row["score"]["ci95"]) for row in rows]),
-        Column("vs full", "95% CI", [_with_ci(one["diff"], one["ci95"], sign=True) for one in beside]),
-        Column("p", "", [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]),
-        *_fidelity(rows),
-        Column("TTFT", ttft_unit, ttft),
-        Column("TT2T", tt2t_unit, tt2t),
-        Column("TPOT p50/90", tpot_unit, [f"{a}/{b}" if a else "" for a, b in zip(tpot[::2], tpot[1::2], strict=True)]),
-        Column("decode", "tok/s", [digits(x) if (x := row["throughput_tok_s"]) is not None else "" for row in rows]),
-        Column("KV dev", kv_unit, kv[::2]),
-        Column("KV host", kv_unit, kv[1::2] if any(stored[1::2]) else [""] * len(rows)),
-        Column("moved", f"{moved_unit}/step", moved if any(float(cell or 0) for cell in moved) else [""] * len(rows)),
-        Column("hits", "%", [percent(row["memory"].get("hit_rate")) for row in rows]),
-        Column("n", "", [_count(entry) for entry in entries]),
-        Column("", "", [_stamps(entry) for entry in entries], left=True),
+        Column("budget", "", [budget(row) for row in rows], values=[asked(row) for row in rows]),
+    ]
+
+
+def _scores(comparison: Comparison) -> list[Column]:
+    rows, holds = [entry.summary for entry in comparison.entries], comparison.significant
+    scores = [row["score"] for row in rows]
+    beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
+    ps = [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]
+    return [
+        Column("score", "95% CI", [_with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
+        Column("vs full", "95% CI", [difference(one) for one in beside], values=[one["diff"] for one in beside]),
+        Column("p", "", ps, values=[one["p"] for one in beside]),
+    ]
+
+
+def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
+    cells, unit = scaled([row["tpot_s"][key] for row in rows for key in ("p50", "p90")], SECONDS)
+    pairs = [f"{a}/{b}" if a else "" for a, b in zip(cells[::2], cells[1::2], strict=True)]
+    return Column("TPOT p50/90", unit, pairs, values=[row["tpot_s"]["p50"] for row in rows])
+
+
+def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
+    """Both tiers in one unit."""
+    stored = [one[key] for one in memory for key in ("kv_device_bytes", "kv_host_bytes")]
+    cells, unit = scaled(stored, BYTES)
+    host = cells[1::2] if any(stored[1::2]) else [""] * len(memory)
+    return [
+        Column("KV dev", unit, cells[::2], values=stored[::2]),
+        Column("KV host", unit, host, values=stored[1::2]),
     ]
 
 
 def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """Columns that stay empty, and so out of the table, where fidelity was not measured."""
     found = [row["fidelity"] or {} for row in rows]
-    shares = [Column(name, "%", [percent(one.get(name)) for one in found]) for name in ("recall", "mass")]
-    return [*shares, Column("KL", "nats", ["" if one.get("kl") is None else digits(one["kl"]) for one in found])]
+    shares = [share(name, [one.get(name) for one in found]) for name in ("recall", "mass")]
+    return [*shares, number("KL", "nats", [one.get("kl") for one in found])]
 
 
 def group_table(comparison: Comparison) -> list[Column]:
@@ -72,11 +111,15 @@ def group_table(comparison: Comparison) -> list[Column]:
     if len(groups) < 2:
         return []
     sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
-    columns = [Column("group", "", groups, left=True), Column("n", "", [str(size) for size in sizes.values()])]
+    columns = [
+        Column("group", "", groups, left=True),
+        Column("n", "", [str(size) for size in sizes.values()], values=list(sizes.values())),
+    ]
     for entry, run in zip(comparison.entries, scores, strict=True):
         holds = entry.significant_groups
         cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
-        columns.append(Column(entry.label, budget(entry.summary), cells))
+        means = [run.get(group, {}).get("mean") for group in groups]
+        columns.append(Column(entry.label, budget(entry.summary), cells, values=means))
     return columns
 
 
@@ -88,15 +131,16 @@ def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
 def average_table(comparison: Comparison) -> list[Column]:
     """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
     runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
-    names = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
-    if not names:
+    listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
+    if not listed:
         return []
-    raw = {name for name in names if any(run.get(name, 0) > 1 for run in runs)}
-    columns = [Column("average", "", names, left=True)]
+    raw = {name for name in listed if any(run.get(name, 0) > 1 for run in runs)}
+    columns = [Column("average", "", listed, left=True)]
     for entry, run in zip(comparison.entries, runs, strict=True):
         shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
-        cells = [shown.get(name, "") for name in names]
-        columns.append(Column(entry.label, budget(entry.summary), cells))
+        cells = [shown.get(name, "") for name in listed]
+        values = [run.get(name) for name in listed]
+        columns.append(Column(entry.label, budget(entry.summary), cells, values=values))
     return columns
 
 
@@ -105,13 +149,17 @@ def trace_table(comparison: Comparison) -> list[Column]:
     traced = [entry for entry in comparison.entries if entry.summary["trace"]]
     if not traced:
         return []
-    names = ("step", *PARTS)
-    found = [entry.summary["trace"][f"{name}_s"] for entry in traced for name in names]
+    parts = ("step", *PARTS)
+    found = [entry.summary["trace"][f"{part}_s"] for entry in traced for part in parts]
     cells, unit = scaled(found, SECONDS)
+    head, asked_for = names(traced)
     return [
-        Column("decode step", "", [entry.label for entry in traced], left=True),
-        Column("budget", "", [budget(entry.summary) for entry in traced]),
-        *(Column(name, unit, cells[place :: len(names)]) for place, name in enumerate(names)),
+        replace(head, head="decode step"),
+        asked_for,
+        *(
+            Column(part, unit, cells[place :: len(parts)], values=found[place :: len(parts)])
+            for place, part in enumerate(parts)
+        ),
     ]
 
 
@@ -171,6 +219,11 @@ def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
             where[what].append(f"{entry.title}{count}")
     for what, runs in where.items():
         yield f"! {what}: {', '.join(runs)}" if what.startswith("examples ") else f"! {', '.join(runs)}: {what}"
+
+
+def difference(beside: Mapping[str, Any]) -> str:
+    """To Full, in points, with its interval."""
+    return _with_ci(beside["diff"], beside["ci95"], sign=True)
 
 
 def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:

@@ -100,7 +100,7 @@ def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
         full = reference(run, runs)
         summary = current_summary(run, full)
         entries.append(Entry(run, full or _beside(run, summary), summary, label))
-    entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, _asked(entry.summary)))
+    entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
     return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
@@ -116,6 +116,7 @@ def _beside(run: StoredRun, summary: Mapping[str, Any]) -> StoredRun | None:
     return None
 
 
-def _asked(summary: Mapping[str, Any]) -> float:
+def asked(summary: Mapping[str, Any]) -> float:
+    """The budget, in the order of budgets: shares below 1, tokens above; 0 where there is none."""
     layers = summary["budget"]["layers"]
     return fmean(layers) if layers else float(summary["budget"]["asked"] or 0)

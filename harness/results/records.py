@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
 STOPS = ("eos", "stop_string", "length", "forced")
 
 
@@ -43,6 +44,7 @@ class Record:
     kv_host_bytes: int
     device_peak_bytes: int | None
     host_peak_bytes: int | None
+    peaks: dict[str, int | None] | None = None  # the same of the prefill, and of all behind it: PEAKS
     moved_bytes_per_step: float | None
     hit_rate: float | None = None  # of rows asked of the method's cache on the device, those that it had
     sealed: bool

@@ -15,7 +15,7 @@ from harness.results import timing
 from harness.results.alarms import warnings
 from harness.results.identity import model_name
 from harness.results.pairs import group_means, paired
-from harness.results.records import Record
+from harness.results.records import PEAKS, Record
 
 SCHEMA = 8
 
@@ -50,6 +50,7 @@ def summarise(
         "score": _score(records, config.get("task")),
         "full": beside,
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
+        "prepare_s": info.get("prepare_s"),
         "memory": _memory(records),
         "fidelity": _fidelity(records),
         "trace": _trace(records),
@@ -144,6 +145,7 @@ def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
         "ttft_s": timing.quantiles(record.ttft_s for record in records),
         "tt2t_s": timing.quantiles(record.tt2t_s for record in records),
         "tpot_s": timing.quantiles(interval for record in records for interval in record.intervals_s),
+        "seal_s": timing.quantiles(record.seal_s for record in records),
         "throughput_tok_s": timing.decode_throughput(records, batch),
         "e2e_tok_s": timing.total_throughput(records, batch),
     }
@@ -153,6 +155,7 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     sizes = ("kv_device_bytes", "kv_host_bytes", "device_peak_bytes", "host_peak_bytes")
     largest = {name: _known(max, [getattr(record, name) for record in records]) for name in sizes}
     means = ("moved_bytes_per_step", "hit_rate")
+    largest |= {f"{name}_peak_bytes": _known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
     return largest | {name: _known(fmean, [getattr(record, name) for record in records]) for name in means}
 
 

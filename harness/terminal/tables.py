@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
+Units = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`head`, which may have several lines, and `unit` stand above each other in a terminal."""
+    """`head`, which may have several lines, and `unit` stand above each other in a terminal. `values`: the numbers
+    behind the cells, for whoever sorts."""
 
     head: str
     unit: str
     cells: list[str]
     left: bool = False
+    values: Sequence[float | None] = ()
 
     @property
     def empty(self) -> bool:
@@ -63,11 +66,32 @@ def markdown_table(columns: Sequence[Column]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def scaled(values: Sequence[float | None], units: Sequence[tuple[float, str]]) -> tuple[list[str], str]:
+def scaled(values: Sequence[float | None], units: Units) -> tuple[list[str], str]:
     """Three significant digits in one unit for all, the largest in which the largest value is at least one."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
     return ["" if value is None else digits(value / factor) for value in values], unit
+
+
+def quantity(
+    head: str,
+    values: Sequence[float | None],
+    units: Units,
+    per: str = "",
+    hide_zeros: bool = False,
+) -> Column:
+    """All in one unit. `hide_zeros`: empty, and so out of the table, where there is nothing but zeros."""
+    cells, unit = scaled(values, units)
+    return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
+
+
+def share(head: str, values: Sequence[float | None]) -> Column:
+    """0-1, shown in percent."""
+    return Column(head, "%", [percent(value) for value in values], values=values)
+
+
+def number(head: str, unit: str, values: Sequence[float | None]) -> Column:
+    return Column(head, unit, ["" if value is None else digits(value) for value in values], values=values)
 
 
 def digits(value: float) -> str:
@@ -96,4 +120,4 @@ def probability(p: float | None) -> str:
 def _wrapped(column: Column, width: int) -> Column:
     """At spaces alone: a name in two pieces is none."""
     fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return Column(column.head, column.unit, [fill(cell) for cell in column.cells], column.left)
+    return replace(column, cells=[fill(cell) for cell in column.cells])

@@ -37,7 +37,7 @@ def run(folder: Path, method: Any = PQ, **changes: Any) -> Evaluation:
 
 
 def without_times(evaluation: Evaluation) -> list[Any]:
-    timed = {"token_s": [], "seal_s": None, "question_s": None, "device_peak_bytes": None, "host_peak_bytes": None}
+    timed = {"token_s": []} | dict.fromkeys(("seal_s", "question_s", "device_peak_bytes", "host_peak_bytes", "peaks"))
     return [
         {name: getattr(record, name) for name in record.__dataclass_fields__} | timed for record in evaluation.records
     ]

@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from harness import report
-from harness.reports import figures, frontier, heatmap
+from harness.reports import needles
+from harness.reports.panels import PANELS
+from harness.reports.pictures import figures, frontier, heatmap
 from harness.results.records import Record
 from harness.results.summary import summarise
 from tests.fake_records import config, record, write_run
@@ -24,11 +26,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Figures as they are saved."""
     found: list[Figure] = []
     save = figures.save
-    monkeypatch.setattr(figures, "save", lambda figure, path: found.append(figure) or save(figure, path))
+    monkeypatch.setattr(figures, "save", lambda figure, path: (found.append(figure), save(figure, path))[1])
     return found
 
 
-def needles(
+def planted(
     task: str, depths: list[float], score: float = 1.0, lengths: tuple[int, ...] = (2048, 4096)
 ) -> list[Record]:
     return [
@@ -56,8 +58,8 @@ def uncut(path: Path) -> None:
 
 
 def test_depths_that_lie_anywhere_share_ten_bins(tmp_path: Path, drawn: list[Figure]) -> None:
-    lines = needles("multikey", [1.5, 7.25, 33.1, 98.0], 0.5)
-    [found] = heatmap.by_task(lines).values()
+    lines = planted("multikey", [1.5, 7.25, 33.1, 98.0], 0.5)
+    [found] = needles.by_task(lines).values()
     heatmap.heatmap(found, tmp_path / "x.png", "a title " * 30)
     assert rows(drawn[0]) == [f"{10 * i}-{10 * i + 10}" for i in range(10)]
     assert texts(drawn[0]) == ["50"] * 6  # two of the four share a cell, at each length
@@ -66,33 +68,34 @@ def test_depths_that_lie_anywhere_share_ten_bins(tmp_path: Path, drawn: list[Fig
 
 def test_depths_of_a_grid_are_rows_of_their_own(tmp_path: Path, drawn: list[Figure]) -> None:
     lines = [record(f"{n}/{d}", data={"length": n, "depth": d}) for n in (512, 1024) for d in (0, 33.3, 66.7, 100)]
-    heatmap.heatmap(heatmap.by_task(lines)["g"], tmp_path / "x.png", "needles")
+    heatmap.heatmap(needles.by_task(lines)["g"], tmp_path / "x.png", "needles")
     assert rows(drawn[0]) == ["0", "33.3", "66.7", "100"]
     assert texts(drawn[0]) == ["100"] * 8
     assert drawn[0].axes[0].collections[0].get_clim() == (0, 100)
 
 
 def test_shares_of_older_ruler_runs_are_read_as_percents() -> None:
-    [found] = heatmap.by_task(
+    [found] = needles.by_task(
         [record(str(d), data={"task": "single", "length": 2048, "depth": d}) for d in (0.05, 0.5, 0.98)]
     ).values()
     assert [needle.depth for needle in found] == pytest.approx([5, 50, 98])
 
 
 def test_a_picture_per_task_and_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = needles("single", [1.0, 50.0]) + needles("multikey", [2.0, 60.0], 0.0) + [record("no depth")]
+    lines = planted("single", [1.0, 50.0]) + planted("multikey", [2.0, 60.0], 0.0) + [record("no depth")]
     write_run(tmp_path, lines)
     for letter in "yz":  # labels longer than a file's name may be
         many = {f"x{i}": letter * 39 for i in range(9)}
         write_run(tmp_path, lines, "quest", method={"_target_": "methods.quest.Quest", **many})
     assert report.main([str(tmp_path), "--plots"]) == 0
-    paths = [Path(line[5:]) for line in capsys.readouterr().out.splitlines() if line.startswith("drew ")]
-    assert len(set(paths)) == len(paths) == 1 + 3 * 2
-    assert all(path.exists() for path in paths)
+    paths = [Path(line[6:]) for line in capsys.readouterr().out.splitlines() if line.startswith("wrote ")]
+    assert len(set(paths)) == len(paths) == 2 * (1 + 3 * 2)
+    kinds = {path.suffix: path.read_bytes()[:4] for path in paths}
+    assert kinds == {".png": b"\x89PNG", ".pdf": b"%PDF"}
 
 
 def test_a_heat_map_needs_more_than_one_cell() -> None:
-    assert heatmap.by_task([record(), *needles("single", [5.0], lengths=(2048,))]) == {}
+    assert needles.by_task([record(), *planted("single", [5.0], lengths=(2048,))]) == {}
 
 
 def frontier_rows(names: list[str]) -> list[dict[str, Any]]:
@@ -140,5 +143,5 @@ def test_few_methods_show_their_intervals(tmp_path: Path, drawn: list[Figure]) -
 
 def test_the_cost_of_reading_is_the_union_where_it_was_counted() -> None:
     row = {"budget": {"union": {"share": 0.28}, "attended": {"share": 0.2}}}
-    assert frontier.PANELS[0].cost(row) == pytest.approx(28)
-    assert frontier.PANELS[0].cost({"budget": row["budget"] | {"union": {"share": None}}}) == pytest.approx(20)
+    assert PANELS[0].cost(row) == pytest.approx(28)
+    assert PANELS[0].cost({"budget": row["budget"] | {"union": {"share": None}}}) == pytest.approx(20)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evals import stats
-from harness.results.records import Record
+from harness.results.records import PEAKS, Record
 from harness.results.summary import against, detectable, summarise
 from tests.fake_records import config, record, records
 
@@ -15,7 +15,8 @@ INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah",
 KEYS = (
     "schema status method task model presets budget protocol placement dtype device batch seed num_examples "
     "prompt_tokens score full "
-    "ttft_s tt2t_s tpot_s throughput_tok_s e2e_tok_s memory fidelity trace simulated traced host_is_cpu warnings"
+    "ttft_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace simulated traced "
+    "host_is_cpu warnings"
 )
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 
@@ -47,6 +48,7 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
         "kv_host_bytes",
         "device_peak_bytes",
         "host_peak_bytes",
+        *(f"{name}_peak_bytes" for name in PEAKS),
         "moved_bytes_per_step",
         "hit_rate",
     ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +13,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from harness.reports import figures
+from harness.reports.panels import COLOURS, PANELS, Panel, Row
+from harness.reports.pictures import figures
 
-Row = Mapping[str, Any]  # a summary, with `label` naming its line
-
-# Twelve that differ for normal and for colour-blind eyes (M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black.
-COLOURS = (
-    "#008df9", "#e20134", "#009f81", "#ff6e3a", "#8400cd", "#ffc33b",
-    "#ff5aaf", "#00c2f9", "#9f0162", "#00d302", "#a0522d", "#7a7a7a",
-)  # fmt: skip
 MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 CROWDED = 6  # from so many lines on, intervals cover more than they say
 NAME_WIDTH = 30  # characters of a line in the legend
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One cost to hold the score against; rows without it, or where it is 0, are not drawn."""
-
-    name: str
-    cost: Callable[[Row], float | None]
-    log: bool = False
-
-    def points(self, rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
-        lines: dict[str, list[tuple[float, Row]]] = defaultdict(list)
-        for row in rows:
-            if row["score"]["mean"] is not None and (x := self.cost(row)):
-                lines[row["label"]].append((x, row))
-        return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
-
-
-def _read(row: Row) -> float | None:
-    """Percent of the prompt: over all query heads of a KV head, where that was counted."""
-    share = row["budget"]["union"]["share"] or row["budget"]["attended"]["share"]
-    return _scaled(share, 100)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-PANELS = (
-    Panel("prompt tokens a KV head reads per step (%)", _read, log=True),
-    Panel("KV cache on the device (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
-    Panel("moved between tiers per step (MiB)", lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20)),
-    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000)),
-)
 
 
 def has_frontier(rows: Sequence[Row]) -> bool:
@@ -70,8 +28,8 @@ def has_frontier(rows: Sequence[Row]) -> bool:
     return any(panel.points(others) for panel in PANELS)
 
 
-def frontier(rows: Sequence[Row], path: Path, title: str = "") -> None:
-    """Full is the dashed line. With up to six lines each point has its interval."""
+def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Path]:
+    """Full is the dashed line. With up to six lines each point has its interval. The files drawn."""
     panels = [panel for panel in PANELS if panel.points([row for row in rows if row["method"] != "full"])]
     if not panels:
         raise ValueError("nothing to draw: no row has a score with a cost beside it")
@@ -91,7 +49,7 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> None:
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
     figures.title(figure, title)
-    figures.save(figure, path)
+    return figures.save(figure, path)
 
 
 def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:

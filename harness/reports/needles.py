@@ -1,23 +1,17 @@
-"""The needle heat map: mean score over prompt length and depth, one picture per task of a run."""
+"""Needles by length and depth: which cell of the heat map an example belongs to, and each cell's mean score."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from harness.reports import figures
 from harness.results.records import Record
 
 BINS = 10  # of depth, where needles lie anywhere
 MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
-COLOURS = "cividis"  # even steps, and the same to all eyes
-EMPTY = "#f0f0f0"
 
 
 class Needle(NamedTuple):
@@ -26,6 +20,14 @@ class Needle(NamedTuple):
     depth: float  # percent of the text
     length: int  # tokens asked for
     score: float
+
+
+class Grid(NamedTuple):
+    """Mean scores, 0-100, a row per depth and a column per length; None where no needle lies."""
+
+    depths: list[str]  # percent: as planted, or a bin
+    lengths: list[str]  # tokens asked for
+    means: list[list[float | None]]
 
 
 def by_task(records: Sequence[Record]) -> dict[str, list[Needle]]:
@@ -38,20 +40,16 @@ def by_task(records: Sequence[Record]) -> dict[str, list[Needle]]:
     return {task: needles for task, needles in found.items() if len({needle[:2] for needle in needles}) > 1}
 
 
-def heatmap(needles: Sequence[Needle], path: Path, title: str) -> None:
-    """Mean scores, 0-100."""
+def grid(needles: Sequence[Needle]) -> Grid:
     lengths, depths = sorted({needle.length for needle in needles}), _fixed_depths(needles)
-    rows = depths or range(BINS)
     cells: dict[tuple[int, int], list[float]] = defaultdict(list)
     for depth, length, score in needles:
         row = depths.index(depth) if depths else min(BINS - 1, int(depth * BINS / 100))
         cells[row, lengths.index(length)].append(100 * score)
-    grid = np.array([[np.mean(cells.get((y, x), [np.nan])) for x in range(len(lengths))] for y in range(len(rows))])
+    rows, columns = range(len(depths) or BINS), range(len(lengths))
+    means = [[fmean(cells[y, x]) if (y, x) in cells else None for x in columns] for y in rows]
     names = [f"{depth:g}" for depth in depths] or [f"{10 * row}-{10 * row + 10}" for row in rows]
-    figure = Figure(figsize=(max(3.4, 1.9 + 0.72 * len(lengths)), 1.5 + 0.32 * len(rows)), layout="constrained")
-    _draw(figure, grid, [_tokens(length) for length in lengths], names)
-    figures.title(figure, title, f"mean score, 0-100, of {len(needles)} examples")
-    figures.save(figure, path)
+    return Grid(names, [_tokens(length) for length in lengths], means)
 
 
 def _needles(records: Sequence[Record]) -> list[Needle]:
@@ -65,32 +63,9 @@ def _fixed_depths(needles: Sequence[Needle]) -> list[float]:
     depths = sorted({needle.depth for needle in needles})
     lengths = {needle.length for needle in needles}
     whole = len({needle[:2] for needle in needles}) == len(depths) * len(lengths)
-    even = len(depths) > 1 and np.ptp(np.diff(depths)) < 0.5
+    steps = [b - a for a, b in pairwise(depths)]
+    even = bool(steps) and max(steps) - min(steps) < 0.5
     return depths if len(depths) <= MOST_ROWS and whole and (even or len(lengths) > 1) else []
-
-
-def _draw(figure: Figure, grid: np.ndarray, lengths: Sequence[str], depths: Sequence[str]) -> None:
-    axes = figure.subplots()
-    axes.set_facecolor(EMPTY)
-    image = axes.pcolormesh(np.ma.masked_invalid(grid), cmap=COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=1)
-    axes.invert_yaxis()
-    _write_values(axes, grid)
-    axes.set_xticks(np.arange(len(lengths)) + 0.5, lengths)
-    axes.set_yticks(np.arange(len(depths)) + 0.5, depths)
-    axes.set_xlabel("prompt length asked for (tokens)")
-    axes.set_ylabel("depth of the needle (%)")
-    axes.spines[:].set_visible(False)
-    figures.plain(axes)
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], aspect=30, pad=0.02)
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=figures.SOFT)
-    bar.outline.set_visible(False)
-
-
-def _write_values(axes: Axes, grid: np.ndarray) -> None:
-    for (y, x), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            colour = "white" if value < 60 else figures.INK
-            axes.text(x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour)
 
 
 def _tokens(length: float) -> str:

@@ -30,8 +30,12 @@ def title(figure: Figure, text: str, below: str = "") -> None:
         figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Nothing is cut off, whatever stands outside the axes; 256 colours, for a page with many must stay light."""
+def save(figure: Figure, path: Path) -> tuple[Path, Path]:
+    """A PNG at `path` and a PDF beside it. Nothing is cut off, whatever stands outside the axes; the PNG has 256
+    colours, for a page with many must stay light."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    vector = path.with_suffix(".pdf")
+    figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
+    return path, vector

@@ -1,0 +1,81 @@
+"""The command behind a row: what to type to get this run again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from harness.config.catalogue import GROUPS, Entry, entries
+from harness.config.nested import flatten
+from harness.config.plugins import TARGET
+from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.results.store import StoredRun
+
+BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
+
+
+def command(run: StoredRun) -> str:
+    """Presets as they were typed, then every key that is not at its default. A plug-in from outside needs the
+    `--config-dir` that it came from, which no run knows: DIR stands for it."""
+    found = {kind: _entry(run, kind) for kind in GROUPS}
+    words = ["python", "-m", "harness"]
+    if None in found.values():
+        words += ["--config-dir", "DIR"]
+    for kind, entry in found.items():
+        words += [f"{kind}={entry.name if entry else _typed(run, kind)}"]
+        usual = entry.values() if entry else {}
+        words += _changed(run.config.get(kind) or {}, usual, f"{kind}.")
+    return shlex.join([*words, *_changed(_settings(run), flatten(asdict(Settings())))])
+
+
+def _entry(run: StoredRun, kind: str) -> Entry | None:
+    """The yaml in conf/ that the run was typed as; of an older run, the first of the same class."""
+    target = (run.config.get(kind) or {}).get(TARGET)
+    same = [entry for entry in entries(kind) if entry.target == target]
+    named = [entry for entry in same if entry.name == _typed(run, kind)]
+    return next(iter([*named, *same]), None)
+
+
+def _typed(run: StoredRun, kind: str) -> str:
+    module = str((run.config.get(kind) or {}).get(TARGET, kind)).split(".")
+    return str((run.info.get("presets") or {}).get(kind) or module[-2 if len(module) > 1 else 0])
+
+
+def _settings(run: StoredRun) -> dict[str, Any]:
+    """Settings that bear on the result, and where the data were; Full has no budget to name."""
+    own = {key: value for key, value in run.config.items() if key in asdict(Settings())}
+    kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
+    return {key: value for key, value in flatten(kept).items() if not (key == "budget" and value is None)}
+
+
+def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in mine.items():
+        same = key in usual and type(value) is type(usual[key]) and value == usual[key]
+        if key != TARGET and not same:
+            yield f"{prefix}{key}={spelled(value)}"
+
+
+def spelled(value: Any) -> str:
+    """As Hydra's grammar reads it back: 512 a number, "512" a string."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(spelled, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{spelled(one)}' for key, one in value.items())}}}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if not isinstance(value, str) or (BARE.fullmatch(value) and not _is_other(value)):
+        return str(value)
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
+
+
+def _is_other(text: str) -> bool:
+    """Whether a bare word would be read as a number, a truth or nothing."""
+    try:
+        float(text.replace("_", ""))
+    except ValueError:
+        return text.lower() in ("null", "true", "false", "nan", "inf")
+    return True

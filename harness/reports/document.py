@@ -1,0 +1,100 @@
+"""A report as text, Markdown or LaTeX: the same tables, conditions and notes each time."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.reports import noise, pareto
+from harness.reports.banner import banner, markdown_banner
+from harness.reports.columns import average_table, group_table, notes, score_table, trace_table
+from harness.reports.compare import Comparison
+from harness.reports.conditions import conditions
+from harness.reports.costs import cost_table
+from harness.terminal.latex import latex_table
+from harness.terminal.tables import Column, markdown_table, text_table
+
+WIDTH = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything."""
+
+    name: str
+    caption: str
+    columns: Callable[[Comparison], list[Column]]
+    head: int
+    of: Literal["rows", "traced rows", "columns", "methods"]
+
+    def runs(self, table: Comparison) -> list[int]:
+        """Which run of the table each row is; empty where rows are no runs."""
+        traced = self.of == "traced rows"
+        found = [i for i, entry in enumerate(table.entries) if entry.summary["trace"] or not traced]
+        return found if self.of.endswith("rows") else []
+
+
+SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
+BESIDE = (
+    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods"),
+    Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows"),
+    Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
+    Block("groups", "Score by group", group_table, 2, "columns"),
+    Block("averages", "The task's own averages", average_table, 1, "columns"),
+)
+
+
+def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False) -> str:
+    render = markdown_table if markdown else text_table
+    parts = []
+    for table in tables:
+        parts += [f"### {table.title}\n" if markdown else table.title]
+        parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
+        parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
+        parts += ["", render(score_table(table)), ""]
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in remarks(table)]
+        for block in BESIDE:
+            for columns in pieces(block.columns(table), block.head):
+                parts += ["", render(columns)]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def as_latex(tables: Sequence[Comparison]) -> str:
+    """A float per table, to be \\input into a paper; the main one says its conditions in the caption."""
+    parts = ["% \\usepackage{booktabs,graphicx}"]
+    for table in tables:
+        told = [*conditions(table), *(note for note in remarks(table) if not note.startswith("! "))]
+        parts += latex_table(score_table(table), ". ".join([table.title, *told]) + ".")
+        for block in BESIDE:
+            parts += latex_table(block.columns(table), f"{table.title}: {block.caption}.")
+        parts += [f"% {alarm.text}" for alarm in table.alarms]
+        parts += [f"% {note}" for note in remarks(table) if note.startswith("! ")]
+    return "\n".join(parts) + "\n"
+
+
+def remarks(table: Comparison) -> Iterator[str]:
+    """The notes below the main table; those with `! ` are warnings of its runs."""
+    yield from notes(table)
+    if table.tested:
+        yield noise.sentence(noise.pairs(table))
+        yield pareto.MEANING
+
+
+def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:
+    """A wide table in pieces that fit; the first `head` columns head each."""
+    shown = [column for column in columns if not column.empty]
+    block = shown[:head]
+    for column in shown[head:]:
+        if len(block) > head and sum(kept.width + 2 for kept in [*block, column]) > WIDTH:
+            yield block
+            block = shown[:head]
+        block.append(column)
+    if len(block) > head:
+        yield block
+
+
+def _wrapped(note: str) -> str:
+    return textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ")

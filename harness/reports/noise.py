@@ -1,0 +1,69 @@
+"""The noise floor: by how much Full differs from itself where nothing but the arithmetic changes.
+
+Full on the same prompts with another dtype, batch, device, backend or number of threads is the same method: whatever
+its score changes by is no method's doing. Such A/A runs are the rows of Full in one table, beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from evals.stats import ALPHA
+from harness.reports.compare import Comparison, Entry
+from harness.results.pairs import paired
+from harness.results.summary import against
+from harness.results.summary_file import FULL, method_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two runs of Full on the same prompts."""
+
+    names: tuple[str, str]
+    diff: float  # of the mean scores, 0-1
+    ci95: tuple[float, float]
+    n: int
+    changed: int  # answers that are not the same
+
+
+def pairs(comparison: Comparison) -> list[Pair]:
+    """Every two rows of Full, but for copies of one run."""
+    full = [entry for entry in comparison.entries if method_of(entry.run) == FULL and entry.run.records]
+    return [pair for a, b in combinations(full, 2) if a.run.records != b.run.records for pair in _pair(a, b)]
+
+
+def _pair(a: Entry, b: Entry) -> Iterator[Pair]:
+    shared, beside = paired(a.run.records, b.run.records), against(a.run.records, b.run.records)
+    if beside:
+        changed = sum(ours.answer != theirs.answer for ours, theirs in shared)
+        yield Pair((a.title, b.title), beside["diff"], tuple(beside["ci95"]), len(shared), changed)
+
+
+def floor(found: list[Pair]) -> float | None:
+    """The largest difference of Full from itself; null without an A/A run."""
+    return max((abs(pair.diff) for pair in found), default=None)
+
+
+def within_noise(entry: Entry, least: float | None) -> bool:
+    """Whether the row's difference to Full may be nothing: its test does not hold, or Full differs from itself by as
+    much."""
+    beside = entry.summary["full"]
+    return bool(beside) and (beside["p"] >= ALPHA or (least is not None and abs(beside["diff"]) <= least))
+
+
+def sentence(found: list[Pair]) -> str:
+    """What a reader is told of the floor."""
+    if not found:
+        return (
+            "noise floor: unknown, for there is one run of Full at most; run Full again with another dtype, batch or "
+            "device to see what arithmetic alone changes"
+        )
+    largest = max(found, key=lambda pair: abs(pair.diff))
+    low, high = (100 * end for end in largest.ci95)
+    return (
+        f"noise floor: {100 * abs(largest.diff):.1f} points, the largest difference of Full from itself over "
+        f"{len(found)} A/A pair{'s' * (len(found) > 1)}: {largest.names[0]} against {largest.names[1]}, "
+        f"95 % CI [{low:+.1f}, {high:+.1f}], n = {largest.n}, {largest.changed} answers changed"
+    )

@@ -1,0 +1,80 @@
+"""Score against cost in single numbers: which rows nothing beats, and the bytes that stay within a point of Full."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.reports.columns import difference
+from harness.reports.compare import Comparison, Entry
+from harness.reports.labels import budget
+from harness.results.summary_file import FULL, method_of
+from harness.terminal.tables import BYTES, Column, quantity, share
+
+CLOSE = 0.01  # a point
+MEANING = (
+    "within 1 point of Full: of the measured budgets at which a method scores at most 1 point below Full on the same "
+    "prompts, the one with the fewest bytes (KV on the device, and what a step moves there). Nothing is interpolated; "
+    "the interval says how sure the difference is"
+)
+
+
+def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
+    """Places of the (cost, score) that no other beats: none costs as little and scores more, or costs less and scores
+    as much."""
+    known = [(i, point) for i, point in enumerate(points) if point is not None]
+    return {i for i, (cost, score) in known if not any(_beats(other, (cost, score)) for _, other in known)}
+
+
+def _beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    return a[0] <= b[0] and a[1] >= b[1] and a != b
+
+
+def needed(entry: Entry) -> float | None:
+    """Bytes that a step needs on the device: what lies there, and what is moved there."""
+    memory = entry.summary["memory"]
+    stays, moved = memory["kv_device_bytes"], memory["moved_bytes_per_step"]
+    return None if stays is None or moved is None else stays + moved
+
+
+def within(comparison: Comparison) -> dict[str, Entry | None]:
+    """By the label of a method, its row with the fewest bytes within a point of Full; None where there is none. Rows
+    that are not complete are no evidence."""
+    rows: dict[str, list[Entry]] = defaultdict(list)
+    for entry in comparison.entries:
+        known = entry.summary["full"] and entry.summary["status"] == "complete" and needed(entry) is not None
+        if method_of(entry.run) != FULL and known:
+            rows[entry.label].append(entry)
+    close = {label: [e for e in some if e.summary["full"]["diff"] >= -CLOSE] for label, some in rows.items()}
+    return {label: min(some, key=lambda e: needed(e) or 0, default=None) for label, some in close.items()}
+
+
+def within_table(comparison: Comparison) -> list[Column]:
+    """`MEANING`, fewest bytes first; empty where nothing is held against Full."""
+    found = within(comparison)
+    best = sorted(found.items(), key=lambda pair: (pair[1] is None, needed(pair[1]) if pair[1] else 0, pair[0]))
+    if not best:
+        return []
+    rows = [entry for _, entry in best]
+    total = quantity("bytes within 1 point", [needed(row) if row else None for row in rows], BYTES)
+    return [
+        Column("method", "", [label for label, _ in best], left=True),
+        replace(total, cells=[cell or "not reached" for cell in total.cells]),
+        share("of Full's", [_of_full(row) for row in rows]),
+        quantity("KV dev", [_bytes(row, "kv_device_bytes") for row in rows], BYTES),
+        quantity("moved", [_bytes(row, "moved_bytes_per_step") for row in rows], BYTES, "/step", hide_zeros=True),
+        Column("at budget", "", [budget(row.summary) if row else "" for row in rows]),
+        Column("vs full", "95% CI", [difference(row.summary["full"]) if row else "" for row in rows]),
+        Column("n", "", [str(row.summary["num_examples"]) if row else "" for row in rows]),
+    ]
+
+
+def _bytes(row: Entry | None, key: str) -> float | None:
+    return row.summary["memory"][key] if row else None
+
+
+def _of_full(row: Entry | None) -> float | None:
+    """Of the KV bytes that the Full of the row has on its device, which moves none."""
+    sizes = [record.kv_device_bytes for record in row.full.records] if row and row.full else []
+    return (needed(row) or 0) / max(sizes) if row and any(sizes) else None

@@ -1,0 +1,45 @@
+"""All of every summary as CSV, raw: 0-1, seconds, bytes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.nested import flatten
+from harness.reports.command import command
+from harness.reports.compare import Comparison, Entry
+from harness.reports.conditions import origin
+
+
+def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
+    rows = [_row(entry) for table in tables for entry in table.entries]
+    names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    info = entry.run.info
+    known = {key: value for key, value in entry.summary.items() if value is not None}
+    return dict(_cells(known)) | {
+        "label": entry.label,
+        "folder": entry.run.folder.name,
+        "started": info.get("started"),
+        "ended": info.get("ended"),
+        **origin(entry.run),
+        "command": command(entry.run),
+    }
+
+
+def _cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys; an interval becomes `.low` and `.high`, other lists are JSON."""
+    for key, value in flatten(summary).items():
+        if key.rpartition(".")[2] == "ci95":
+            yield from zip((f"{key}.low", f"{key}.high"), value or (None, None), strict=True)
+        else:
+            yield key, json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value

@@ -1,0 +1,79 @@
+"""The command behind a row composes to the configuration of its run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.catalogue import GROUPS
+from harness.config.compose import built, composed
+from harness.config.settings import Settings
+from harness.reports.command import command, spelled
+from harness.results.store import StoredRun
+
+WORDS = [
+    ["method=pqcache", "budget=0.2", "task=niah"],
+    ["method=snapkv_kernel15", "budget=512", "task=ruler", "task.lengths=[512,1024]", "model=random", "seed=7"],
+    ["method=full", "task=niah", "task.template='a {context} \"b\" {question}, c: \\\\ d'", "dtype=bf16", "batch=4"],
+    ["method=quest", "method.page_size=32", "windows.sinks=8", "dense_layers=[0,1]", "data.root='my data/x=1'"],
+    ["method=infinigen_alpha99", "task=longbench", "generation.temperature=0.5", "trace=on", "reuse_steps=2"],
+]
+
+
+def stored(words: list[str], presets: bool = True) -> StoredRun:
+    """A run as `words` would leave it."""
+    config = composed(words)
+    typed = dict(word.split("=", 1) for word in words)
+    named = {kind: typed[kind] for kind in GROUPS if kind in typed}
+    return StoredRun(Path(), config, {"presets": named if presets else None}, [], "complete")
+
+
+def again(run: StoredRun) -> dict[str, Any]:
+    python, flag, module, *words = shlex.split(command(run))
+    assert (python, flag, module) == ("python", "-m", "harness")
+    return composed(words)
+
+
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("presets", [True, False])
+def test_it_composes_to_the_same_configuration(words: list[str], presets: bool) -> None:
+    run = stored(words, presets)
+    mine, theirs = built(run.config), built(again(run))
+    assert mine[:3] == theirs[:3]
+    assert asdict(mine[3]) == asdict(theirs[3])
+
+
+def test_what_is_at_its_default_is_not_said() -> None:
+    assert command(stored(["method=pqcache"])) == "python -m harness method=pqcache task=niah model=smollm2"
+
+
+def test_full_has_no_budget_to_name() -> None:
+    run = stored(["method=full"])
+    assert "budget" not in command(replace(run, config=run.config | {"budget": None}))
+
+
+def test_where_a_run_lies_and_how_it_was_watched_is_no_part_of_it() -> None:
+    said = command(stored(["method=pqcache", "results.root=/elsewhere", "progress=false", "baseline=off"]))
+    assert said == "python -m harness method=pqcache task=niah model=smollm2"
+
+
+def test_a_plugin_from_outside_needs_its_folder() -> None:
+    run = stored(["method=pqcache"])
+    config = run.config | {"method": {"_target_": "mine.spread.Spread", "offset": 2}}
+    said = command(replace(run, config=config, info={}))
+    assert said == "python -m harness --config-dir DIR method=spread method.offset=2 task=niah model=smollm2"
+
+
+@pytest.mark.parametrize(
+    "value", ["512", "null", "true", "", "a b", 'q"', "back\\", 'x\\"y', "[1]", "{a}", "a,b", "1e3", "$x"]
+)
+def test_words_are_read_back_as_words(value: str) -> None:
+    assert composed([f"task.prefix={spelled(value)}"])["task"]["prefix"] == value
+
+
+def test_settings_of_all_kinds_are_there() -> None:
+    assert {"budget", "windows", "generation", "data"} <= asdict(Settings()).keys()
