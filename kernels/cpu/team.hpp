@@ -15,13 +15,17 @@ inline int64_t nanoseconds(clockid_t clock) {
     return t.tv_sec * int64_t{1000000000} + t.tv_nsec;
 }
 
-// One region: made before it, a `Member` in each of its threads.
+// One region: made before it, a `Member` in each of its threads. A team of one thread reads no clock.
 struct Team {
-    int64_t began = nanoseconds(CLOCK_MONOTONIC);
-    int threads;
+    int threads = 1;
+    int64_t began = 0;
     std::atomic<int64_t> lost{0};  // by the thread that was off its core the longest
 
-    explicit Team(bool worth = true) : threads(worth ? kv_team_size(began) : 1) {}
+    explicit Team(bool worth = true) {
+        if (!worth || omp_get_max_threads() == 1) return;
+        began = nanoseconds(CLOCK_MONOTONIC);
+        threads = kv_team_size(began);
+    }
     ~Team() {
         if (threads > 1) kv_team_report(threads, lost, nanoseconds(CLOCK_MONOTONIC));
     }
@@ -30,9 +34,11 @@ struct Team {
 // Counts from the region's start: a thread may be kept from joining at all.
 struct Member {
     Team& team;
-    int64_t joined = nanoseconds(CLOCK_MONOTONIC), worked = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    int64_t worked = 0;  // this thread's CPU time before the region
 
-    explicit Member(Team& team) : team(team) {}
+    explicit Member(Team& team) : team(team) {
+        if (team.threads > 1) worked = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    }
     ~Member() {
         if (team.threads == 1) return;
         int64_t wall = nanoseconds(CLOCK_MONOTONIC) - team.began;

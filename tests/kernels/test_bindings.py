@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 from struct import unpack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def test_bfloat16_is_told_to_the_compiled_side() -> None:
 def test_a_tensor_that_does_not_fit_is_refused(other: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=f"Example: .*{said}"):
         Example.pack(**fields(**other))
+
+
+def test_a_call_is_checked_before_anything_is_handed_over() -> None:
+    handed: list[tuple[bytes, ...]] = []
+
+    def entry(*packed: bytes) -> None:
+        handed.append(packed)
+
+    call, given = Function("run", Struct, Example).bound(SimpleNamespace(run=entry)), fields()
+    call(b"packed before", **given)
+    assert handed == [(b"packed before", Example.pack(**given))]
+    with pytest.raises(ValueError, match=r"Example: out must be .* got .*\[6\]"):
+        call(b"packed before", **fields(out=torch.zeros(6)))
+    with pytest.raises(TypeError, match="scale"):
+        call(b"packed before", **{name: value for name, value in given.items() if name != "scale"})
+    assert len(handed) == 1
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"width": None}])

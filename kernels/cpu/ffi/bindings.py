@@ -91,13 +91,15 @@ def _tensor(
 class Struct:
     """Subclasses list fields; `pack` takes them by name and gives the bytes of the struct in C++."""
 
+    fields: ClassVar[dict[str, Field]]
     pack: ClassVar[Callable[..., bytes]]
     header: ClassVar[list[str]]
 
     def __init_subclass__(cls) -> None:
         named = {name: value for name, value in vars(cls).items() if isinstance(value, Field | Group)}
         cls.header = _header(cls.__name__, named)
-        cls.pack = staticmethod(_packer(cls.__name__, dict(_flat(named))))
+        cls.fields = dict(_flat(named))
+        cls.pack = staticmethod(_checked(cls))
 
 
 class Function:
@@ -114,14 +116,7 @@ class Function:
         entry = getattr(library, self.name)
         entry.argtypes = [ctypes.c_char_p] * len(self.structs)
         entry.restype = ctypes.c_int64 if self.returns == "int64_t" else None
-        if not self.structs:
-            return lambda: entry()
-        pack = self.structs[-1].pack
-
-        def call(*packed: bytes, **fields: Any) -> Any:  # `fields` keeps the tensors alive until C++ is done
-            return entry(*packed, pack(**fields))
-
-        return call
+        return _checked(self.structs[-1], entry, len(self.structs) - 1) if self.structs else lambda: entry()
 
 
 def header(functions: tuple[Function, ...]) -> str:
@@ -180,36 +175,41 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
             yield name, field
 
 
-def _packer(name: str, fields: dict[str, Field]) -> Callable[..., bytes]:
-    """A function as one would write it by hand: a step makes hundreds of calls."""
-    typed = [part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional]
+def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
+    """Takes the fields by name, checks them and packs them, as one would write it by hand: a step makes hundreds of
+    calls. Hands the bytes to `entry`, behind `before` packed structs, or returns them."""
+    fields = struct.fields
+    typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
+    structs = [f"struct{i}" for i in range(before)]
+    lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # which keeps the tensors alive until C++ is done
+    lines += [f"dtype = {typed}.dtype"] if typed else []
     values = ["dtype is bfloat16"] if typed else []
-    lines = [f"def pack(*, {', '.join(fields)}):"]
-    lines += [f"dtype = {typed[0]}.dtype"] if typed else []
     for part, field in fields.items():
-        lines += _checks(part, field)
+        lines += _checks(part, field, first=part == typed)
         values += _values(part, field)
     codes = "".join("d" if field.type == "double" else "q" * (1 + len(field.strides)) for field in fields.values())
-    lines.append(f"return packed({', '.join(values)})")
+    packed = f"packed({', '.join(values)})"
+    lines.append(f"return entry({', '.join([*structs, packed])})" if entry else f"return {packed}")
     scope: dict[str, Any] = {
+        "entry": entry,
         "packed": Packer("q" * bool(typed) + codes).pack,
-        "refused": _refusal(name, fields),
+        "refused": _refusal(struct.__name__, fields),
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "int32": torch.int32,
         "int64": torch.int64,
     }
     exec("\n    ".join(lines), scope)
-    return scope["pack"]
+    return scope["call"]  # type: ignore[no-any-return]
 
 
-def _checks(name: str, field: Field) -> list[str]:
-    """Lines that refuse a tensor that is not what C++ will take it for."""
+def _checks(name: str, field: Field, first: bool) -> list[str]:
+    """Lines that refuse a tensor that is not what C++ will take it for; the dtype of all is that of the `first`."""
     if not field.type.endswith("*"):
         return []
     wrong = [f"not {name}.is_cpu"]
     if field.dtypes == _ELEMENTS:
-        wrong += [f"{name}.dtype is not dtype", "dtype is not float32 and dtype is not bfloat16"]
+        wrong.append("dtype is not float32 and dtype is not bfloat16" if first else f"{name}.dtype is not dtype")
     elif field.dtypes:
         wrong.append(f"{name}.dtype is not {str(field.dtypes[0]).removeprefix('torch.')}")
     if field.size:
