@@ -169,8 +169,8 @@ class SparQLayer(SelectLayer, capturable=True):
         """[B G r] -> [B G r M] on the device"""
         if self.by_channel is not None:
             return self.by_channel.fetch(channels)
-        index = channels.to(middle.k.device).unsqueeze(2).expand(-1, -1, middle.length, -1)
-        found = middle.k.gather(-1, index).mT
+        index = channels.to(middle.k.device).unsqueeze(3).expand(-1, -1, -1, middle.length)
+        found = middle.k.mT.gather(2, index)  # a channel's tokens side by side, as the kernels take them
         self.cache.traffic.to_device_bytes += found.nbytes
         return found.to(channels.device, non_blocking=True)
 

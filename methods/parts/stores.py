@@ -85,7 +85,7 @@ class HostStore(KVStore):
         heads, capacity = self.k_rows.shape[0] * self.k_rows.shape[1], self.k_rows.shape[2]
         first = torch.arange(heads, device=rows.device).unsqueeze(1) * capacity
         wanted = (rows.flatten(0, 1) + first).flatten()[which].to(self.k_rows.device)
-        return self._send(self.k_rows.flatten(0, 2)[wanted]), self._send(self.v_rows.flatten(0, 2)[wanted])
+        return self._send(_flat_rows(self.k_rows, wanted)), self._send(_flat_rows(self.v_rows, wanted))
 
     def fetch_all(self) -> tuple[Tensor, Tensor]:
         return self._send(self.k), self._send(self.v)
@@ -115,3 +115,9 @@ class RowStore:
         if self.tier == "host":
             self.cache.traffic.to_device_bytes += found.nbytes
         return found.to(self.cache.request.device, non_blocking=True)
+
+
+def _flat_rows(x: Tensor, wanted: Tensor) -> Tensor:
+    """x [B G C D], wanted [N], counted through the rows of all heads -> [N D]"""
+    rows: Tensor = ops.gather_rows(x.flatten(0, 2)[None, None], wanted[None, None])
+    return rows[0, 0]

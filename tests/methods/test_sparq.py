@@ -103,6 +103,15 @@ def test_a_step_moves_r_channels_of_the_keys_and_the_selected_rows(channel_copy:
     assert traffic.to_device_bytes == (len(MIDDLE) * METHOD.r + TOP * 2 * 96) * 2 * 2 * 4
 
 
+def test_moved_channels_lie_as_the_kernels_take_them() -> None:
+    s = _sequences(SHAPES[1])
+    layers = s.start(replace(METHOD, channel_copy=False), BUDGET, placement="host")
+    s.seal(layers, 0, PROMPT)
+    moved = layers[0]._moved_channels(layers[0].middle, torch.tensor([[[5, 90, 0], [7, 8, 95]]] * 2))
+    assert moved.is_contiguous()
+    assert_close(moved[:, 1, 2], s.k(0)[:, 1, MIDDLE.start : MIDDLE.stop, 95])
+
+
 def test_a_reused_selection_scores_nothing() -> None:
     s = _sequences(SHAPES[1])
     layers = s.start(replace(METHOD, mean_value=True), BUDGET, placement="host", reuse_steps=1)

@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine, Generation
+from kernels import ops
+from kernels.dispatch import use_backend
 from methods.base import CacheState, Method
 from methods.parts.stores import HostStore, RowStore
 from tests.kernels.op_cases import pick, random
@@ -69,3 +71,12 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
         assert torch.equal(one, other.flatten(0, 2)[[4, 11]])
     assert torch.equal(held.fetch(rows), wanted[0])
     assert cache.traffic.to_host_bytes == 3 * k.nbytes
+
+
+@devices
+def test_rows_gathered_from_pinned_memory_are_pinned(device: str) -> None:
+    pytest.importorskip("kernels.cpu.copy", exc_type=ImportError)
+    x = random(1, 1, 2, 50, 16)
+    with use_backend("cpu"):
+        found = ops.gather_rows(x.pin_memory() if device == "cuda" else x, pick(3, 1, 2, 50, 9))
+    assert found.is_pinned() == (device == "cuda")
