@@ -56,7 +56,7 @@ _library = load(
 
 TOKENS_AT_ONCE = 4096  # of a prompt: bounds the memory between torch's products
 LEAST_TOKENS = 64  # below, packing the weights does not pay
-MOST_INNER = 4096  # channels of the MLP; above, a thread's tokens leave its cache, and torch's products are faster
+MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the measurements
 _FAST = {
     torch.float32: bool(_library.is_fast_in_float32()),
     torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
@@ -69,7 +69,7 @@ def multiplies(x: Tensor, block: Block) -> bool:
     inner = block.gate.weight.shape[0]
     sizes = (*block.q.weight.shape, block.k.weight.shape[0], inner)
     whole = not any(size % _PANEL for size in sizes)
-    return _FAST[x.dtype] and whole and inner <= MOST_INNER and x.shape[0] * x.shape[1] >= LEAST_TOKENS
+    return _FAST[x.dtype] and whole and inner <= MOST_INNER[x.dtype] and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
 def inputs(
