@@ -22,13 +22,9 @@ merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kern
 gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
-channel_scores = Op(
-    "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
-)
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
-log_sum_exp = Op("log_sum_exp", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
 column_sums = Op("column_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.column_sums")
@@ -42,7 +38,6 @@ windowed_attention = Op(
     "windowed_attention", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed"
 )
 windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed")
-pq_scores = Op("pq_scores", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
 attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")

@@ -138,11 +138,6 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
     return (rows + heads).view(-1)
 
 
-def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    """Of each row. [... S], before the scale -> [...] (fp32)"""
-    return (logits.float() * scale).logsumexp(-1)
-
-
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest scores, unsorted. [... S] -> [... count]"""
     return scores.topk(count, dim=-1, sorted=False).indices

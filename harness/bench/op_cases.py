@@ -129,12 +129,10 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         )
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
-    yield OpCase("channel_scores", f"SparQ, {x.tokens} of {CHANNELS}", picked)
     yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
-    yield OpCase("log_sum_exp", f"{x.tokens}", (x.logits, x.scale))
     yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 
@@ -144,7 +142,6 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         centroids = x.random(1, groups, parts, 2**bits, dim // parts)
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
-        yield OpCase("pq_scores", what, (x.q, centroids, codes))
         yield OpCase("pq_weights", what, (x.q, centroids, codes, x.scale))
         points = x.random(groups * parts, x.tokens, dim // parts, dtype=torch.float32)
         initial = torch.randperm(x.tokens, device=device)[: 2**bits]

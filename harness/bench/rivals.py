@@ -116,7 +116,7 @@ def _kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float) -> Ri
     return Rival("faiss", lambda: faiss_kmeans(x, initial, iterations))
 
 
-def _pq(q: Tensor, centroids: Tensor, codes: Tensor) -> Rival:
+def _pq(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Rival:
     if reason := _without_faiss(q):
         return Rival(reason, None)
     search = FaissSearch(centroids, codes)
@@ -183,5 +183,5 @@ _RIVALS: dict[str, Callable[..., Rival]] = {
     "gather_rows": _gather,
     "put_rows": _put,
     "kmeans": _kmeans,
-    "pq_scores": _pq,
+    "pq_weights": _pq,
 }

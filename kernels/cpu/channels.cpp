@@ -9,7 +9,7 @@ constexpr int WIDE = 2 * LANES;   // tokens of a block
 constexpr int64_t CHUNK = 4096;   // tokens of a task
 constexpr int MOST_HEADS = 16;
 
-using Call = ChannelScores;
+using Call = ChannelSums;
 
 // WIDE tokens of a row as two vectors: the first and the second half, in bf16 the even and the odd ones.
 inline void split(const float* x, f32* halves) { halves[0] = load<f32>(x), halves[1] = load<f32>(x + LANES); }
@@ -73,20 +73,6 @@ template <class E, class F> void tasks(const Call& call, F f) {
     });
 }
 
-template <class E> void scores(const Call& call) {
-    tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t, int64_t first, int64_t last) {
-        Block logits;
-        for (int64_t at = first; at < last; at += WIDE) {
-            int64_t n = std::min<int64_t>(WIDE, last - at);
-            reader.read(at, n, logits);
-            for (int64_t h = 0; h < call.heads; h++) {
-                join((const E*)nullptr, logits[h]);
-                std::memcpy(call.out + (pair * call.heads + h) * call.count + at, logits[h], n * sizeof(float));
-            }
-        }
-    });
-}
-
 // A sum of exponentials under the largest exponent so far.
 struct Total {
     float top = -INFINITY;
@@ -135,5 +121,4 @@ template <class E> void sums(const Call& call) {
 
 }  // namespace
 
-EXPORT void channel_scores(const ChannelScores& call) { call.is_bf16 ? scores<bf16>(call) : scores<float>(call); }
-EXPORT void channel_sums(const ChannelScores& call) { call.is_bf16 ? sums<bf16>(call) : sums<float>(call); }
+EXPORT void channel_sums(const ChannelSums& call) { call.is_bf16 ? sums<bf16>(call) : sums<float>(call); }

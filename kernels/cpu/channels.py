@@ -1,4 +1,4 @@
-"""Scores from a few channels of the keys, compiled: channels.cpp."""
+"""Sums of scores from a few channels of the keys, compiled: channels.cpp."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s,
 from kernels.cpu.ffi.library import load
 
 
-class ChannelScores(Struct):
+class ChannelSums(Struct):
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]
     channels = int64s("batch * groups * num_channels")
-    out = floats(written=True)  # [B G g S], or their sums [B G S]
-    lse = floats("batch * groups * heads", written=True, optional=True)  # with the sums
+    out = floats("batch * groups * count", written=True)
+    lse = floats("batch * groups * heads", written=True)
     batch = groups = heads = count = num_channels = integer()
 
 
-_library = load("channels", Function("channel_scores", ChannelScores), Function("channel_sums", ChannelScores))
+_library = load("channels", Function("channel_sums", ChannelSums))
 
 _MOST_HEADS = 16
 
 
-def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
+def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     """As in kernels/reference.py."""
-    out = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
-    q, channels = q.float().contiguous(), channels.long().contiguous()
-    _library.channel_scores(q=q, x=x, channels=channels, out=out, lse=None, **_sizes(q, x))
-    return out
+    out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, groups, heads, num_channels = q.shape
+    _library.channel_sums(
+        q=q.float().contiguous(), x=x, channels=channels.long().contiguous(), out=out, lse=lse, batch=batch,
+        groups=groups, heads=heads, count=x.shape[3], num_channels=num_channels,
+    )  # fmt: skip
+    return out, lse
 
 
-def channel_scores_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
     if x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes keys of float32 or bfloat16 on the CPU, got {x.dtype} on {x.device}"
     if q.dtype not in (torch.float32, torch.bfloat16):
@@ -39,20 +43,3 @@ def channel_scores_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None
     if q.shape[2] > _MOST_HEADS:
         return f"takes up to {_MOST_HEADS} query heads per KV head, got {q.shape[2]}"
     return "needs the tokens of a channel side by side" if x.stride(3) != 1 else None
-
-
-def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, channels = q.float().contiguous(), channels.long().contiguous()
-    _library.channel_sums(q=q, x=x, channels=channels, out=out, lse=lse, **_sizes(q, x))
-    return out, lse
-
-
-def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
-    return channel_scores_refuses(q, x, channels)
-
-
-def _sizes(q: Tensor, x: Tensor) -> dict[str, int]:
-    batch, groups, heads, num_channels = q.shape
-    return {"batch": batch, "groups": groups, "heads": heads, "count": x.shape[3], "num_channels": num_channels}

@@ -19,7 +19,6 @@ template <class F> inline void over(const float* x, int64_t count, float filler,
 
 struct Softmax {
     float scale, top, inverse;
-    float log() const { return (top - std::log2(inverse)) * (float)M_LN2; }  // of the sum of exponentials
     f32 weights(f32 logits) const { return exp2(logits * scale - top) * inverse; }
 };
 
@@ -169,14 +168,6 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
 }
 
 }  // namespace
-
-// The log of the sum of exponentials of each row
-EXPORT void log_sum_exp(const LogSumExp& call) {
-    float scale = (float)call.scale * (float)M_LOG2E;
-    each_task(call.rows, call.rows * call.count > 4096, [&](int64_t row) {
-        call.out[row] = softmax(call.logits + row * call.count, call.count, scale).log();
-    });
-}
 
 EXPORT void group_weights(const GroupWeights& call) {
     float scale = (float)call.scale * (float)M_LOG2E;

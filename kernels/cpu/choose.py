@@ -24,13 +24,6 @@ class GroupMargins(Struct):
     reach = real()
 
 
-class LogSumExp(Struct):
-    logits = floats("rows * count")
-    out = floats("rows", written=True)
-    rows = count = integer()
-    scale = real()
-
-
 class TopK(Struct):
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
@@ -41,7 +34,6 @@ _library = load(
     "choose",
     Function("group_weights", GroupWeights),
     Function("group_margins", GroupMargins),
-    Function("log_sum_exp", LogSumExp),
     Function("top_k", TopK),
 )
 
@@ -77,16 +69,6 @@ def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor
 
 
 def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str | None:
-    return _unfit(logits)
-
-
-def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    out = logits.new_empty(logits.shape[:-1])
-    _library.log_sum_exp(logits=logits.contiguous(), out=out, rows=out.numel(), count=logits.shape[-1], scale=scale)
-    return out
-
-
-def log_sum_exp_refuses(logits: Tensor, scale: float) -> str | None:
     return _unfit(logits)
 
 

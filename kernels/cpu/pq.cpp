@@ -7,9 +7,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 15;  // tokens of a task
-
-using Call = PQScores;
+using Call = PQWeights;
 
 // W floats: the heads of a group, and zeros behind them.
 template <int W> struct Lanes;
@@ -55,11 +53,6 @@ template <int W> struct Table {
         return sum;
     }
 
-    // Sixteen tokens, of which n exist, to W vectors: token by token, W heads each.
-    template <class Code> void sums(const Code* code, int64_t n, float* out) const {
-        for (int64_t t = 0; t < n; t++) store(out + t * W, sum(code + t * parts));
-    }
-
     Wide<W> largest(int64_t part) const {
         Wide<W> best = load<Wide<W>>(&rows[part * clusters * W]);
         for (int64_t c = 1; c < clusters; c++) {
@@ -69,26 +62,6 @@ template <int W> struct Table {
         return best;
     }
 };
-
-// Scores [g S] of one KV head's tokens [first, last).
-template <int W, class Code> void score(const Call& call, int64_t pair, int64_t first, int64_t last) {
-    Table<W> table(call, pair);
-    alignas(LINE) float sums[LANES * W];
-    float* out = call.out + pair * call.heads * call.count;
-    const Code* codes = (const Code*)call.codes + pair * call.count * call.parts;
-    for (int64_t at = first; at < last; at += LANES) {
-        int64_t n = std::min<int64_t>(LANES, last - at);
-        table.sums(codes + at * call.parts, n, sums);
-        if (W == 4 && n == LANES) {
-            f32 heads[4];
-            heads_apart(sums, heads);
-            for (int64_t h = 0; h < call.heads; h++) store(out + h * call.count + at, heads[h]);
-        } else {
-            for (int64_t h = 0; h < call.heads; h++)
-                for (int64_t t = 0; t < n; t++) out[h * call.count + at + t] = sums[t * W + h];
-        }
-    }
-}
 
 // The product of a token's rows; PARTS is 0 where their number is not known beforehand.
 template <int PARTS, int W, class Code> struct Product {
@@ -195,14 +168,6 @@ template <int W, class Code> struct Weights {
     }
 };
 
-template <int W, class Code> void scores(const Call& call) {
-    int64_t chunks = (call.count + CHUNK - 1) / CHUNK;  // each builds the table of its KV head anew
-    each_task(call.pairs * chunks, call.pairs * call.count > 4096, [&](int64_t task) {
-        int64_t first = task % chunks * CHUNK;
-        score<W, Code>(call, task / chunks, first, std::min(first + CHUNK, call.count));
-    });
-}
-
 template <int W, class Code> void weights(const Call& call, float scale) {
     each_task(call.pairs, call.pairs * call.count > 4096, [&](int64_t pair) {
         auto codes = (const Code*)call.codes + pair * call.count * call.parts;
@@ -225,13 +190,7 @@ template <class F> void choose(const Call& call, F f) {
 
 }  // namespace
 
-// out [P g S]
-EXPORT void pq_scores(const PQScores& call) {
-    choose(call, [&](auto w, auto code) { scores<w, decltype(code)>(call); });
-}
-
-// out [P S]
-EXPORT void pq_weights(const PQScores& call) {
+EXPORT void pq_weights(const PQWeights& call) {
     float scale = (float)call.scale * (float)M_LOG2E;
     choose(call, [&](auto w, auto code) { weights<w, decltype(code)>(call, scale); });
 }

@@ -1,4 +1,4 @@
-"""Scores from a few channels of the keys, and their sums without the scores (SparQ)."""
+"""Sums over the query heads of scores from a few channels of the keys (SparQ)."""
 
 from __future__ import annotations
 
@@ -14,51 +14,36 @@ _BLOCK = 128  # tokens
 _MOST_CHANNELS = 64  # at once
 
 
-def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """As in kernels/reference.py; the channels are not copied."""
-    out = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
-    _run(q, x, channels, out, None, None)
-    return out
+def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """As in kernels/reference.py; neither are the channels copied nor the scores written."""
+    batch, groups, heads, width = q.shape
+    count = x.shape[3]
+    blocks = triton.cdiv(count, _BLOCK)
+    sums = q.new_empty((batch, groups, count), dtype=torch.float32)
+    lses = q.new_empty((batch, groups, heads, blocks), dtype=torch.float32)
+    _channels[(blocks, batch * groups)](
+        q.contiguous(), x, channels.contiguous(), sums, lses, *x.stride()[:3], count, groups, heads, padded(heads),
+        width, min(_MOST_CHANNELS, padded(width)), _BLOCK, num_warps=4,
+    )  # fmt: skip
+    return sums, log_sum_exp(lses, 1.0)
 
 
-def channel_scores_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
     if x.stride(3) != 1:
         return "needs the tokens of a channel side by side"
+    if x.shape[3] == 0:
+        return "leaves no tokens to torch"
     return unfit(q, x, channels) or unfit_group(q.shape[2])
-
-
-def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """As in kernels/reference.py; no score is written."""
-    out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
-    lses = q.new_empty((*q.shape[:3], triton.cdiv(x.shape[3], _BLOCK)), dtype=torch.float32)
-    _run(q, x, channels, None, out, lses)
-    return out, log_sum_exp(lses, 1.0)
-
-
-def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
-    return channel_scores_refuses(q, x, channels) or ("leaves no tokens to torch" if x.shape[3] == 0 else None)
-
-
-def _run(
-    q: Tensor, x: Tensor, channels: Tensor, scores: Tensor | None, sums: Tensor | None, lses: Tensor | None
-) -> None:
-    batch, groups, heads, width = q.shape
-    count = x.shape[3]
-    if count:
-        _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
-            q.contiguous(), x, channels.contiguous(), scores, sums, lses, *x.stride()[:3], count, groups, heads,
-            padded(heads), width, min(_MOST_CHANNELS, padded(width)), _BLOCK, num_warps=4,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _channels(
-    q, x, channels, scores, sums, lses, xb: tl.int64, xg: tl.int64, xc: tl.int64, count, GROUPS: tl.constexpr,
+    q, x, channels, sums, lses, xb: tl.int64, xg: tl.int64, xc: tl.int64, count, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a block of tokens, or their sum over the heads and each head's log-sum-exp in this block."""
+    """Scores of a block of tokens: their sum over the heads, and each head's log-sum-exp in this block."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys = x + this // GROUPS * xb + this % GROUPS * xg
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
@@ -76,11 +61,8 @@ def _channels(
         query = tl.load(q + of_query, mask=mine[:, None] & (place < WIDTH), other=0.0)
         found += product(query.to(tile.dtype), tile)
     of_head = this * HEADS + head
-    if scores is not None:
-        tl.store(scores + of_head[:, None] * count + token, found, mask=mine[:, None] & live)
-    else:  # rows beyond HEADS are zero
-        tl.store(sums + this * count + token, tl.sum(found, 0), mask=live)
-        found = tl.where(live, found, float("-inf"))
-        top = tl.max(found, 1)
-        lse = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
-        tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)
+    tl.store(sums + this * count + token, tl.sum(found, 0), mask=live)  # rows beyond HEADS are zero
+    found = tl.where(live, found, float("-inf"))
+    top = tl.max(found, 1)
+    lse = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
+    tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)

@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    """As in kernels/reference.py."""
+    """Of each row. [... S], before the scale -> [...] (fp32)"""
     count = logits.shape[-1]
     pieces = triton.cdiv(count, _PIECE)
     out = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
@@ -23,10 +23,6 @@ def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
         side = min(_BLOCK, triton.next_power_of_2(count))
         _log_sum_exp[(rows, pieces)](logits.contiguous(), out, scale, count, _PIECE, side, num_warps=4)
     return log_sum_exp(out, 1.0) if pieces > 1 else out.squeeze(-1)
-
-
-def log_sum_exp_refuses(logits: Tensor, scale: float) -> str | None:
-    return _unfit(logits)
 
 
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores of product-quantised keys: a table of q . centroid in a first kernel, looked up by code in a second."""
+"""Weights of product-quantised keys: a table of q . centroid in a first kernel, looked up by code in a second."""
 
 from __future__ import annotations
 
@@ -16,20 +16,6 @@ _CLUSTERS = 128  # at once, at most
 _MOST_CHANNELS = 128  # of a sub-vector, at once
 
 
-def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """As in kernels/reference.py."""
-    batch, groups = centroids.shape[:2]
-    out = q.new_empty((batch, groups, q.shape[1] // groups, codes.shape[2]), dtype=torch.float32)
-    _run(_table_of(q, centroids), codes, q.shape[1] // groups, scores=out)
-    return out
-
-
-def pq_scores_refuses(q: Tensor, centroids: Tensor, codes: Tensor) -> str | None:
-    if codes.dtype not in _CODES:
-        return f"takes codes of whole numbers, got {codes.dtype}"
-    return unfit_floats(q, centroids) or unfit(codes) or unfit_group(q.shape[1] // centroids.shape[1])
-
-
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
     """As in kernels/reference.py. No score is written: codes are small, so they are looked up twice."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
@@ -44,7 +30,9 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
 
 
 def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> str | None:
-    return pq_scores_refuses(q, centroids, codes)
+    if codes.dtype not in _CODES:
+        return f"takes codes of whole numbers, got {codes.dtype}"
+    return unfit_floats(q, centroids) or unfit(codes) or unfit_group(q.shape[1] // centroids.shape[1])
 
 
 def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
@@ -61,16 +49,15 @@ def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _run(
-    table: Tensor, codes: Tensor, heads: int, scale: float = 1.0, scores: Tensor | None = None,
-    lses: Tensor | None = None, lse: Tensor | None = None, weights: Tensor | None = None,
+    table: Tensor, codes: Tensor, heads: int, scale: float, lses: Tensor | None = None, lse: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     batch, groups, parts, clusters, fold = table.shape
     count = codes.shape[2]
-    if count:
-        _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
-            table, codes, scores, lses, lse, weights, scale, *codes.stride(), count, groups, parts, clusters, heads,
-            fold, _BLOCK, num_warps=4,
-        )  # fmt: skip
+    _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
+        table, codes, lses, lse, weights, scale, *codes.stride(), count, groups, parts, clusters, heads, fold, _BLOCK,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -95,11 +82,11 @@ def _table(
 
 @triton.jit(do_not_specialize=["count"])
 def _look_up(
-    table, codes, scores, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64, count,
+    table, codes, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64, count,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a block of tokens; or each head's log-sum-exp in it; or, with the whole rows' lse, the weights."""
+    """Of a block of tokens each head's log-sum-exp; or, with the lse of whole rows, the weights."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
@@ -110,10 +97,7 @@ def _look_up(
         found += tl.load(table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None]))
     found = tl.where(live, found * scale, float("-inf"))
     of_head = this * HEADS + head
-    if scores is not None:
-        to = scores + of_head[:, None] * count + token
-        tl.store(to, found, mask=mine[:, None] & live)
-    elif lses is not None:
+    if lses is not None:
         top = tl.max(found, 1)
         total = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
         tl.store(lses + of_head * tl.num_programs(0) + block, total, mask=mine)

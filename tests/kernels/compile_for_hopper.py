@@ -34,9 +34,9 @@ CASES = (
     "segment_attention-gqa4-dim128-live", "merge_attention-three",
     "prefill_attention-gqa8-dim96-43of131", "prefill_attention_with_column_sums-dim128-70of140",
     "windowed_attention-near-dim128", "windowed_sums-near-dim96",
-    "column_sums-dim96-17of51", "row_scores-dim256-g4-128", "channel_scores-g4-16x4100", "channel_sums-g3-5x31",
+    "column_sums-dim96-17of51", "row_scores-dim256-g4-128", "channel_sums-g4-16x4100", "channel_sums-g3-5x31",
     "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "top_k-333of1000", "top_k-1of70001",
-    "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_scores-m2b6-g4", "pq_weights-m4b8-g3",
+    "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3",
     "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
@@ -85,8 +85,7 @@ def compile_extremes(dtypes: list[torch.dtype]) -> None:
         launch("prefill_attention_with_column_sums", k, k, k, 1.0)
         launch("column_sums", k[:, :, :9], k, 1.0)
         launch("row_scores", q, k)
-        for name in ("channel_scores", "channel_sums"):
-            launch(name, q[..., :64], k.transpose(2, 3).contiguous(), places)
+        launch("channel_sums", q[..., :64], k.transpose(2, 3).contiguous(), places)
         centroids, codes = torch.zeros(1, 1, 1, 256, dim, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=torch.uint8)
         launch("pq_weights", q.transpose(1, 2), centroids, codes, 1.0)
         for turning in (dim, dim // 4):

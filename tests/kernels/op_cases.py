@@ -186,16 +186,11 @@ def row_scores() -> Iterator[OpCase]:
             yield OpCase("row_scores", f"{name}-g{group}-{count}", (q, x))
 
 
-def channel_scores() -> Iterator[OpCase]:
+def channel_sums() -> Iterator[OpCase]:
     for group, count, channels in ((1, 1, 1), (3, 31, 5), (4, 4100, 16), (8, 333, 64)):
         x = random(2, 2, 2, 64, count + 3)[..., :count]
         args = (random(1, 2, 2, group, channels), x, pick(3, 2, 2, 64, channels))
-        yield OpCase("channel_scores", f"g{group}-{channels}x{count}", args)
-
-
-def channel_sums() -> Iterator[OpCase]:
-    for case in channel_scores():
-        yield case._replace(op="channel_sums")
+        yield OpCase("channel_sums", f"g{group}-{channels}x{count}", args)
 
 
 def group_weights() -> Iterator[OpCase]:
@@ -212,26 +207,19 @@ def group_margins() -> Iterator[OpCase]:
     yield OpCase("group_margins", "all", (random(1, 1, 2, 4, 70), 70, float("inf")))
 
 
-def log_sum_exp() -> Iterator[OpCase]:
-    for count in (1, 31, 4100):
-        yield OpCase("log_sum_exp", f"{count}", (20 * random(1, 2, 3, 4, count), 0.3))
-
-
-def pq_scores() -> Iterator[OpCase]:
+def pq_weights() -> Iterator[OpCase]:
     for name, parts, clusters in (("m2b6", 2, 64), ("m4b8", 4, 256), ("m1b3", 1, 8), ("few", 2, 13), ("m2b9", 2, 512)):
         codes = torch.randint(clusters, (2, 2, 333, parts), generator=draw(7))
         codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32)
         for group in (1, 3, 4, 8):
-            args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes)
-            yield OpCase("pq_scores", f"{name}-g{group}", args)
+            args = (random(1, 2, 2 * group, 1, 64), random(8, 2, 2, parts, clusters, 64 // parts), codes, 0.3)
+            yield OpCase("pq_weights", f"{name}-g{group}", args)
     codes = torch.randint(16, (1, 2, 50, 1), generator=draw(7)).to(torch.uint8)
-    yield OpCase("pq_scores", "dim160", (random(1, 1, 4, 1, 160), random(8, 1, 2, 1, 16, 160), codes))
+    yield OpCase("pq_weights", "dim160", (random(1, 1, 4, 1, 160), random(8, 1, 2, 1, 16, 160), codes, 0.3))
 
 
-def pq_weights() -> Iterator[OpCase]:
-    for case in pq_scores():
-        yield OpCase("pq_weights", case.name, (*case.args, 0.3))
-    q, centroids, codes = next(pq_scores()).args
+def pq_weights_far() -> Iterator[OpCase]:
+    q, centroids, codes, _ = next(pq_weights()).args
     far = centroids.clone()
     far[..., 0, :] += 60 * q[:, ::1, 0, :32].view(2, 2, 1, 32)  # a centroid that no token has, far above the others
     yield OpCase("pq_weights", "far-bound", (q, far, codes.clamp(min=1), 1.0))
@@ -270,15 +258,13 @@ def cases() -> list[OpCase]:
         *windowed(),
         *column_sums(),
         *prefill_attention_with_column_sums(),
-        *log_sum_exp(),
         *gather_rows(),
         *row_scores(),
-        *channel_scores(),
         *channel_sums(),
         *group_weights(),
         *group_margins(),
-        *pq_scores(),
         *pq_weights(),
+        *pq_weights_far(),
         *top_k(),
         *rebuild_keys(),
     ]

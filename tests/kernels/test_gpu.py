@@ -67,7 +67,6 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "all tokens", lambda q: ops.segment_attention(q, [Segment(k, v)], 0.09)
     yield "chosen tokens", lambda q: ops.segment_attention_with_lse(q, segments, 0.09)
     yield "rows", lambda q: ops.row_scores(grouped(q), k)
-    yield "channels", lambda q: ops.channel_scores(grouped(q)[..., :16], by_channel, channels)
     yield "channel sums", lambda q: ops.channel_sums(grouped(q)[..., :16], by_channel, channels)
     yield "weights", lambda q: ops.group_weights(ops.row_scores(grouped(q), k), 0.09, "sum")
     yield "codes", lambda q: ops.pq_weights(q, centroids, codes, 0.09)

@@ -47,8 +47,8 @@ def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
             (ops.segment_attention, (q, [Segment(k, k)], 1.0)),
             (ops.prefill_attention, (q, k, k, 1.0)),
             (ops.row_scores, (q.transpose(1, 2), k)),
-            (ops.channel_scores, (q.transpose(1, 2), k, torch.zeros(1, 1, 16, dtype=torch.int64))),
-            (ops.pq_scores, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8))),
+            (ops.channel_sums, (q.transpose(1, 2), k, torch.zeros(1, 1, 16, dtype=torch.int64))),
+            (ops.pq_weights, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8), 1.0)),
         ):
             assert "takes up to 64 query heads of a KV head, got 65" in str(op.refusal("triton", *args)), op.name
     per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
@@ -60,18 +60,18 @@ def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
 def test_nothing_is_interpreted_unless_it_is_asked_for() -> None:
     x = torch.rand(1, 2, 3, 40)
     ops.forget_used()
-    ops.log_sum_exp(x, 0.5)
+    ops.group_weights(x, 0.5, "sum")
     ops.merge_attention([x[:, :, :1]], [x[:, :, 0, 0]])
     assert "triton" not in {name for used in ops.used_backends().values() for name in used}
     pytest.importorskip("triton")
     with use_backend("triton"):
-        ops.log_sum_exp(x, 0.5)
-    assert ops.used_backends()["log_sum_exp"][-1] == "triton"
+        ops.group_weights(x, 0.5, "sum")
+    assert ops.used_backends()["group_weights"][-1] == "triton"
     ops.forget_used()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")
 def test_without_a_gpu_triton_is_not_even_imported() -> None:
-    code = "import sys, torch; from kernels import ops; ops.log_sum_exp(torch.rand(2, 3), 1.0); "
-    code += "print(sorted({'triton', 'kernels.gpu.choose'} & set(sys.modules)), ops.log_sum_exp.refusal('triton'))"
+    code = "import sys, torch; from kernels import ops; ops.group_weights(torch.rand(1, 1, 2, 3), 1.0, 'sum'); "
+    code += "print(sorted({'triton', 'kernels.gpu.choose'} & set(sys.modules)), ops.group_weights.refusal('triton'))"
     assert python("-c", code) == "[] import failed: no CUDA device here, and TRITON_INTERPRET is not set\n"

@@ -38,9 +38,9 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
-    "windowed_sums-near-dim96", "column_sums-dim96-17of51", "row_scores-dim128-g3-65", "channel_scores-g4-16x4100",
+    "windowed_sums-near-dim96", "column_sums-dim96-17of51", "row_scores-dim128-g3-65", "channel_sums-g4-16x4100",
     "channel_sums-g3-5x31", "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum",
-    "log_sum_exp-4100", "pq_scores-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
+    "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
     "top_k-1of70001",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from harness.bench.common.measure import Cold, interleaved
 from harness.bench.common.synthetic import Shape
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
-from kernels import ops
+from kernels import ops, reference
 from kernels.dispatch import use_backend
 
 CPU = torch.device("cpu")
@@ -113,9 +113,9 @@ def test_rivals_compute_the_same(op: str) -> None:
 
 def test_without_faiss_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    for op in ("kmeans", "pq_scores"):
+    for op in ("kmeans", "pq_weights"):
         assert rival(case(op)) == ("faiss is not installed", None)
-    rows = bench_ops.measure(case("pq_scores"), SHAPE, LIMITS, rounds=1)
+    rows = bench_ops.measure(case("pq_weights"), SHAPE, LIMITS, rounds=1)
     assert {row["rival"] for row in rows} == {"faiss is not installed"}
     assert {row["beside_rival"] for row in rows} == {None}
 
@@ -126,9 +126,9 @@ def test_faiss_clusters_and_scores_the_same() -> None:
     ours, theirs = result("kmeans", points, initial, 3, 0.0), faiss_kmeans(points, initial, 3)
     assert_close(ours[0], theirs[0], atol=1e-4, rtol=1e-3)
     assert (ours[1] == theirs[1]).double().mean() > 0.99
-    q, centroids, codes = case("pq_scores").args
+    q, centroids, codes, _ = case("pq_weights").args
     scores, rows = FaissSearch(centroids, codes).best(q, 5)
-    wanted = result("pq_scores", q, centroids, codes)
+    wanted = reference.pq_scores(q, centroids, codes)
     assert_close(wanted.gather(-1, rows), scores, atol=1e-4, rtol=1e-4)
     assert_close(wanted.topk(5, dim=-1).values, scores, atol=1e-4, rtol=1e-4)
 
