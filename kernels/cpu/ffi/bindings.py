@@ -200,7 +200,7 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
         "int64": torch.int64,
     }
     exec("\n    ".join(lines), scope)
-    return scope["call"]  # type: ignore[no-any-return]
+    return scope["call"]
 
 
 def _checks(name: str, field: Field, first: bool) -> list[str]:
