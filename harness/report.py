@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in _written(tables, options):
             print(f"wrote {path}")
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
         return 2
     for message in unreadable:
         print(f"left out: {message}", file=sys.stderr)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in lines:
             print(line)
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

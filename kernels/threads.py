@@ -11,9 +11,12 @@ import torch
 
 
 @contextmanager
-def step_threads() -> Iterator[None]:
-    """torch's own operations inside use no more threads than the compiled ones (kernels/cpu/team.cpp): a parallel
-    region lasts until its last thread is done, and one without a core takes some milliseconds to come back."""
+def step_threads(device: torch.device) -> Iterator[None]:
+    """On a CPU, torch's own operations inside use no more threads than the compiled ones (kernels/cpu/team.cpp): a
+    parallel region lasts until its last thread is done, and one without a core takes some milliseconds to come back."""
+    if device.type != "cpu":
+        yield
+        return
     all_threads = torch.get_num_threads()
     threads = _team_size()(monotonic_ns())
     if threads >= all_threads:

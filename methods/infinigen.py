@@ -152,8 +152,8 @@ class InfiniGenLayer(SelectLayer, capturable=True):
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: InfiniGen) -> None:
         super().__init__(spec, cache, method)
-        request, budget = self.request, self.request.budget
-        self.guesses = budget is not None and not budget.covers(request.capacity, spec.index)
+        request = self.request
+        self.guesses = not request.covers(request.capacity, spec.index)
         shape = (request.batch, spec.num_kv_heads, spec.head_dim)
         self.query_mass = torch.zeros(shape if self.guesses else 0, device=request.device)  # sum of |q A|
 

@@ -126,8 +126,8 @@ class InfLLMLayer(SelectLayer, capturable=True):
         super().__init__(spec, cache, method)
         self.rope_table = rope_table
         request = self.request
-        budget, shape = request.budget, (request.batch, spec.num_heads)
-        self.sparse = budget is not None and not budget.covers(request.capacity, spec.index)
+        shape = (request.batch, spec.num_heads)
+        self.sparse = not request.covers(request.capacity, spec.index)
         self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # drawn, local
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
@@ -241,8 +241,8 @@ class InfLLMLayer(SelectLayer, capturable=True):
         budget, seen = self.request.budget, self.seen
         assert budget is not None
         tokens = budget.tokens(seen, self.spec.index)
-        whole = tokens >= seen or tokens < self.method.smallest_budget
-        return (seen, 0) if whole else self.method.spend(tokens)
+        little = self.reads_whole() or tokens < self.method.smallest_budget
+        return (seen, 0) if little else self.method.spend(tokens)
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
         """The queries at positions from `first`, as if they stood n_local - 1 after all far keys."""

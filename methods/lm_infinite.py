@@ -115,10 +115,11 @@ class LMInfiniteLayer(EvictLayer, capturable=True):
         return self.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
 
     def _window_so_far(self) -> int | None:
-        budget, seen = self.request.budget, self.seen
-        if budget is None or budget.covers(seen, self.spec.index) or seen <= self.method.smallest_budget:
+        if self.reads_whole():
             return None
-        return max(1, budget.tokens(seen, self.spec.index) - self.method.n_init)
+        budget = self.request.budget
+        assert budget is not None
+        return max(1, budget.tokens(self.seen, self.spec.index) - self.method.n_init)
 
     def _note_first(self) -> None:
         count = min(self.method.n_init, self.store.length)

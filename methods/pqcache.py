@@ -24,7 +24,7 @@ from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVL
 from methods.layers import SelectLayer
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
-from methods.parts.kmeans_iterations import Fit, measure
+from methods.parts.kmeans_iterations import LENGTHS, Fit, measure
 from methods.parts.stores import HostStore
 from methods.parts.windows import Windowed
 
@@ -93,6 +93,10 @@ class PQCache(Windowed):
                 f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} numbers that "
                 "a run with auto wrote into its run.json, none negative."
             )
+
+    @property
+    def calibration_tokens(self) -> int:
+        return max(LENGTHS) if self.iterations == "auto" else 0
 
     def rounds(self, tokens: int, prepared: object) -> int:
         """The most rounds for `tokens` clustered tokens; `prepared` is what `prepare` returned."""

@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
     try:
         made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
     except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped: the rows so far are written, and marked as partial.", file=sys.stderr)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -57,7 +56,7 @@ class Decoding:
         self.guess: Callable[..., None] | None = getattr(self.layer, "guess", None)
 
     def step(self) -> None:
-        with step_threads() if self.shape.device.type == "cpu" else nullcontext():
+        with step_threads(self.shape.device):
             if self.guess is not None:  # a layer that chooses while the one before it runs
                 self.guess(self.next)
             self.layer.decode(self.next)

@@ -175,11 +175,8 @@ class Engine:
     def _decode(self, token: Tensor, cache: KVCache, run: _GenerationState) -> Tensor:
         if self.graphs is not None and run.step is None:
             run.capture(self.forward, self.graphs, self.tracer is not None)
-        on_cpu = self.model.device.type == "cpu"
-        with (
-            self.tracer.step(cache) if self.tracer is not None else nullcontext(),
-            step_threads() if on_cpu else nullcontext(),
-        ):
+        traced = self.tracer.step(cache) if self.tracer is not None else nullcontext()
+        with traced, step_threads(self.model.device):
             logits = run.step(token) if run.step is not None else self._step(token, cache)
         run.note_step()
         if cache.watch is not None:

@@ -40,16 +40,29 @@ def size(count: int) -> str:
     return f"{value} {unit}"
 
 
-def needed(info: ModelInfo, settings: Settings, items: Sequence[Item], *, loaded: bool = False) -> Need:
-    """`loaded`: the weights are there already. On a GPU with placement=host the cache is the host's matter."""
+def needed(
+    info: ModelInfo,
+    settings: Settings,
+    items: Sequence[Item],
+    *,
+    loaded: bool = False,
+    beside: Sequence[Settings] = (),
+) -> Need:
+    """`loaded`: the weights are there already. `beside`: settings of the jobs that share the prefill."""
     longest = max(len(item.prompt.ids) + item.new_tokens for item in items) * settings.batch
-    elsewhere = settings.device != "cpu" and settings.placement == "host"
-    kv = 0 if elsewhere else longest * info.kv_bytes_per_token(settings.dtype)
+    kv = caches([settings, *beside]) * longest * info.kv_bytes_per_token(settings.dtype)
     prompt = max(len(item.prompt.ids) for item in items)
     rows = min(prompt, settings.prefill_chunk or prompt) * settings.batch
     width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads) * info.head_dim
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     return Need(weights, kv, rows * width * DTYPE_BYTES[settings.dtype])
+
+
+def caches(group: Sequence[Settings]) -> int:
+    """KV caches on the device while one prompt is run. Jobs that share a prefill hold one each, and its own is there
+    beside them; so is the exact one that fidelity compares with. On a GPU placement=host makes it the host's matter."""
+    own = sum(settings.device == "cpu" or settings.placement == "device" for settings in group)
+    return own + any(settings.shared_prefill or settings.fidelity for settings in group)
 
 
 def refusal(need: Need, settings: Settings, free: int | None) -> str | None:
@@ -75,6 +88,8 @@ def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
         if need.weights // (1 + halves) > free:
             yield "a smaller model"
         return  # nothing below makes the weights smaller
+    if settings.shared_prefill:
+        yield "shared_prefill=false, which holds one cache at a time"
     if settings.batch > 1:
         yield "a smaller batch"
     if settings.device != "cpu" and need.kv:

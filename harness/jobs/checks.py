@@ -9,6 +9,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.items import Item
 from harness.models.base import ModelInfo
+from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers
 
 
@@ -18,6 +19,11 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
     if settings.threads is not None and settings.threads > cpus:
         raise SettingsError(
             f"threads={settings.threads} is too many: this machine has {cpus} CPUs, choose at most {cpus}."
+        )
+    if method.calibration_tokens > MOST:
+        raise SettingsError(
+            f"method.calibration_tokens={method.calibration_tokens} is more than the {MOST} tokens of text to "
+            f"calibrate on: set it to at most {MOST}."
         )
     method.check_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_layers)

@@ -99,14 +99,15 @@ class Job:
         found = {record.id for record in load_run(self.folder).records}
         return found >= {item.example.id for item in self.items}
 
-    def refuse_memory(self) -> None:
-        """Raise `SettingsError` where a model that is still to be loaded, its cache or its prefill cannot fit."""
-        if not self.is_done():
-            refuse(self.need(), self.settings)
+    def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
+        """Raise `SettingsError` where a model that is still to be loaded, the caches of this job and of those `beside`
+        it in a shared prefill, or the prefill cannot fit."""
+        refuse(self.need(beside), self.settings)
 
-    def need(self) -> Need:
+    def need(self, beside: Sequence[Job] = ()) -> Need:
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
-        return needed(self.model.describe(), self.settings, self.items, loaded=loaded)
+        settings = [job.settings for job in beside]
+        return needed(self.model.describe(), self.settings, self.items, loaded=loaded, beside=settings)
 
     def _names(self) -> tuple[str, str]:
         return _name(self.config["task"]), _name(self.config["method"])

@@ -69,8 +69,8 @@ def evaluate_together(
 ) -> list[Evaluation]:
     """The jobs' evaluations and those of the Full beside them, group by group.
 
-    A job that fails has no evaluation and leaves the others of its group alone. Its error goes to `on_error`; without
-    one, it is raised once the group is through. `on_plan` hears of each job that can start.
+    A job that fails, Full too, has no evaluation and leaves all others alone. Its error goes to `on_error`; without
+    one, the first is raised once all groups are through. `on_plan` hears of each job that can start.
     """
     sweep, errors = _Sweep(), list[Exception]()
     report = on_error or errors.append
@@ -81,8 +81,6 @@ def evaluate_together(
                 on_plan(number, job, full)
     made: dict[Path, Evaluation] = {}
     for jobs in sweep.groups.values():
-        if errors:
-            raise errors[0]
         with _reporting(report):
             for job in _run_group(jobs, report):
                 made[job.folder] = job.evaluation(sweep.full_beside(job, made))
@@ -136,8 +134,8 @@ class _Sweep:
 def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
     """Generates what is not there yet; the jobs that are complete then. Ctrl-C and errors leave folders that the same
     command continues."""
-    for job in jobs:
-        job.refuse_memory()
+    if unfinished := [job for job in jobs if not job.is_done()]:
+        unfinished[0].refuse_memory(unfinished[1:])
     with ExitStack() as closing:
         members = list(_opened(jobs, closing, on_error))
         lacking = [member for member in members if member.pending]

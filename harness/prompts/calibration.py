@@ -6,8 +6,10 @@ from evals.base import TaskEnv
 from evals.haystack import load
 from harness.prompts.prompt import Tokenizer, Tools
 
+MOST = 4096  # tokens that a method may ask for
 
-def calibration_text(tokenizer: Tokenizer, tokens: int = 4096) -> list[int]:
+
+def calibration_text(tokenizer: Tokenizer, tokens: int = MOST) -> list[int]:
     """Token ids: the end of Python's help topics, so that it is not the beginning that haystacks are cut from."""
     tools = Tools(tokenizer, "none")
     text = load("pydoc", TaskEnv(text=tools, seed=0)).text

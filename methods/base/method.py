@@ -47,6 +47,11 @@ class Method(metaclass=_TupleForList):
         return 1
 
     @property
+    def calibration_tokens(self) -> int:
+        """How many tokens of text `prepare` observes at most."""
+        return 0
+
+    @property
     def paper_leaves_out(self) -> bool:
         """Whether the paper's budget leaves out prompt tokens that a step reads all the same, sinks for example."""
         return self.paper_tokens(lambda tokens: 0, LONG) > 0

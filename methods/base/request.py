@@ -45,6 +45,10 @@ class Request:
     placement: Placement = "device"
     prepared: object = None  # what the method's `prepare` returned for this model
 
+    def covers(self, tokens: int, layer: int) -> bool:
+        """Whether the budget leaves out nothing of a prompt of so many tokens: it is then read whole."""
+        return self.budget is None or self.budget.covers(tokens, layer)
+
 
 @dataclass(frozen=True, slots=True)
 class AttnInput:

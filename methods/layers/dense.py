@@ -24,14 +24,20 @@ class DenseLayer(KVLayer, capturable=True):
         """Tokens taken in so far."""
         return self.store.length
 
+    def reads_whole(self) -> bool:
+        """Whether all tokens so far are read: the budget covers them, or they are no more than sinks and windows."""
+        return self.request.covers(self.seen, self.spec.index) or self.seen <= self.method.smallest_budget
+
     def limit(self) -> int | None:
         """Prompt tokens that a step may read after this seal; None for all of them."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
-        if budget is None or budget.covers(seen, layer):
+        if self.reads_whole():
+            if not self.request.covers(seen, layer):
+                self.fallback = (
+                    f"all is read: the prompt of {seen} tokens is no longer than the method's sinks and windows"
+                )
             return None
-        if seen <= self.method.smallest_budget:
-            self.fallback = f"all is read: the prompt of {seen} tokens is no longer than the method's sinks and windows"
-            return None
+        assert budget is not None
         self.method.check(budget, seen, layer)
         return budget.tokens(seen, layer)
 

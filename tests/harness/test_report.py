@@ -241,6 +241,7 @@ def test_errors_are_one_sentence_and_exit_code_2(
     for folder in (tmp_path / "none", tmp_path / "empty", broken):
         assert tool.main([str(folder)]) == 2
         [sentence] = capsys.readouterr().err.splitlines()
+        assert sentence.startswith("error: ")
         assert folder.name in sentence
 
 

@@ -36,6 +36,10 @@ WRONG = {
     "m of zero": (["method.m=0"], "m=0 must be at least 1"),
     "b out of range": (["method.b=40"], "b=40 must lie in 1..16"),
     "no k-means rounds": (["method.iterations=0"], "iterations=0 must be at least 1"),
+    "too much text to calibrate on": (
+        ["method=infinigen", "method.calibration_tokens=5000"],
+        "method.calibration_tokens=5000 is more than the 4096 tokens of text to calibrate on",
+    ),
     "recent_ratio of 1": (["method.recent_ratio=1"], "recent_ratio=1 leaves nothing to select"),
     "negative sinks": (["method=streaming", "method.sinks=-1"], "sinks=-1 is negative"),
     "unknown choice": (["protocol=contxt"], "protocol=contxt is unknown: choose one of prompt, context"),

@@ -57,10 +57,10 @@ def test_while_it_goes_on_the_others_are_tried_less_often(team) -> None:
 
 
 def test_torch_s_own_operations_follow_and_get_their_threads_back(team) -> None:
-    with step_threads():
+    with step_threads(torch.device("cpu")):
         assert torch.get_num_threads() == 2
     team.kv_team_report(2, 10 * MS, monotonic_ns() + 3_600_000 * MS)
-    with pytest.raises(KeyError), step_threads():
+    with pytest.raises(KeyError), step_threads(torch.device("cpu")):
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == 2

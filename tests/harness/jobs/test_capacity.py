@@ -11,13 +11,15 @@ import pytest
 from harness.config.settings import Results, Settings, SettingsError
 from harness.jobs import capacity
 from harness.jobs.capacity import Need, needed, refusal
+from harness.jobs.job import Job
 from harness.jobs.run import Wanted, evaluate, evaluate_together
 from methods.full import Full
-from tests.fast import MODEL, PQ, niah
+from tests.fast import MODEL, PQ, STREAMING, niah
 
 GIB = 2**30
 EIGHT_B = replace(MODEL, shape="llama-3.1-8b", layers=None)
 Cli = Callable[..., tuple[int, str, str]]
+both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 
 
 @pytest.fixture
@@ -99,6 +101,32 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
     assert needed(info, replace(settings, placement="host"), items) == replace(whole, kv=0)
     chunked = needed(info, replace(settings, prefill_chunk=100), items)
     assert chunked.activations == pytest.approx(whole.activations / 4)
+
+
+def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
+    from harness.jobs.items import prepare
+
+    info, alone = MODEL.describe(), Settings(device="cuda", dtype="fp32")
+    items, shared = prepare(niah(), MODEL, alone), replace(alone, shared_prefill=True)
+    one = needed(info, alone, items).kv
+    assert needed(info, shared, items, beside=[shared, shared]).kv == 4 * one
+    assert needed(info, shared, items, beside=[replace(shared, placement="host")]).kv == 2 * one
+    assert needed(info, replace(alone, fidelity=4), items).kv == 2 * one
+    assert "shared_prefill=false" in str(refusal(Need(1, 9, 0), shared, 8))
+
+
+@both
+def test_jobs_that_run_at_once_must_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False, shared_prefill=shared)
+    wanted = [Wanted(method, niah(depths=2), MODEL, settings) for method in (PQ, STREAMING)]
+    need = Job.plan(*wanted[0][:3], replace(settings, shared_prefill=False)).need()
+    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: need.total + need.kv)
+    if shared:
+        with pytest.raises(SettingsError, match="shared_prefill=false, which holds one cache at a time"):
+            evaluate_together(wanted)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert len(evaluate_together(wanted)) == 3  # with Full, one after the other
 
 
 @pytest.mark.parametrize(("version", "controller"), [(2, ""), (1, "memory")])

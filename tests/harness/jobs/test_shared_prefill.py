@@ -192,6 +192,21 @@ def test_without_a_handler_the_error_is_raised_and_the_others_are_whole(
 
 
 @both
+def test_where_full_fails_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("no Full today")
+
+    monkeypatch.setattr(Full, "start", fail)
+    failed: list[Exception] = []
+    wanted = [Wanted(m, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, STREAMING)]
+    made = evaluate_together(wanted, failed.append)
+    assert [(one.summary["method"], one.full_folder) for one in made] == [("pqcache", None), ("streaming", None)]
+    assert [str(error) for error in failed] == ["'no Full today'"]
+    monkeypatch.undo()
+    assert all(one.full_folder for one in evaluate_together(wanted) if one.summary["method"] != "full")
+
+
+@both
 def test_a_model_that_does_not_load_leaves_finished_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
