@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(made)} band{'s' * (len(made) > 1)} written to {options.file}")
         print(_table(bands.stored(options.file)))
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 
