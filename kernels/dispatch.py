@@ -22,7 +22,7 @@ _around: ContextVar[Around | None] = ContextVar("around_operations", default=Non
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for cannot run; the message says why."""
+    """The requested backend cannot run; the message says why."""
 
 
 class Op:
@@ -81,13 +81,13 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def forced_backend() -> str | None:
-    """The backend that `use_backend` insists on, if any: for backends that never want to be chosen by themselves."""
+    """The backend that `use_backend` insists on, if any: for backends that run only on request."""
     return _forced.get()
 
 
 @contextmanager
 def watched(around: Around) -> Iterator[None]:
-    """Every operation runs through `around`, which may clock it: for traces and benchmarks."""
+    """Run every operation through `around`, which may time it: for traces and benchmarks."""
     token = _around.set(around)
     try:
         yield

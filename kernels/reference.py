@@ -27,12 +27,12 @@ class Segment(NamedTuple):
     live: Tensor | None = None  # [1] or [B], int64
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
-        """scores [B ... S], those of tokens that are not there replaced by `value`."""
+        """scores [B ... S], with `value` for missing tokens."""
         return scores if self.live is None else without_missing(scores, self.live, value)
 
 
 def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
-    """scores [B ... S], from the `live`-th on ([1] or [B], int64) replaced by `value`."""
+    """scores [B ... S], with `value` from index `live` ([1] or [B], int64) on."""
     missing = torch.arange(scores.shape[-1], device=scores.device) >= live.unsqueeze(-1)  # [1|B S]
     return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
 
@@ -66,7 +66,7 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """The same, and the log of the sum that its softmax divides by, for `merge_attention`: [B H 1 D], [B H] (fp32)"""
+    """The same, plus the log-sum-exp of its softmax for `merge_attention`. -> [B H 1 D], [B H] (fp32)"""
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
@@ -76,9 +76,9 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """One softmax over parts that were attended to one by one, as with different queries.
+    """Merge attention over separate parts, each perhaps with its own queries, into one softmax over all of them.
 
-    outs [B H T D], lses [B H T], or [B H] of one token; of some part every query must have seen a key
+    outs [B H T D], lses [B H T], or [B H] of one token; every query must have seen a key in at least one part
     """
     shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
@@ -91,7 +91,7 @@ def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
 
 
 def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a segment's tokens, those that are not there zero in the values: nothing times it may be NaN.
+    """Keys and values of a segment's tokens. Values of missing tokens are zero, as zero weight times NaN is NaN.
     -> [B groups K D] each"""
     k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
@@ -124,7 +124,7 @@ def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _flat_rows(x: Tensor) -> Tensor | None:
-    """The rows of all heads under one another, those between the heads' with them; None where strides forbid it."""
+    """All heads' rows as one matrix, with any rows between heads; None if the strides do not allow it."""
     (batch, groups, stored, dim), (over, step, row, channel) = x.shape, x.stride()
     if channel != 1 or row != dim or step % dim or (batch > 1 and over != groups * step):
         return None
@@ -172,7 +172,7 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    """How far the first `candidates` stay below the largest logit of a query head, for the head where it is least.
+    """Distance of the first `candidates` to a query head's largest logit, the smallest over the heads of a group.
 
     logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G]
     InfiniGen (arXiv 2406.19707)

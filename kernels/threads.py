@@ -12,8 +12,8 @@ import torch
 
 @contextmanager
 def step_threads(device: torch.device) -> Iterator[None]:
-    """On a CPU, torch's own operations inside use no more threads than the compiled ones (kernels/cpu/team.cpp): a
-    parallel region lasts until its last thread is done, and one without a core takes some milliseconds to come back."""
+    """On a CPU, limit torch's operations to the threads that the compiled ones use (kernels/cpu/team.cpp): a parallel
+    region ends with its last thread, and a thread that lost its core needs milliseconds to get it back."""
     if device.type != "cpu":
         yield
         return

@@ -85,7 +85,7 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 
 def top_k_refuses(scores: Tensor, count: int) -> str | None:
-    return _unfit(scores) or (None if count <= scores.shape[-1] else "leaves the error for too large a count to torch")
+    return _unfit(scores) or (None if count <= scores.shape[-1] else "leaves a count beyond the row to torch")
 
 
 def _evenly_spaced(x: Tensor) -> bool:

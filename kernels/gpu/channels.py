@@ -15,7 +15,7 @@ _MOST_CHANNELS = 64  # at once
 
 
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """As in kernels/reference.py; neither are the channels copied nor the scores written."""
+    """As in kernels/reference.py, without copying the channels or storing the scores."""
     batch, groups, heads, width = q.shape
     count = x.shape[3]
     blocks = triton.cdiv(count, _BLOCK)
@@ -34,7 +34,7 @@ def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
     if x.stride(3) != 1:
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
-        return "leaves no tokens to torch"
+        return "leaves empty inputs to torch"
     return unfit(q, x, channels) or unfit_group(q.shape[2])
 
 

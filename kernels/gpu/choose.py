@@ -64,7 +64,7 @@ def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str 
 def _unfit(logits: Tensor) -> str | None:
     if logits.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {logits.dtype}"
-    return unfit(logits) or ("leaves rows of nothing to torch" if logits.shape[-1] == 0 else None)
+    return unfit(logits) or ("leaves empty rows to torch" if logits.shape[-1] == 0 else None)
 
 
 @triton.jit(do_not_specialize=["count"])

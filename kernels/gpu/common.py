@@ -22,9 +22,9 @@ _interpreted = tl.constexpr(INTERPRETED)
 
 
 def unfit(*tensors: Tensor) -> str | None:
-    """Why no kernel can be launched on these, or None."""
+    """Why no kernel can run on these tensors, or None."""
     if INTERPRETED:
-        return None if forced_backend() == "triton" else "is interpreted here, which happens only on request"
+        return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
     if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
         return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
     found = getattr(_device(), "shared_memory_per_block_optin", 0)
@@ -32,7 +32,7 @@ def unfit(*tensors: Tensor) -> str | None:
 
 
 def unfit_floats(*tensors: Tensor) -> str | None:
-    """The same for tensors that must be of one floating dtype."""
+    """The same for tensors that must share one floating dtype."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
@@ -49,7 +49,7 @@ def unfit_heads(*tensors: Tensor) -> str | None:
 
 
 def unfit_group(heads: int) -> str | None:
-    """Why no kernel takes so many query heads of one KV head together, or None."""
+    """Why no kernel takes this many query heads per KV head, or None."""
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 
@@ -59,14 +59,14 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """Into how many pieces to cut `count` tokens that `programs` would read, and their length, for a full device."""
+    """Number and length of the pieces into which to cut `count` tokens so that `programs` fill the device."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
 
 
 def stages(x: Tensor) -> int:
-    """How many tiles of rows [... D] may be on their way at once."""
+    """How many tiles of rows [... D] to load ahead."""
     return 3 if x.shape[-1] * x.element_size() <= 256 else 2
 
 
@@ -76,7 +76,7 @@ def _device() -> Any:
 
 
 def _programs_wanted() -> int:
-    """Four for each multiprocessor; the interpreter gets so many that small inputs are cut too."""
+    """Four per multiprocessor; under the interpreter few, but enough that small inputs are cut, too."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 

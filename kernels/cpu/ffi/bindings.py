@@ -29,7 +29,7 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Field:
-    """A number, or a tensor; all of eight bytes, so that no compiler puts gaps between them."""
+    """A number or a tensor. All take eight bytes, so no compiler puts gaps between them."""
 
     type: str  # in C++
     dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; () is any, two are the same for all of a call
@@ -84,7 +84,7 @@ def _tensor(
     written: bool = False,
     optional: bool = False,
 ) -> Field:
-    """Contiguous with `size` entries, or by its `strides`; with neither the caller answers for the layout."""
+    """Contiguous with `size` entries, or with `strides`; with neither, the caller vouches for the layout."""
     return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
 
 
@@ -103,7 +103,7 @@ class Struct:
 
 
 class Function:
-    """`extern "C"`, of structs: the last one's fields are given by name, those before it packed. Or of nothing."""
+    """An `extern "C"` function of structs, or of none: pass the last one's fields by name, the others packed."""
 
     def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
         self.name, self.structs, self.returns = name, structs, returns
@@ -176,8 +176,8 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
 
 
 def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
-    """Takes the fields by name, checks them and packs them, as one would write it by hand: a step makes hundreds of
-    calls. Hands the bytes to `entry`, behind `before` packed structs, or returns them."""
+    """Write a function that takes the fields by name, checks and packs them: a step makes hundreds of calls. It passes
+    the bytes to `entry`, behind `before` packed structs; without `entry` it returns them."""
     fields = struct.fields
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
@@ -204,7 +204,7 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
 
 
 def _checks(name: str, field: Field, first: bool) -> list[str]:
-    """Lines that refuse a tensor that is not what C++ will take it for; the dtype of all is that of the `first`."""
+    """Lines that refuse a tensor C++ would misread; the `first` sets the dtype for all."""
     if not field.type.endswith("*"):
         return []
     wrong = [f"not {name}.is_cpu"]

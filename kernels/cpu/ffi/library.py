@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def load(name: str, *functions: Function) -> SimpleNamespace:
-    """These functions of `name`.cpp, from the cache or freshly built; ImportError says why there can be none."""
+    """Load these functions of `name`.cpp, building it if it is not cached. ImportError says why it cannot be."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
     team()
@@ -37,7 +37,7 @@ def load(name: str, *functions: Function) -> SimpleNamespace:
 
 
 def march() -> str:
-    """The processor that is built for: this one, or KV_HARNESS_MARCH, say x86-64-v3 for AVX2 without AVX-512."""
+    """The processor to build for: this one, or KV_HARNESS_MARCH; x86-64-v3 is AVX2 without AVX-512."""
     return os.environ.get("KV_HARNESS_MARCH") or "native"
 
 
@@ -75,7 +75,7 @@ def _folder() -> Path:
 
 
 def _key(name: str, calls: str, compiler: str) -> str:
-    """Source, flags, and what the compiler says of itself and of the processor."""
+    """Hash of the source, the flags, and what the compiler says about itself and the processor."""
     digest = hashlib.sha256(" ".join([*FLAGS, march(), calls]).encode())
     for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
         digest.update(file.read_bytes())
@@ -84,7 +84,7 @@ def _key(name: str, calls: str, compiler: str) -> str:
 
 
 def _build(source: Path, calls: str, target: Path, compiler: str) -> None:
-    """Through a file of its own and a rename: of several processes each builds, and none loads half a library."""
+    """Build into a temporary file and rename it: concurrent processes each build, and none loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
