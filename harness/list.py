@@ -119,7 +119,7 @@ def expected(one: Experiment) -> list[Published]:
 def experiments_table(found: Mapping[str, Experiment]) -> str:
     """The table of docs/experiments.md."""
     full = [one for name, one in found.items() if not name.startswith("small/")]
-    rows = [(code(one.name), one.headline, _short(one.command), _cost(found.get(f"small/{one.name}"))) for one in full]
+    rows = [(code(one.name), one.headline, _short(one.command), _small_cost(one, found)) for one in full]
     return table(("experiment", "what", "made by", "small variant"), rows)
 
 
@@ -127,7 +127,10 @@ def _short(command: str) -> str:
     return code(" ".join(command.split()[2:3]))
 
 
-def _cost(small: Experiment | None) -> str:
+def _small_cost(one: Experiment, found: Mapping[str, Experiment]) -> str:
+    if one.name.startswith("tables/"):  # with the embedded model already
+        return f"itself: {one.facts.get('cost', '')}"
+    small = found.get(f"small/{one.name}")
     return small.facts.get("cost", "") if small else "none"
 
 
