@@ -25,7 +25,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Block:
+class DecoderBlock:
     """The weights of one decoder layer; E channels, H query and G KV heads of D, F channels in the MLP."""
 
     head_dim: int
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm, projections and rotation. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G T D]"""
     normed = rms_norm(x, block.norm, block.eps)
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
@@ -66,7 +66,7 @@ def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple
     return normed, rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Output projection and MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
     x = x + block.o(attended.transpose(1, 2).flatten(2))
     normed = rms_norm(x, block.mlp_norm, block.eps)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.bench.common.synthetic import Shape
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from kernels.reference import Segment
 
 ROOM = 64  # rows that a store keeps free behind the prompt
@@ -185,7 +185,7 @@ def _model(x: Inputs) -> Iterator[OpCase]:
     def linear(rows: int, columns: int) -> Linear:
         return Linear(x.random(rows, columns))
 
-    block = Block(
+    block = DecoderBlock(
         dim, 1e-5, x.random(channels), linear(channels, channels), linear(groups, channels), linear(groups, channels),
         None, None, linear(channels, channels), x.random(channels), linear(inner, channels), linear(inner, channels),
         linear(channels, inner),
@@ -197,7 +197,7 @@ def _model(x: Inputs) -> Iterator[OpCase]:
     yield from _prompt(x, block, x.random(1, x.prefill, channels))
 
 
-def _prompt(x: Inputs, block: Block, prompt: Tensor) -> Iterator[OpCase]:
+def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
     def flops(*linears: Linear) -> float:
         return 2.0 * x.prefill * sum(one.weight.numel() for one in linears)
 

@@ -18,7 +18,7 @@ from harness.engine.hf import attention_modules, check_window
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import sliding_window
 from kernels import ops
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from methods.base import AttnInput
 
 BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
@@ -84,7 +84,7 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
             raise ForwardError(f"a hook is registered on {path}, which would not be called.")
 
 
-def _block(layer: Any) -> Block:
+def _block(layer: Any) -> DecoderBlock:
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for all three, one for gate and up
@@ -96,7 +96,7 @@ def _block(layer: Any) -> Block:
         q, k, v, gate, up = map(
             _linear, (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
         )
-    return Block(
+    return DecoderBlock(
         head_dim=attention.head_dim,
         eps=layer.input_layernorm.variance_epsilon,
         norm=layer.input_layernorm.weight.detach(),

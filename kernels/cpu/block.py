@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.block import Block, Head
+from kernels.block import DecoderBlock, Head
 from kernels.cpu import prompt, weights
 from kernels.cpu.ffi.bindings import Function, Struct, elements, integer
 from kernels.cpu.ffi.library import load
@@ -27,7 +27,7 @@ _library = load(
 )
 
 
-def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in kernels/block.py."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     if _is_step(x):
@@ -41,13 +41,13 @@ def _is_step(x: Tensor) -> bool:
     return x.shape[1] == 1 and x.shape[0] <= MOST_SEQUENCES
 
 
-def attention_inputs_refuses(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> str | None:
+def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
     if cos.dtype != x.dtype:
         return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
     return weights.unfit(x, block)
 
 
-def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     x = x.contiguous()
     if _is_step(x):
         return prompt.output(x, attended, block, _library.block_output)
@@ -56,7 +56,7 @@ def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
     return prompt.output_by_torch(x, attended, block)
 
 
-def block_output_refuses(x: Tensor, attended: Tensor, block: Block) -> str | None:
+def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
     return weights.unfit(x, block)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.block import Block
+from kernels.block import DecoderBlock
 from kernels.cpu import weights
 from kernels.cpu.ffi.bindings import Function, Struct, elements, integer, real
 from kernels.cpu.ffi.library import load
@@ -64,7 +64,7 @@ _FAST = {
 _PANEL = 32  # outputs; sums, too, go over a multiple of as many
 
 
-def multiplies(x: Tensor, block: Block) -> bool:
+def multiplies(x: Tensor, block: DecoderBlock) -> bool:
     """Whether the products are compiled too, which pays for this block and so many tokens."""
     inner = block.gate.weight.shape[0]
     sizes = (*block.q.weight.shape, block.k.weight.shape[0], inner)
@@ -73,7 +73,7 @@ def multiplies(x: Tensor, block: Block) -> bool:
 
 
 def inputs(
-    x: Tensor, block: Block, cos: Tensor, sin: Tensor, run: Callable[..., None] = _library.prompt_inputs
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, run: Callable[..., None] = _library.prompt_inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As attention_inputs in kernels/block.py."""
     (batch, tokens, channels), dim = x.shape, block.head_dim
@@ -87,7 +87,9 @@ def inputs(
     return normed, q, k, v
 
 
-def output(x: Tensor, attended: Tensor, block: Block, run: Callable[..., None] = _library.prompt_output) -> Tensor:
+def output(
+    x: Tensor, attended: Tensor, block: DecoderBlock, run: Callable[..., None] = _library.prompt_output
+) -> Tensor:
     """As block_output in kernels/block.py."""
     out, heads = torch.empty_like(x), attended.transpose(1, 2).contiguous()
     (batch, tokens, channels), q_channels = x.shape, heads.shape[2] * heads.shape[3]
@@ -98,7 +100,7 @@ def output(x: Tensor, attended: Tensor, block: Block, run: Callable[..., None] =
     return out
 
 
-def inputs_by_torch(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs_by_torch(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with torch's matrix products."""
     normed = normed_rows(x, block.norm, block.eps)
     q = _turned(block.q(normed), block.q_norm, block, cos, sin)
@@ -106,7 +108,7 @@ def inputs_by_torch(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[
     return normed, q, k, block.v(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
 
 
-def output_by_torch(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+def output_by_torch(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Some tokens at a time, so that what is between the products takes bounded memory."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
@@ -127,7 +129,7 @@ def normed_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _turned(x: Tensor, norm: Tensor | None, block: Block, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, norm: Tensor | None, block: DecoderBlock, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads of x [B T n*D], normed where the model does that, and rotated -> [B n T D]"""
     batch, tokens, channels = x.shape
     heads = channels // block.head_dim

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from kernels.cpu.ffi.bindings import Group, Struct, elements, integer, real
 
 
@@ -64,10 +64,10 @@ class BlockOutput(Struct):
 
 
 _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-_packed: WeakKeyDictionary[Block | Head, bytes] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[DecoderBlock | Head, bytes] = WeakKeyDictionary()
 
 
-def of_block(block: Block) -> bytes:
+def of_block(block: DecoderBlock) -> bytes:
     """struct BlockWeights; its addresses hold as long as the block does."""
     return _packed.get(block) or _pack_block(block)
 
@@ -77,7 +77,7 @@ def of_head(head: Head) -> bytes:
     return _packed.get(head) or _pack_head(head)
 
 
-def unfit(x: Tensor, weights: Block | Head) -> str | None:
+def unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
     """Why the compiled files cannot multiply x by these weights."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes float32 and bfloat16 on the CPU, got {x.dtype} on {x.device}"
@@ -89,7 +89,7 @@ def unfit(x: Tensor, weights: Block | Head) -> str | None:
     return None
 
 
-def _tensors(weights: Block | Head) -> list[Tensor | None]:
+def _tensors(weights: DecoderBlock | Head) -> list[Tensor | None]:
     if isinstance(weights, Head):
         return [weights.norm, weights.linear.weight, weights.linear.bias]
     linears = (getattr(weights, name) for name in _LINEARS)
@@ -97,7 +97,7 @@ def _tensors(weights: Block | Head) -> list[Tensor | None]:
     return [*norms, *(part for one in linears for part in (one.weight, one.bias))]
 
 
-def _pack_block(block: Block) -> bytes:
+def _pack_block(block: DecoderBlock) -> bytes:
     dim = block.head_dim
     linears: dict[str, Tensor | None] = {}
     for name in _LINEARS:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from kernels.gpu.common import padded, unfit_floats
 from kernels.gpu.weights import joint, unfit_weights
 
@@ -22,7 +22,7 @@ _TURNED = 16  # tokens of a head
 _GATED = 512  # channels
 
 
-def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in kernels/block.py."""
     normed = _normed(x.flatten(0, 1), block.norm, block.eps)
     q, k, v = _products(normed, joint(block)[0], block.q, block.k, block.v)
@@ -30,13 +30,13 @@ def attention_inputs(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple
     return normed.view(x.shape), q, k, v.view(*x.shape[:2], -1, block.head_dim).transpose(1, 2)
 
 
-def attention_inputs_refuses(x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> str | None:
+def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
     if cos.shape[-1] % 2:
         return f"turns pairs of channels, got {cos.shape[-1]}"
     return _unfit(x, block, cos, sin)
 
 
-def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
+def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = x.new_empty(rows.shape)
     for some, seen, to in zip(*(part.split(TOKENS_AT_ONCE) for part in (rows, heads, out)), strict=True):
@@ -46,7 +46,7 @@ def block_output(x: Tensor, attended: Tensor, block: Block) -> Tensor:
     return out.view(x.shape)
 
 
-def block_output_refuses(x: Tensor, attended: Tensor, block: Block) -> str | None:
+def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
     return _unfit(x, block, attended)
 
 
@@ -58,7 +58,7 @@ def token_logits_refuses(x: Tensor, head: Head) -> str | None:
     return _unfit(x, head)
 
 
-def _unfit(x: Tensor, weights: Block | Head, *others: Tensor) -> str | None:
+def _unfit(x: Tensor, weights: DecoderBlock | Head, *others: Tensor) -> str | None:
     if x.shape[-1] > _MOST_CHANNELS:
         return f"takes up to {_MOST_CHANNELS} channels, got {x.shape[-1]}"
     if any(part.stride(-1) != 1 for part in (x, *others)):
@@ -93,7 +93,7 @@ def _run_norm(x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | N
     _norm[(rows,)](x, added, weight, total, out, eps, x.stride(0), width, wide, num_warps=min(16, max(1, wide // 512)))
 
 
-def _turned(q: Tensor, k: Tensor, block: Block, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def _turned(q: Tensor, k: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """q [B*T H*D], k [B*T G*D], their heads normed where the model does that -> rotated: [B H T D], [B G T D]"""
     (tokens, turning), dim = cos.shape[1:], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim

@@ -8,20 +8,20 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 
-_unfit: WeakKeyDictionary[Block | Head, str | None] = WeakKeyDictionary()
-_joint: WeakKeyDictionary[Block, tuple[Linear | None, Linear | None]] = WeakKeyDictionary()
+_unfit: WeakKeyDictionary[DecoderBlock | Head, str | None] = WeakKeyDictionary()
+_joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = WeakKeyDictionary()
 
 
-def unfit_weights(weights: Block | Head) -> str | None:
+def unfit_weights(weights: DecoderBlock | Head) -> str | None:
     """Why no kernel can read them, or None."""
     if weights not in _unfit:
         _unfit[weights] = _check(_tensors(weights))
     return _unfit[weights]
 
 
-def joint(block: Block) -> tuple[Linear | None, Linear | None]:
+def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
     """One matrix for q, k and v, and one for gate and up, where they are slices of it (Phi-3's are); no copies."""
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
@@ -35,7 +35,7 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _tensors(weights: Block | Head | Linear) -> list[Tensor]:
+def _tensors(weights: DecoderBlock | Head | Linear) -> list[Tensor]:
     found: list[Tensor] = []
     for field in fields(weights):
         value = getattr(weights, field.name)

@@ -21,7 +21,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels import ops  # noqa: E402
-from kernels.block import Block, Head  # noqa: E402
+from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, kmeans  # noqa: E402
 from kernels.reference import Segment  # noqa: E402
@@ -55,7 +55,7 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_block(layer: Block, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _, q, _, _ = block.attention_inputs(x, layer, cos, sin)
     block.block_output(x, q, layer)
     block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))

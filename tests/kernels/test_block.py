@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import block as reference
 from kernels import ops
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import REFERENCE, use_backend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 
-def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor]:
+def drawn(shape: str, dtype: torch.dtype) -> tuple[DecoderBlock, Tensor, Tensor, Tensor]:
     """block, x [B T E], cos and sin [1|B T R]"""
     channels, heads, kv_heads, dim, inner, bias, normed, turned, batch, tokens = SHAPES[shape]
     draw = torch.Generator().manual_seed(3)
@@ -44,7 +44,7 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor
 
     q, k, v = (linear(count * dim, channels) for count in (heads, kv_heads, kv_heads))
     norms = [random(dim) if normed else None for _ in range(2)]
-    block = Block(
+    block = DecoderBlock(
         dim, 1e-5, random(channels), q, k, v, *norms, linear(channels, heads * dim), random(channels),
         linear(inner, channels), linear(inner, channels), linear(channels, inner),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor
     return block, random(batch, tokens, channels), both.cos().to(dtype), both.sin().to(dtype)
 
 
-def drawn_in_slices(shape: str, dtype: torch.dtype) -> tuple[Block, Tensor, Tensor, Tensor]:
+def drawn_in_slices(shape: str, dtype: torch.dtype) -> tuple[DecoderBlock, Tensor, Tensor, Tensor]:
     """The same with q, k and v slices of one matrix, and gate and up of another: Phi-3."""
     block, *inputs = drawn(shape, dtype)
     (q, k, v), (gate, up) = slices(block.q, block.k, block.v), slices(block.gate, block.up)
@@ -68,7 +68,7 @@ def slices(*parts: Linear) -> list[Linear]:
     return [Linear(*pair) for pair in zip(weights, joined, strict=True)]
 
 
-def results(backend: str, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+def results(backend: str, block: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     """Of all three operations, each from the reference's inputs; skips where the backend refuses."""
     head = Head(1e-5, block.norm, Linear(block.up.weight, block.up.bias))
     q = reference.attention_inputs(x, block, cos, sin)[1]

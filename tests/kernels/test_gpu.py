@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kernels import ops, reference
-from kernels.block import Block, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
 from tests.kernels.op_cases import draw, pick, random
@@ -90,7 +90,7 @@ def block_steps(made: Made) -> Iterator[tuple[str, Call]]:
 
     q, k, v = linear(11, 1024, 4096), linear(12, 256, 4096), linear(13, 256, 4096)
     norms = made(14, 4096), made(15, 128), made(16, 128), made(17, 4096)
-    block = Block(
+    block = DecoderBlock(
         128, 1e-5, norms[0], q, k, v, *norms[1:3], linear(18, 4096, 1024), norms[3], linear(19, 1024, 4096),
         linear(20, 1024, 4096), linear(21, 4096, 1024),
     )  # fmt: skip
