@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
-from harness.config.errors import explain, sentence, told
+from harness.config.errors import explain, sentence
 from harness.config.keys import help_text
 from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
@@ -33,6 +33,7 @@ from harness.sweeps.jobs import JobConfig, distinct, groups
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.notices import say_once
+from harness.trackers.session import Trackers
 
 INTERRUPTED = 130
 
@@ -44,7 +45,7 @@ class Command:
     arguments: list[str]
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
     failed: int = 0
-    projects: dict[str, str | None] = field(default_factory=dict)  # of Weights & Biases -> mode of its client
+    trackers: Trackers = field(default_factory=Trackers)
 
     @property
     def line(self) -> str:
@@ -64,7 +65,7 @@ class Command:
         known = [settings for job in jobs if (settings := _settings(job))]
         if words.launcher == [] and any(settings.workers for settings in known):
             raise SettingsError("workers needs a launcher that starts them: add -m hydra/launcher=joblib.")
-        self._note_projects(known)
+        self.trackers.open(known)
         is_sweep = len(jobs) > 1 or bool(set(SWEEP) & set(self.arguments))
         if is_sweep and known and not any(settings.dry_run for settings in known):
             self._sweep(jobs, words, Path(known[0].results.root))
@@ -96,33 +97,15 @@ class Command:
             else:
                 self.failed += 1
 
-    def _note_projects(self, known: Sequence[Settings]) -> None:
-        from harness.jobs.tracking import mode_now
-
-        for project in {settings.results.wandb for settings in known if not settings.dry_run} - {None}:
-            self.projects[str(project)] = mode_now()
-
     def report(self) -> None:
         """The table at the end."""
         if self.finished:
             from harness.report import print_report
 
             print_report(list(dict.fromkeys(self.finished)))
-            self._publish()
+            self.trackers.publish(list(dict.fromkeys(self.finished)))
         if self.failed > 1:
             print(f"{self.failed} jobs failed, see above.", file=sys.stderr)
-
-    def _publish(self) -> None:
-        from harness.jobs.tracking import publish
-        from harness.results.files import read_json, read_yaml
-
-        for project, mode in self.projects.items():
-            for folder in dict.fromkeys(self.finished):
-                try:
-                    config, summary = read_yaml(folder / "config.yaml"), read_json(folder / "summary.json")
-                    publish(project, folder, config, summary, mode)
-                except Exception as error:  # the run is complete whatever becomes of its copy
-                    say_once(f"{folder.name} was not sent to Weights & Biases: {told(error).rstrip('.')}")
 
 
 def compose(words: Sequence[str]) -> list[JobConfig]:

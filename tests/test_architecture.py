@@ -37,6 +37,7 @@ ROOMS = {
     "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
     "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
+    "trackers": {"terminal", "config", "models", "results", "reports"},
     "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }

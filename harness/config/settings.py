@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union
 
+from harness.config.plugins import suggestion
+
 CHOICES = {
     "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
@@ -24,11 +26,24 @@ CHOICES = {
     "graphs": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
-WITHOUT_EFFECT = ("results", "data", "baseline", "progress", "dry_run", "memory_check", "workers")
+WITHOUT_EFFECT = (
+    "results",
+    "data",
+    "baseline",
+    "progress",
+    "dry_run",
+    "memory_check",
+    "trackers",
+    "wandb",
+    "tensorboard",
+    "workers",
+)
 # may differ among jobs that share a prefill
 OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}
 
 RENAMED = {"stale_by": "reuse_steps"}  # old key -> new one; a stored run is read with the new names
+REPLACED = {"results.wandb": "trackers=[wandb] wandb.project=NAME"}  # old key -> what to write; stored runs drop it
+TRACKERS = ("tensorboard", "wandb")
 
 
 class SettingsError(ValueError):
@@ -69,10 +84,27 @@ class Data:
 class Results:
     root: str = "results/runs"
     save_prompts: bool = False
-    wandb: str | None = None
 
 
-NESTED = {"windows": CommonWindows, "generation": GenerationSettings, "data": Data, "results": Results}
+@dataclass
+class WandbSettings:
+    project: str = "kv-harness"
+    entity: str | None = None
+
+
+@dataclass
+class TensorBoardSettings:
+    folder: str | None = None
+
+
+NESTED = {
+    "windows": CommonWindows,
+    "generation": GenerationSettings,
+    "data": Data,
+    "results": Results,
+    "wandb": WandbSettings,
+    "tensorboard": TensorBoardSettings,
+}
 
 
 @dataclass
@@ -109,6 +141,9 @@ class Settings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     data: Data = field(default_factory=Data)
     results: Results = field(default_factory=Results)
+    trackers: list[str] = field(default_factory=list)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+    tensorboard: TensorBoardSettings = field(default_factory=TensorBoardSettings)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -133,6 +168,7 @@ class Settings:
             )
         self._check_windows(self.windows)
         self._check_texts()
+        self._check_trackers()
         self._check_generation(self.generation)
 
     def _check_windows(self, windows: CommonWindows) -> None:
@@ -142,10 +178,24 @@ class Settings:
 
     def _check_texts(self) -> None:
         """An empty text is a slip, as when a shell variable was not set."""
-        texts = {"results.root": self.results.root, "results.wandb": self.results.wandb, "data.root": self.data.root}
+        texts = {
+            "results.root": self.results.root,
+            "data.root": self.data.root,
+            "wandb.project": self.wandb.project,
+            "wandb.entity": self.wandb.entity,
+            "tensorboard.folder": self.tensorboard.folder,
+        }
         for name, text in texts.items():
             if text is not None and not text.strip():
                 raise SettingsError(f"{name} is empty: give it a value, or leave it out.")
+
+    def _check_trackers(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise SettingsError(f"There is no tracker {name!r}{suggestion(name, TRACKERS)}")
+        for name in TRACKERS:
+            if name not in self.trackers and getattr(self, name) != NESTED[name]():
+                raise SettingsError(f"{name} has settings and trackers does not name it: add trackers=[{name}].")
 
     def _check_generation(self, generation: GenerationSettings) -> None:
         self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
@@ -183,11 +233,19 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
 def refuse_renamed(name: str) -> None:
     if name in RENAMED:
         raise SettingsError(f"{name} is now called {RENAMED[name]}: use that name.")
+    if name in REPLACED:
+        raise SettingsError(f"{name} is gone: write {REPLACED[name]}.")
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a stored run, whatever the keys were called when it ran."""
-    return {RENAMED.get(name, name): value for name, value in config.items()}
+    return {RENAMED.get(name, name): _without_replaced(name, value) for name, value in config.items()}
+
+
+def _without_replaced(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: one for key, one in value.items() if f"{name}.{key}" not in REPLACED}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -12,20 +12,11 @@ from typing import Any
 from harness.config.catalogue import entries
 from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
-from harness.config.settings import Settings
+from harness.config.settings import WITHOUT_EFFECT, Settings
 from harness.results.identity import model_name
 from harness.results.store import StoredRun
 
-NOT_NAMED = (
-    "budget",
-    "results",
-    "data",
-    "baseline",
-    "progress",
-    "dry_run",
-    "memory_check",
-    "warmup",
-)  # no part of a label
+NOT_NAMED = ("budget", "warmup", *WITHOUT_EFFECT)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 ALWAYS_NAMED = ("budget_rule",)  # where it is no default: the budgets of such rows mean something else
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash

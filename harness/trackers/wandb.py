@@ -1,0 +1,85 @@
+"""Weights & Biases (https://wandb.ai): one of its runs per run folder, found again by the folder's name.
+
+wandb's own environment decides where it goes (WANDB_MODE=offline keeps it on this machine). Without login or network
+the copy is written offline, into the run's folder, for `wandb sync`.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from harness.models.snapshots import reachable
+from harness.terminal.notices import say_once
+from harness.trackers.base import FinishedRun, Tracker
+
+CLOUD = "https://api.wandb.ai"
+TIMEOUT_S = 60.0
+ARTIFACT = "run"  # its type
+
+
+@dataclass(frozen=True)
+class Wandb(Tracker):
+    name: ClassVar[str] = "wandb"
+
+    project: str
+    entity: str | None
+
+    def missing(self) -> str | None:
+        if find_spec("wandb") is None:
+            return "the package wandb is not installed (`pip install wandb`)"
+        if reason := _offline_because():
+            say_once(f"{reason}: wandb keeps copies in the runs' folders, for `wandb sync FOLDER/wandb/offline-run-*`")
+        return None
+
+    def publish(self, run: FinishedRun) -> None:
+        import wandb
+
+        quiet = wandb.Settings(
+            silent=True, console="off", init_timeout=TIMEOUT_S, login_timeout=TIMEOUT_S, x_disable_stats=True
+        )
+        copy = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=run.name,
+            id=run.name,
+            resume="allow",
+            config=dict(run.config),
+            dir=run.folder,
+            mode="offline" if _offline_because() else None,
+            settings=quiet,
+        )
+        try:
+            copy.log({f"pictures/{name}": wandb.Image(str(path)) for name, path in run.pictures.items()})
+            copy.summary.update({**run.numbers, **run.words})
+            artifact = wandb.Artifact(run.name, ARTIFACT)
+            for path in run.files:
+                artifact.add_file(str(path))
+            copy.log_artifact(artifact)
+        except BaseException:
+            copy.finish(exit_code=1)
+            raise
+        copy.finish()
+
+
+def _offline_because() -> str | None:
+    """Why nothing could be sent; None where it can, or where wandb's own environment has decided."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return None
+    server: Any = os.environ.get("WANDB_BASE_URL", CLOUD)
+    if not _has_login(server):
+        return "there is no login (`wandb login` or WANDB_API_KEY)"
+    return None if reachable(server) else f"{server} cannot be reached"
+
+
+def _has_login(server: str) -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        return urlsplit(server).hostname in netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False

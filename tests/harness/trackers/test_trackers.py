@@ -1,0 +1,309 @@
+"""Trackers get every finished run and never break one: real TensorBoard files, the real wandb client kept offline."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from harness.config.settings import Settings, SettingsError, TensorBoardSettings, WandbSettings, settings_of
+from harness.results.store import load
+from harness.terminal.notices import say_once
+from harness.trackers import session
+from harness.trackers.base import FinishedRun, Tracker
+from harness.trackers.session import MAKERS, Trackers
+from harness.trackers.wandb import Wandb
+from tests.fake_records import records, write_run
+
+BLOCK = 32_768
+SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before() -> None:
+    say_once.cache_clear()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Full and two budgets of Quest on needles of two lengths and two depths."""
+
+    def lines(score: float, **changes: Any) -> list[Any]:
+        places = [(length, depth) for length in (512, 1024) for depth in (0, 100)]
+        return [
+            one
+            for length, depth in places
+            for one in records(
+                [1.0, score],
+                f"{length}/{depth}/",
+                group=f"needle/{length}",
+                data={"length": length, "depth": depth},
+                **changes,
+            )
+        ]
+
+    full = write_run(tmp_path, lines(1.0))
+    quest = [write_run(tmp_path, lines(0.0, **SPARSE), "quest", budget=budget) for budget in (0.1, 0.2)]
+    return [full, *quest]
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user who never heard of wandb's environment."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: True)
+
+
+def opened(*names: str, **changes: Any) -> Trackers:
+    trackers = Trackers()
+    trackers.open([Settings(trackers=list(names), **changes)])
+    return trackers
+
+
+# settings
+
+
+def test_there_is_no_tracker_by_default() -> None:
+    assert Settings().trackers == []
+    assert set(MAKERS) == {"tensorboard", "wandb"}
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"no tracker 'wandbb'; did you mean wandb\?"):
+        Settings(trackers=["wandbb"])
+    with pytest.raises(SettingsError, match=r"wandb has settings and .* add trackers=\[wandb\]"):
+        Settings(wandb=WandbSettings(project="kv"))
+    with pytest.raises(SettingsError, match=r"tensorboard\.folder is empty"):
+        Settings(trackers=["tensorboard"], tensorboard=TensorBoardSettings(""))
+
+
+def test_the_old_key_names_the_new_ones(cli: Callable[..., Any]) -> None:
+    code, _, err = cli("method=full", "results.wandb=kv")
+    assert code == 1
+    assert "results.wandb is gone: write trackers=[wandb] wandb.project=NAME." in err
+
+
+def test_a_stored_run_with_the_old_key_still_loads(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path, records([1.0]), results={"root": "r", "save_prompts": True, "wandb": "kv"}, dtype="fp32"
+    )
+    settings = settings_of(load(folder).config)
+    assert settings.results.save_prompts
+    assert settings.trackers == []
+
+
+def test_a_tracker_is_no_part_of_an_identity(cli: Callable[..., Any]) -> None:
+    words = ("method=full", "task.depths=1")
+    assert cli(*words)[0] == 0
+    code, _, err = cli(*words, "trackers=[tensorboard]")
+    assert code == 0
+    assert "finished, reused" in err
+
+
+# TensorBoard
+
+
+def events(folder: Path) -> Any:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder), size_guidance={"images": 0})
+    found.Reload()
+    return found
+
+
+def test_tensorboard_files_hold_scores_pictures_table_and_hparams(runs: list[Path]) -> None:
+    opened("tensorboard").publish(runs)
+    found = events(runs[1] / "tensorboard")
+    summary = json.loads((runs[1] / "summary.json").read_text())
+    scalars = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    assert [event.value for event in scalars["score/mean"]] == [pytest.approx(summary["score"]["mean"])]
+    assert scalars["score/groups.needle/512.mean"][0].value == 0.5
+    assert scalars["tpot_s/p50"][0].value == pytest.approx(0.1)
+    assert scalars["full/ci95.low"][0].value == pytest.approx(summary["full"]["ci95"][0])
+    assert scalars["memory/kv_device_bytes"][0].value == 1000
+    images = [tag for tag in found.Tags()["images"] if "heatmap" in tag or "frontier" in tag]
+    assert sorted(images) == ["pictures/frontier", "pictures/heatmap/needle"]
+    assert found.Images("pictures/frontier")[0].width > 200
+    text = found.Tensors("table/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| quest | 10%" in text
+    plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
+    assert plugin.plugin_name == "hparams"
+    assert b"methods.quest.Quest" in plugin.content
+    assert b"score/mean" in found.SummaryMetadata("_hparams_/experiment").plugin_data.content
+
+
+def test_a_run_that_is_published_again_replaces_its_copy(runs: list[Path], tmp_path: Path) -> None:
+    one_folder = TensorBoardSettings(str(tmp_path / "board"))
+    for _ in range(2):
+        opened("tensorboard", tensorboard=one_folder).publish(runs[:1])
+    place = tmp_path / "board" / runs[0].name
+    assert len(list(place.glob("events*"))) == 1
+    assert len(events(place).Scalars("score/mean")) == 1
+    assert not (runs[0] / "tensorboard").exists()
+
+
+# wandb
+
+
+def offline_records(folder: Path) -> Iterator[Any]:
+    """What the real client wrote: protobuf messages in LevelDB's log format, in blocks of 32 KiB behind 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # all of a message, or its last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+@pytest.mark.usefixtures("online")
+def test_the_real_client_keeps_a_run_offline(runs: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb")
+    trackers = opened("wandb", wandb=WandbSettings("kv", "team"))
+    assert "there is no login (`wandb login` or WANDB_API_KEY)" in capfd.readouterr().err
+    trackers.publish(runs[:1])
+    assert capfd.readouterr().err == ""
+    written = list(offline_records(runs[0]))
+    [run] = [record.run for record in written if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.entity, run.run_id) == ("kv", "team", runs[0].name)
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["method._target_"] == "methods.full.Full"
+    summary = {
+        ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+        for record in written
+        if record.WhichOneof("record_type") == "summary"
+        for item in record.summary.update
+    }
+    assert summary["score.mean"] == 1.0
+    assert summary["score.groups.needle/512.mean"] == 1.0
+    drawn = {key for record in written for item in record.history.item for key in (item.key, *item.nested_key)}
+    assert "pictures/heatmap/needle" in drawn, drawn
+    [artifact] = [record.artifact for record in written if record.WhichOneof("record_type") == "artifact"]
+    assert {"summary.json", "table.md", "config.yaml", "run.json"} == {
+        entry.path for entry in artifact.manifest.contents
+    }
+
+
+@pytest.mark.usefixtures("online")
+def test_what_is_missing_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert Wandb("kv", None).missing() is None
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: False)
+    assert Wandb("kv", None).missing() is None
+    assert "https://api.wandb.ai cannot be reached: wandb keeps copies" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert Wandb("kv", None).missing() is None
+    assert capsys.readouterr().err == ""
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setattr(f"harness.trackers.{name}.find_spec", lambda package: None)
+    opened("wandb", "tensorboard")
+    err = capsys.readouterr().err
+    assert "the package wandb is not installed (`pip install wandb`): nothing goes to wandb, the runs go on" in err
+    assert "the package tensorboard is not installed (`pip install tensorboard`): nothing goes to tensorboard" in err
+
+
+@pytest.mark.usefixtures("online")
+def test_a_client_that_fails_costs_no_run(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: Any) -> None:
+        assert arguments["mode"] == "offline"
+        raise RuntimeError("403")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=SimpleNamespace))
+    monkeypatch.setattr("harness.trackers.wandb.find_spec", lambda name: object())
+    code, out, err = cli("method=full", "trackers=[wandb]", "task.depths=1")
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert err.index("there is no login") < err.index("was not sent to wandb: RuntimeError: 403")
+    assert "full" in out
+
+
+# any tracker
+
+
+@dataclass(frozen=True)
+class Listed(Tracker):
+    """Keeps what it gets."""
+
+    name: ClassVar[str] = "listed"
+
+    found: list[FinishedRun] = field(default_factory=list, hash=False)
+
+    def missing(self) -> str | None:
+        return None
+
+    def publish(self, run: FinishedRun) -> None:
+        self.found.append(run)
+
+
+@dataclass(frozen=True)
+class Refusing(Tracker):
+    name: ClassVar[str] = "refusing"
+
+    def missing(self) -> str | None:
+        return None
+
+    def publish(self, run: FinishedRun) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
+    """What a tracker gets behind one that refuses."""
+    tracker = Listed()
+    monkeypatch.setattr(session, "MAKERS", {"wandb": lambda job: Refusing(), "tensorboard": lambda job: tracker})
+    return tracker.found
+
+
+def test_one_that_fails_leaves_the_others_alone(
+    listed: list[FinishedRun], runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened("wandb", "tensorboard").publish(runs)
+    assert [run.folder for run in listed] == runs
+    assert capsys.readouterr().err.count("was not sent to refusing") == 3
+    full, quest, _ = listed
+    assert list(full.pictures) == list(quest.pictures) == ["frontier", "heatmap/needle"]
+    assert [path.name for path in full.files] == ["summary.json", "run.json", "config.yaml", "table.md"]
+    assert quest.words["label"] == "quest 10%"
+    assert quest.config["budget"] == 0.1
+    assert "full.p" not in full.numbers
+    assert quest.numbers["full.diff"] == -0.5
+    assert not any(key.startswith(("results", "trackers", "wandb")) for key in quest.config)
+
+
+def test_runs_that_cannot_be_drawn_are_one_sentence(
+    listed: list[FinishedRun], runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("harness.trackers.finished.frontier.frontier", fail)
+    opened("tensorboard").publish(runs)
+    assert "nothing was sent to listed: RuntimeError: no font" in capsys.readouterr().err
+
+
+def test_a_dry_run_opens_none(listed: list[FinishedRun], runs: list[Path]) -> None:
+    opened("tensorboard", dry_run=True).publish(runs)
+    assert listed == []
+
+
+def test_a_command_sends_its_runs_and_their_full(listed: list[FinishedRun], cli: Callable[..., Any]) -> None:
+    code, _, err = cli("method=streaming", "task.depths=1", "budget=0.5", "trackers=[tensorboard]")
+    assert code == 0, err
+    assert [run.words["method"] for run in listed] == ["full", "streaming"]
