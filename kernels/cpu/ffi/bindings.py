@@ -214,18 +214,20 @@ def _checks(name: str, field: Field, first: bool) -> list[str]:
         wrong.append(f"{name}.dtype is not {str(field.dtypes[0]).removeprefix('torch.')}")
     if field.size:
         wrong += [f"{name}.numel() != {field.size}", f"not {name}.is_contiguous()"]
+    lines = []
     if field.strides:
-        wrong.append(f"{name}.dim() != {len(field.strides) + 1}")
-        wrong.append(f"{name}.stride(-1) != 1 and {name}.shape[-1] > 1")
-    there = f"{name} is not None and " if field.optional else ""
-    return [f"if {there}({' or '.join(wrong)}): raise refused({name!r}, locals())"]
+        lines = [f"{name}_strides, {name}_bytes = {name}.stride(), {name}.element_size()"]
+        wrong.append(f"len({name}_strides) != {len(field.strides) + 1}")
+        wrong.append(f"{name}_strides[-1] != 1 and {name}.shape[-1] > 1")
+    lines.append(f"if {' or '.join(wrong)}: raise refused({name!r}, locals())")
+    return [f"if {name} is not None:", *(f"    {line}" for line in lines)] if field.optional else lines
 
 
 def _values(name: str, field: Field) -> list[str]:
     if not field.type.endswith("*"):
         return [name]
     values = [f"{name}.data_ptr()"]
-    values += [f"{name}.stride({i}) * {name}.element_size()" for i in range(len(field.strides))]
+    values += [f"{name}_strides[{i}] * {name}_bytes" for i in range(len(field.strides))]
     return [f"0 if {name} is None else {value}" for value in values] if field.optional else values
 
 
