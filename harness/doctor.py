@@ -102,7 +102,11 @@ def main() -> int:
     for check in found:
         print(f"{check.level:<5} {check.subject:<13} {check.text}")
     bad = sum(check.level == "bad" for check in found)
-    print(f"\n{bad} problem{'s' * (bad != 1)} to solve." if bad else "\nReady.")
+    print(
+        f"\n{bad} problem{'s' * (bad != 1)} to solve."
+        if bad
+        else "\nReady. `python -m harness.canonical` runs six checks with known results."
+    )
     return 1 if bad else 0
 
 

@@ -40,6 +40,8 @@ class Trackers:
         try:
             with TemporaryDirectory() as scratch:
                 self._publish(folders, Path(scratch))
+        except KeyboardInterrupt:
+            say_once("stopped sending; the runs are complete, and the same command sends them again")
         except Exception as error:
             say_once(f"nothing was sent to {', '.join(one.name for one in self._ready)}: {told(error).rstrip('.')}")
 

@@ -298,6 +298,20 @@ def test_runs_that_cannot_be_drawn_are_one_sentence(
     assert "nothing was sent to listed: RuntimeError: no font" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_the_sending_alone(
+    listed: list[FinishedRun],
+    runs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(self: Tracker, run: FinishedRun) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Listed, "publish", interrupt)
+    opened("tensorboard").publish(runs)
+    assert "the runs are complete, and the same command sends them again" in capsys.readouterr().err
+
+
 def test_a_dry_run_opens_none(listed: list[FinishedRun], runs: list[Path]) -> None:
     opened("tensorboard", dry_run=True).publish(runs)
     assert listed == []
