@@ -111,8 +111,7 @@ def _lines(part: Part) -> Iterator[str]:
 def _columns(states: Sequence[State]) -> list[Column]:
     workers = [f"{state.pid} on {state.host}" if state.status == "running" and state.pid else "" for state in states]
     return [
-        Column("job", "", [state.label for state in states], left=True),
-        Column("", "", [str(number) for number in range(1, len(states) + 1)]),
+        Column("job", "", [f"{number:>2} {state.label}" for number, state in enumerate(states, 1)], left=True),
         Column("state", "", [state.status for state in states], left=True),
         Column("examples", "", [_of(state) for state in states]),
         Column("time", "", ["" if state.seconds is None else duration(state.seconds) for state in states]),
@@ -127,9 +126,10 @@ def _of(state: State) -> str:
 
 def _plain(part: Part) -> dict[str, Any]:
     guess = estimate(part.states)
-    jobs = [asdict(state) | {"folder": str(state.folder) if state.folder else None} for state in part.states]
+    jobs = [asdict(state) for state in part.states]
     for job in jobs:
         del job["about"]
+        job |= {key: str(job[key]) if job[key] else None for key in ("folder", "full")}
     left = {"seconds": guess.seconds, "basis": guess.basis}
     return {"sweep": part.title, "command": part.command, "counts": part.counts, "left": left, "jobs": jobs}
 

@@ -10,25 +10,39 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.config_store import ConfigStore
 
-from harness.__main__ import main
+import harness.__main__ as command
+from harness.config.overrides import read
+from harness.config.settings import RunConfig
 from harness.results.store import load
+from harness.sweeps.jobs import JobConfig
 from harness.sweeps.ledger import sweeps_in
 from tests.crash_points import KILLED, Death
 from tests.fast import MODEL_ARGS, TASK_ARGS
 
 GRID = ["-m", "method=streaming,h2o", "budget=0.1,0.2,0.3,0.4,0.5,0.6", "task.depths=2", "task.max_new_tokens=3"]
 KILLS = 3
+ARGUMENTS = [*MODEL_ARGS, *TASK_ARGS, *GRID, "warmup=0"]
+JOBS: list[JobConfig] = []
 TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
 
 
+def at_root(jobs: Sequence[JobConfig], root: Path) -> list[JobConfig]:
+    return [replace(job, config=job.config | {"results": job.config["results"] | {"root": str(root)}}) for job in jobs]
+
+
 def sweep(root: Path) -> None:
-    sys.argv[1:] = [*MODEL_ARGS, *TASK_ARGS, *GRID, "warmup=0", f"results.root={root}"]
-    assert main() == 0
+    """Hydra's part touches no disk, and takes longer than the runs: it is done once."""
+    sys.argv[1:] = ARGUMENTS
+    command.compose = lambda words: at_root(JOBS, root)
+    assert command.main() == 0
 
 
 def killed(root: Path, at: int) -> bool:
@@ -62,12 +76,15 @@ def left(root: Path) -> dict[str, Any]:
 
 def run(folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
+    ConfigStore.instance().store("schema", RunConfig)
+    JOBS.extend(command.compose(read(ARGUMENTS).words))
     sweep(folder / "whole")  # loads the model, for all forks
     draw = random.Random(seed)
     root = folder / "killed"
-    kills = 0
-    while kills < KILLS:
-        kills += killed(root, draw.randrange(20, 200))
+    for number in range(1, KILLS + 1):
+        at = number * draw.randrange(40, 160)  # a later kill has to come after what is there already
+        while not killed(root, at):
+            at //= 2
     sweep(root)
     print("\n" + json.dumps([left(folder / "whole"), left(root)]))
 

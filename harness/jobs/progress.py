@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 
 EVERY_S = 30.0  # between two lines of a log
 _counter: ContextVar[str] = ContextVar("counter", default="")  # "job 3/12 "
+_alone: ContextVar[bool] = ContextVar("alone", default=True)
 _told: set[Path] = set()  # folders of this command: Full's is beside many a run
 
 
 @contextmanager
-def numbered(job: int, jobs: int) -> Iterator[None]:
-    """What is said inside bears the number of the job, where there are several."""
-    token = _counter.set(f"job {job}/{jobs} " if jobs > 1 else "")
+def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
+    """What is said inside bears the number of the job, where there are several. A terminal that other processes write
+    to, too (not `alone`), gets lines in place of a bar."""
+    counter, before = _counter.set(f"job {job}/{jobs} " if jobs > 1 else ""), _alone.set(alone)
     try:
         yield
     finally:
-        _counter.reset(token)
+        _counter.reset(counter)
+        _alone.reset(before)
 
 
 def forget() -> None:
@@ -58,7 +61,8 @@ def progress(
     """`records` as they come, one per item of `pending`."""
     if not shown:
         return records
-    return _bar(records, label, pending) if sys.stderr.isatty() else _lines(records, label, len(pending), clock)
+    bar = _alone.get() and sys.stderr.isatty()
+    return _bar(records, label, pending) if bar else _lines(records, label, len(pending), clock)
 
 
 def _bar(records: Iterator[Record], label: str, pending: Sequence[Item]) -> Iterator[Record]:

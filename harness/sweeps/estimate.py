@@ -34,10 +34,10 @@ def estimate(states: Sequence[State]) -> Estimate:
     if any(state.left is None for state in waiting):
         return Estimate(None, "no job on the same task has been planned yet")
     together = max(1, sum(state.status == "running" for state in waiting))
-    seconds = sum((state.left or 0) * _rate(state, states) for state in waiting) / together
-    mean = fmean(rates.values())
+    work = sum((state.left or 0) * _rate(state, states) for state in waiting)
+    each = work / max(1, sum(state.left or 0 for state in waiting))
     runs = f"{len(rates)} run{'s' * (len(rates) > 1)}"
-    return Estimate(seconds, f"{mean:.2g} s per example in {runs}, {together} at a time")
+    return Estimate(work / together, f"{each:.2g} s per example, from {runs}; {together} at a time")
 
 
 def _rate(state: State, states: Sequence[State]) -> float:

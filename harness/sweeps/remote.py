@@ -42,8 +42,8 @@ def settle_in(session: Session, worker: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
     if threads := facts["threads"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @contextmanager

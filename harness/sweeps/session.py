@@ -112,6 +112,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         if self._lock:
             self._lock.release()
+            self._lock = None
 
 
 def sessions_of(sweep: Sweep) -> Iterator[Session]:

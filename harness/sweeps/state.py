@@ -33,6 +33,7 @@ class State:
     seconds: float | None = None
     reason: str | None = None
     folder: Path | None = None
+    full: Path | None = None  # Full's folder beside it
     host: str | None = None
     pid: int | None = None
     at: str | None = None  # of the last that is known of it
@@ -46,44 +47,43 @@ class State:
 
 def states_of(sweep: Sweep) -> list[State]:
     """In the order of the jobs."""
-    found: dict[int, State] = {}
     labels = distinct(sweep.jobs)
+    found: dict[int, State] = {}
     for group in range(len(sweep.groups)):
         running = sweep.is_running(group)
         log = sweep.log(group)
-        for job in log.jobs:
-            config = sweep.jobs[job].config
-            about = json.dumps([config["task"], config["model"]], sort_keys=True)
-            label = " ".join(labels[job]) or " ".join(sweep.jobs[job].words) or "the job"
-            found[job] = replace(_state(log, job, running), label=label, about=about)
-    return _with_totals([found[job] for job in sorted(found)])
+        for number in log.jobs:
+            job = sweep.jobs[number]
+            about = json.dumps([job.config["task"], job.config["model"]], sort_keys=True)
+            label = " ".join(labels[number] or job.words) or "the job"
+            found[number] = replace(_state(log, number, running), label=label, about=about)
+    return _with_totals([found[number] for number in sorted(found)])
 
 
 def _state(log: Log, job: int, running: bool) -> State:
     """The run folder has the last word on what is done; the ledger on the rest."""
-    planned, end = log.last("planned", job), log.last("ended", job)
-    folder = log.sweep.root / planned["folder"] if planned else None
-    run = run_state(folder) if folder and (folder / "run.json").is_file() else None
-    state = _told(log, job, running)
-    full = log.sweep.root / planned["full"] if planned and planned["full"] else None
-    if run and run.status == "done" and not (state.status == "failed" and full and run_state(full).status != "done"):
-        return replace(run, seconds=end["seconds"] if end and end["status"] == "done" else run.seconds)
-    if state.status == "done":  # its folder was moved away since
-        state = State("", "to do")
-    elif run and run.status == "running":
-        state = replace(run, seconds=state.seconds if running else run.seconds)
-    total = planned["examples"] if planned else None
-    return replace(state, done=run.done if run else 0, total=total, folder=folder, rate=run.rate if run else None)
+    told, planned = _told(log, job, running), log.last("planned", job)
+    if planned is None:
+        return told
+    folder, full = (log.sweep.root / planned[key] if planned[key] else None for key in ("folder", "full"))
+    run = run_state(folder) if folder and (folder / "run.json").is_file() else State("", "to do")
+    known = replace(run, total=planned["examples"], folder=folder, full=full)
+    if run.status == "done":
+        lacks_full = told.status == "failed" and full and run_state(full).status != "done"
+        return replace(known, status="failed" if lacks_full else "done", seconds=told.seconds, reason=told.reason)
+    if run.status == "running":
+        return replace(known, seconds=told.seconds if running else run.seconds)
+    if told.status == "done":  # its folder was moved away since
+        return replace(known, status="to do", reason=None)
+    return replace(told, done=run.done, total=known.total, rate=run.rate, folder=folder, full=full)
 
 
 def _told(log: Log, job: int, running: bool) -> State:
     """What the ledger says of a job."""
-    attempt = next(
-        (event for event in reversed(log.events) if event["event"] == "started" and job in event["jobs"]), None
-    )
-    if attempt is None:
+    starts = [at for at, event in enumerate(log.events) if event["event"] == "started" and job in event["jobs"]]
+    if not starts:
         return State("", "to do")
-    end = log.last("ended", job, log.events.index(attempt))
+    attempt, end = log.events[starts[-1]], log.last("ended", job, starts[-1])
     where: Event = {"host": attempt["host"], "pid": attempt["pid"]}
     if end:
         return State("", end["status"], seconds=end["seconds"], reason=end.get("reason"), at=end["at"], **where)
@@ -112,7 +112,7 @@ def run_state(folder: Path) -> State:
 
 def other_runs(root: Path, known: Iterable[State]) -> list[State]:
     """Runs that no sweep asked for."""
-    mine = {state.folder.resolve() for state in known if state.folder}
+    mine = {folder.resolve() for state in known for folder in (state.folder, state.full) if folder}
     folders = sorted(file.parent for file in root.rglob("run.json"))
     return [run_state(folder) for folder in folders if folder.resolve() not in mine]
 

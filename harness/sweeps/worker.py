@@ -46,7 +46,7 @@ class _Attempt:
         self.claim.note("started", jobs=self.jobs, host=socket.gethostname(), pid=os.getpid(), gpu=gpu)
         group = Group([self.sweep.jobs[job] for job in self.jobs], self.sweep.partial, aloud)
         try:
-            with numbered(self.jobs[0] + 1, len(self.sweep.jobs) if len(self.jobs) == 1 else 1):
+            with numbered(self.jobs[0] + 1, len(self.sweep.jobs) if len(self.jobs) == 1 else 1, aloud):
                 group.run(self._plan)
         except BaseException as error:
             words = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,50 @@
+"""A method from outside that dies, runs out of memory or waits, as a file beside it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SOURCE = '''
+import os, signal, time
+from dataclasses import dataclass
+from pathlib import Path
+from methods.streaming import Streaming
+
+@dataclass(frozen=True, kw_only=True)
+class Mortal(Streaming):
+    """A Streaming that comes to grief."""
+    grief: str
+    beside: str
+
+    def start(self, specs, cache):
+        if self.grief == "memory":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB.")
+        if self.grief == "always" or (self.grief == "once" and self.is_first()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.grief == "waits":
+            self.is_first()
+            time.sleep(600)
+        return super().start(specs, cache)
+
+    def is_first(self):
+        """Whether no process was here before."""
+        try:
+            os.close(os.open(Path(self.beside) / "was-here", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+'''
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder for --config-dir that adds the method `mortal`; `method.grief`: none, memory, once, always, waits."""
+    name = f"mortal_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    yaml = f"_target_: {name}.Mortal\nsinks: 4\npositions: cache\ngrief: none\nbeside: {tmp_path}\n"
+    (tmp_path / "conf" / "method" / "mortal.yaml").write_text(yaml)
+    return str(tmp_path / "conf")

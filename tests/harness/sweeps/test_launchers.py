@@ -1,0 +1,74 @@
+"""Sweeps under Hydra's launchers leave what one process leaves, though workers are killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.results.store import load
+from harness.status import main as status
+from harness.sweeps.ledger import Sweep, sweeps_in
+
+Cli = Callable[..., tuple[int, str, str]]
+TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
+GRID = ("-m", "method=streaming,h2o", "task.depths=2")
+
+
+def runs(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by folder, without their times; every run is complete and no line is there twice."""
+    found = {}
+    for file in root.glob("*/run.json"):
+        stored = load(file.parent)
+        assert stored.status == "complete"
+        plain = [json.loads(record.to_json()) for record in stored.records]
+        found[file.parent.name] = [{key: value for key, value in one.items() if key not in TIMES} for one in plain]
+        assert (file.parent / "examples.jsonl").read_bytes().count(b"\n") == len(plain) == 2
+    return found
+
+
+def ledger(root: Path) -> Sweep:
+    (found,) = sweeps_in(root)
+    return found
+
+
+def events(sweep: Sweep, kind: str) -> list[dict[str, Any]]:
+    logs = [sweep.log(group) for group in range(len(sweep.groups))]
+    return [event for log in logs for event in log.events if event["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "workers"),
+    [("joblib", 2), ("submitit_local", 1), pytest.param("submitit_local", 2, marks=pytest.mark.slow)],
+)
+def test_a_launchers_sweep_equals_that_of_one_process(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, workers: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # two GPUs that are not there: the jobs run on the CPU
+    here, there = (f"results.root={tmp_path / name}" for name in ("here", "there"))
+    assert cli(here, *GRID)[0] == 0
+    code, out, err = cli(there, *GRID, f"hydra/launcher={launcher}", f"workers={workers}")
+    assert code == 0, err
+    assert f"2 jobs, {workers} workers" in err
+    assert "streaming" in out  # the table
+    assert runs(tmp_path / "here") == runs(tmp_path / "there")
+    assert len(runs(tmp_path / "there")) == 3  # two jobs and Full, once
+    started = events(ledger(tmp_path / "there"), "started")
+    assert sorted(job for event in started for job in event["jobs"]) == [0, 1]  # each once
+    assert {event["gpu"] for event in started} <= {"5", "7"}
+    assert status([str(tmp_path / "there")]) == 0
+
+
+def test_a_killed_ray_worker_is_replaced(cli: Cli, tmp_path: Path, mortal: str) -> None:
+    grid = ("-m", f"--config-dir={mortal}", "method=mortal", "budget=0.2,0.4", "task.depths=2", "baseline=off")
+    root = f"results.root={tmp_path / 'runs'}"
+    code, _, err = cli(root, *grid, "method.grief=once", "hydra/launcher=ray", "workers=2")
+    assert code == 0, err
+    sweep = ledger(tmp_path / "runs")
+    assert [event["made"] for event in events(sweep, "killed")] == [0]
+    assert sorted(event["job"] for event in events(sweep, "ended")) == [0, 1]
+    assert len(runs(tmp_path / "runs")) == 2
+    assert len({event["pid"] for event in events(sweep, "started")}) >= 2
