@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 LOOK_S = 1.0  # between two looks whether to stop
+INTERRUPTED = 130
 
 
 def work_on(config: DictConfig) -> None:
@@ -30,7 +31,8 @@ def work_on(config: DictConfig) -> None:
         with _stopping(session):
             work(session, patience=int(config.patience), wait=False, aloud=False)
     except KeyboardInterrupt:  # the ledger says so
-        pass
+        if not session.is_held:  # nobody is left to answer: joblib's processes would wait for more, with their memory
+            os._exit(INTERRUPTED)
 
 
 def settle_in(session: Session, worker: int) -> None:

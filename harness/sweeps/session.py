@@ -52,8 +52,9 @@ class Session:
         return int(self.facts["before"][group])
 
     def take(self, patience: int = PATIENCE) -> Claim | None:
-        """The next group that nobody runs and that was killed less than `patience` times; None where there is none."""
-        for group in self.open_groups(patience):
+        """The next group that nobody runs and that was killed less than `patience` times; None where there is none, or
+        the command was stopped."""
+        for group in [] if self.is_stopped else self.open_groups(patience):
             if not self.sweep.is_running(group):
                 with suppress(FolderInUse):
                     if claim := self._claim(group, patience):

@@ -18,6 +18,7 @@ from harness.results.records import StoreError
 from harness.sweeps.jobs import distinct
 from harness.sweeps.ledger import Event, Log, Sweep, count_examples
 
+AT_REST = {"complete": "done", "failed": "failed"}  # by the status in run.json, where nobody writes; else interrupted
 STATES = ("done", "running", "failed", "interrupted", "to do")
 NO_WORD = "its process ended without a word: killed, or the machine went down"
 
@@ -69,8 +70,9 @@ def _state(log: Log, job: int, running: bool) -> State:
     run = run_state(folder) if folder and (folder / "run.json").is_file() else State("", "to do")
     known = replace(run, total=planned["examples"], folder=folder, full=full)
     if run.status == "done":
-        lacks_full = told.status == "failed" and full and run_state(full).status != "done"
-        return replace(known, status="failed" if lacks_full else "done", seconds=told.seconds, reason=told.reason)
+        if told.status == "failed" and full and run_state(full).status != "done":
+            return replace(known, status="failed", seconds=told.seconds, reason=told.reason)
+        return replace(known, seconds=told.seconds)
     if run.status == "running":
         return replace(known, seconds=told.seconds if running else run.seconds)
     if told.status == "done":  # its folder was moved away since
@@ -88,7 +90,7 @@ def _told(log: Log, job: int, running: bool) -> State:
     if end:
         return State("", end["status"], seconds=end["seconds"], reason=end.get("reason"), at=end["at"], **where)
     if running:
-        return State("", "running", seconds=_since(attempt["at"]), at=attempt["at"], **where)
+        return State("", "running", seconds=_between(attempt["at"], now()), at=attempt["at"], **where)
     return State("", "interrupted", reason=NO_WORD, at=attempt["at"], **where)
 
 
@@ -97,17 +99,23 @@ def run_state(folder: Path) -> State:
     info: dict[str, Any] = {}
     with suppress(StoreError, OSError):
         info = files.read_json(folder / "run.json")
-    done, total = count_examples(folder), info.get("num_expected")
-    locked = is_locked(folder)
-    status = "running" if locked else {"complete": "done", "running": "interrupted"}.get(info.get("status", ""), "")
-    status = status or info.get("status") or "interrupted"
-    began, ended = info.get("started"), None if locked else info.get("ended")
-    seconds = _between(began, ended or now()) if began and (locked or ended) else None
+    done, total, said = count_examples(folder), info.get("num_expected"), info.get("status")
+    running = said != "complete" and is_locked(folder)
+    ended = now() if running else info.get("ended")
+    seconds = _between(info["started"], ended) if ended and "started" in info else None
     made = done - info.get("began_with", 0)
-    rate = seconds / made if seconds and made > 0 else None
-    reason = info.get("error") or (NO_WORD if status == "interrupted" and info.get("status") == "running" else None)
-    holder = _holder(folder) if locked else {}
-    return State(folder.name, status, done, total, seconds, reason, folder, at=ended or began, rate=rate, **holder)
+    return State(
+        folder.name,
+        status="running" if running else AT_REST.get(str(said), "interrupted"),
+        done=done,
+        total=total,
+        seconds=seconds,
+        reason=NO_WORD if said == "running" and not running else info.get("error"),
+        folder=folder,
+        rate=seconds / made if seconds and made > 0 else None,
+        at=ended,
+        **(_holder(folder) if running else {}),
+    )
 
 
 def other_runs(root: Path, known: Iterable[State]) -> list[State]:
@@ -128,10 +136,6 @@ def _holder(folder: Path) -> Event:
         plain = json.loads((folder / LOCK).read_text())
         return {"host": plain["host"], "pid": plain["pid"]}
     return {}
-
-
-def _since(when: str) -> float:
-    return _between(when, now())
 
 
 def _between(began: str, ended: str) -> float:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,9 @@ import pytest
 from harness.results.store import load
 from harness.status import main as status
 from harness.sweeps.ledger import Sweep, sweeps_in
+from tests.fast import MODEL_ARGS, TASK_ARGS
 
+ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
 TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
 GRID = ("-m", "method=streaming,h2o", "task.depths=2")
@@ -72,3 +79,33 @@ def test_a_killed_ray_worker_is_replaced(cli: Cli, tmp_path: Path, mortal: str) 
     assert sorted(event["job"] for event in events(sweep, "ended")) == [0, 1]
     assert len(runs(tmp_path / "runs")) == 2
     assert len({event["pid"] for event in events(sweep, "started")}) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_workers_stop_with_their_command_and_leave_what_they_had(
+    tmp_path: Path, mortal: str, launcher: str, sent: signal.Signals
+) -> None:
+    arguments = [*MODEL_ARGS, *TASK_ARGS, f"results.root={tmp_path / 'runs'}", "-m", f"--config-dir={mortal}"]
+    arguments += ["method=mortal", "budget=0.2,0.4", "task.depths=2", "baseline=off"]
+    arguments += ["method.grief=waits", f"hydra/launcher={launcher}", "workers=2"]
+    waiting = [sys.executable, "-m", "harness", *arguments]
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment = os.environ | {"PYTHONPATH": path}
+    process = subprocess.Popen(
+        waiting, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while not (tmp_path / "was-here").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    process.send_signal(sent)
+    _, err = process.communicate()
+    sweep = ledger(tmp_path / "runs")
+    while any(sweep.is_running(group) for group in range(len(sweep.groups))):
+        time.sleep(0.2)
+    if sent == signal.SIGINT:
+        assert process.returncode == 130, err
+        assert "interrupted; to go on: python -m harness" in err
+    assert status([str(tmp_path / "runs")]) == 3

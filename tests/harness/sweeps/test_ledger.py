@@ -160,3 +160,9 @@ def test_an_interrupted_job_is_still_to_be_run(tmp_path: Path) -> None:
             end(claim, status="interrupted", reason="interrupted")
         assert session.open_groups() == [0, 1]
         assert [state.status for state in states_of(session.sweep)] == ["interrupted", "to do"]
+
+
+def test_nothing_is_taken_for_a_command_that_was_stopped(tmp_path: Path) -> None:
+    with begin(tmp_path) as session:
+        session.stop()
+        assert session.take() is None
