@@ -124,7 +124,7 @@ def experiments_table(found: Mapping[str, Experiment]) -> str:
 
 
 def _short(command: str) -> str:
-    return code(" ".join(command.split()[2:3]))
+    return code(" ".join(word for word in command.split()[2:] if not word.startswith(("-", "+"))))
 
 
 def _small_cost(one: Experiment, found: Mapping[str, Experiment]) -> str:

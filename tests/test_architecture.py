@@ -39,6 +39,7 @@ ROOMS = {
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
     "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
+    "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }
 COMMANDS = {
@@ -49,6 +50,7 @@ COMMANDS = {
     "doctor",
     "lint",
     "list",
+    "observe",
     "report",
     "rescore",
     "show",

@@ -86,7 +86,7 @@ class Experiment:
     def command(self) -> str:
         """How it is run."""
         sweep = "-m " if self.grid else ""
-        return self.facts.get("run") or f"python -m harness {sweep}+{GROUP}={self.name}"
+        return f"{self.facts.get('run') or 'python -m harness'} {sweep}+{GROUP}={self.name}"
 
     @cached_property
     def _content(self) -> dict[str, Any]:

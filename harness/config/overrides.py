@@ -36,12 +36,13 @@ Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
 @dataclass(frozen=True)
 class Overrides:
     """`words` for Hydra, `launcher` those that are about its launcher; `jobs` of the sweep; `partial`: parameters, by
-    group, that only some of the chosen have."""
+    group, that only some of the chosen have; `experiment`: the one that was named."""
 
     words: list[str]
     jobs: int
     partial: Mapping[str, frozenset[str]]
     launcher: list[str]
+    experiment: Experiment | None = None
 
 
 def asks_hydra(arguments: Sequence[str]) -> bool:
@@ -56,6 +57,8 @@ def read(arguments: Sequence[str]) -> Overrides:
     first = sorted({*flags, *behind} & set(range(len(arguments))))
     overrides = [word for place, word in enumerate(arguments) if place not in first]
     found = checked(overrides, config_dirs(arguments), any(flag in arguments for flag in SWEEP))
+    if found.experiment and "run" in found.experiment.facts:
+        raise SettingsError(f"{GROUP}={found.experiment.name} is no run: use `{found.experiment.command}`.")
     return replace(found, words=[*(arguments[place] for place in first), *found.words])
 
 
@@ -78,7 +81,7 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
         _refuse_partial_grid(experiment, chosen)
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
     partial = {group: _partial(group, said, chosen) for group in GROUPS}
-    return Overrides(words, prod(swept.values()), partial, launcher)
+    return Overrides(words, prod(swept.values()), partial, launcher, experiment)
 
 
 def _parse(overrides: Sequence[str]) -> Iterator[Override]:

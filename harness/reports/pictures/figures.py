@@ -20,6 +20,7 @@ def plain(axes: Axes) -> None:
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.xaxis.label.set(color=SOFT, fontsize=9)
     axes.yaxis.label.set(color=SOFT, fontsize=9)
+    axes.title.set(color=INK, fontsize=9)
 
 
 def title(figure: Figure, text: str, below: str = "") -> None:
@@ -39,3 +40,9 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     vector = path.with_suffix(".pdf")
     figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
     return path, vector
+
+
+def side_by_side(panels: int) -> tuple[Figure, list[Axes]]:
+    """Panels in a row, each with its ticks, drawn without a display."""
+    figure = Figure(figsize=(4.6 * panels, 3.6), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])

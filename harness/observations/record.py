@@ -1,0 +1,68 @@
+"""One observation of one prompt: made, and written as result.json and a picture with all that says how it was made."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.base import Task
+from harness.config.plugins import describe
+from harness.config.settings import Settings
+from harness.engine.calibration import observer
+from harness.engine.hf import layer_specs
+from harness.jobs.effective import effective
+from harness.jobs.items import prepare
+from harness.jobs.runner import load
+from harness.models.base import ModelSource
+from harness.observations.observation import Observation
+from harness.reports.pictures import figures
+from harness.results.files import canonical, write_json
+from harness.results.provenance import provenance
+from methods.full import Full
+
+SCHEMA = 1
+
+
+def observe(name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings) -> dict[str, Any]:
+    """The figures of every layer on the task's first prompt, with what they are of."""
+    info = model.describe()
+    settings = effective(wanted, Full(), info)
+    item = prepare(task, model, settings)[0]
+    loaded = load(model, settings.dtype, settings.device)
+    specs = layer_specs(loaded.model)
+    ids = torch.tensor([item.prompt.ids])
+    inputs = observer(loaded.model, specs, ids)(ids.shape[1])
+    layers = [observation.of_layer(x, spec) for spec, x in zip(specs, inputs, strict=True)]
+    return {
+        "schema": SCHEMA,
+        "what": name,
+        "options": asdict(observation),  # type: ignore[call-overload]
+        "model": {"name": info.name, "revision": info.revision, "weights": info.weights},
+        "prompt": {"task": describe(task), "example": item.example.id, "tokens": ids.shape[1], "sha256": item.sha256},
+        "settings": {"dtype": settings.dtype, "device": settings.device, "chat": settings.chat, "seed": settings.seed},
+        "layers": layers,
+        "provenance": provenance(settings.device),
+    }
+
+
+def place(root: Path, result: dict[str, Any]) -> Path:
+    """The folder of a result: the same model, prompt and options have the same one."""
+    own = {key: result[key] for key in ("what", "options", "model", "settings")} | {
+        "sha256": result["prompt"]["sha256"]
+    }
+    return root / "observations" / f"{result['what']}-{hashlib.sha256(canonical(own).encode()).hexdigest()[:8]}"
+
+
+def write(folder: Path, observation: Observation, result: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "result.json", result)
+    figure = observation.draw(result["layers"])
+    prompt = result["prompt"]
+    figures.title(
+        figure, observation.title, f"{result['model']['name']}, {prompt['tokens']} tokens of {prompt['example']}"
+    )
+    figures.save(figure, folder / "plot.png")
