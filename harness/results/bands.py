@@ -7,8 +7,9 @@ finished runs; nobody types it in.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -154,6 +155,8 @@ def _part(scores: Scores, groups: Sequence[str]) -> Scores:
 
 
 def _held(here: Scores, band: Scores, looks: int) -> Outside | None:
+    if _mean(here) == _mean(band):  # as most are, and an interval takes time
+        return None
     level = 1 - (1 - LEVEL) / looks
     mine, theirs = _interval(here, level), _interval(band, level)
     if mine.low <= theirs.high and theirs.low <= mine.high:
@@ -163,14 +166,14 @@ def _held(here: Scores, band: Scores, looks: int) -> Outside | None:
 
 
 def _interval(scores: Scores, level: float) -> stats.Interval:
-    flat = list(_flat(scores))
-    found = stats.interval([score for _, score in flat], [group for group, _ in flat], level=level)
+    return _interval_of(tuple((group, score) for group, some in scores.items() for score in some), level)
+
+
+@lru_cache(maxsize=1024)  # a table is shown as text, as Markdown, as a page
+def _interval_of(scores: tuple[tuple[str, float], ...], level: float) -> stats.Interval:
+    found = stats.interval([score for _, score in scores], [group for group, _ in scores], level=level)
     assert found is not None
     return found
-
-
-def _flat(scores: Scores) -> Iterator[tuple[str, float]]:
-    return ((group, score) for group, some in scores.items() for score in some)
 
 
 def _mean(scores: Scores) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,14 @@ def test_simulated_cells_are_named() -> None:
     [random] = alarms([row("full", host, info={"weights": "random"})], [])
     assert "weights are random" in random.text
     assert not alarms([row("full", host, info={"weights": "embedded"})], [])
+
+
+def test_a_run_notes_what_its_alarms_need(cli: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, err = cli("method=h2o", "windows.sinks=4", "budget=0.5", "task.depths=1")
+    assert code == 0, err
+    assert "simulated: all rows: their weights are random" in out
+    [file] = tmp_path.glob("runs/niah-h2o-*/run.json")
+    info = json.loads(file.read_text())
+    assert info["weights"] == "random"
+    assert info["budget_use"]["windows"]["sinks"] == 4
+    assert info["budget_use"]["windows_typed"]
