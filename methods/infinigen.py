@@ -38,6 +38,7 @@ from methods.base import (
     Card,
     Case,
     Cost,
+    Grids,
     KVLayer,
     LayerSpec,
     Method,
@@ -75,6 +76,7 @@ class InfiniGen(Method):
         ),
     )
 
+    tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
     alpha: float = 5.0
     partial_ratio: float = 0.2
     dense_layers: tuple[int, ...] = (0, 1)
@@ -223,8 +225,7 @@ class InfiniGenLayer(SelectLayer, capturable=True):
         grouped = q.view(*self.partial.shape[:2], self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
         counters, grouped = self.cache.counters, grouped.to(q.dtype)
         if not counters.running:
-            made: Tensor = ops.row_scores(grouped, self.partial[:, :, : self.known])
-            return made
+            return ops.row_scores(grouped, self.partial[:, :, : self.known])
         live = counters.tensor(self.known, q.device)
         return without_missing(ops.row_scores(grouped, self.partial), live, float("-inf"))
 

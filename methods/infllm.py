@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Method, Plan
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
 from methods.layers import SelectLayer
 from methods.parts import costs
 from methods.parts.hit_cache import token_rows
@@ -53,6 +53,8 @@ class InfLLM(Method):
             "moved; generated tokens enter blocks with a further turn only"
         ),
     )
+
+    tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}
 
     n_init: int = 32
     block: int = 16

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import EvictLayer, sinks_and_recent
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
@@ -46,6 +46,8 @@ class LMInfinite(Method):
         budget="first tokens and window",
         deviations="the budget sets the window, the paper's is the training length; generated tokens come on top",
     )
+
+    tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}
 
     n_init: int = 10
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import SelectLayer
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -55,6 +55,12 @@ class PQCache(Windowed):
             "the released code's 32 move more than they save"
         ),
     )
+
+    tunable: ClassVar[Grids] = {
+        **Windowed.tunable,
+        "m": (1, 2, 4, 8),
+        "b": (4, 6, 8),
+    }
 
     m: int = 2
     b: int = 6

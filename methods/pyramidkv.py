@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import floor
 from typing import ClassVar
 
-from methods.base import CacheState, Card, Case, KVLayer, LayerSpec
+from methods.base import CacheState, Card, Case, Grids, KVLayer, LayerSpec
 from methods.snapkv import SnapKV, SnapLayer
 
 
@@ -40,6 +40,8 @@ class PyramidKV(SnapKV):
             "the last token"
         ),
     )
+
+    tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 
     beta: float = 20
     window: int = 8

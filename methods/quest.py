@@ -25,7 +25,19 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method, check_layers
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    Card,
+    Case,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    Method,
+    check_layers,
+)
 from methods.layers import ChoosingLayer, gather_per_head, union_per_kv_head
 from methods.parts import costs
 
@@ -48,6 +60,8 @@ class Quest(Method):
         budget="whole pages of one selecting head; the union of a group may be g times as much",
         deviations="generated tokens are not paged, they are always read; too small a budget is an error",
     )
+
+    tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
 
     page_size: int = 16
     min_pages: int = 3

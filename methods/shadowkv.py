@@ -25,7 +25,7 @@ from torch.nn.functional import cosine_similarity
 from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
+from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import ChoosingLayer
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
@@ -61,6 +61,13 @@ class ShadowKV(Method):
         budget="outliers, window and selected chunks (the paper counts the selected alone)",
         deviations="generated tokens are never dropped; a further turn reads rebuilt keys",
     )
+
+    tunable: ClassVar[Grids] = {
+        "chunk": (2, 4, 8, 16),
+        "rank": (0.078125, 0.15625, 0.3125, 0.625, 1.0),
+        "local_chunks": (1, 2, 4, 8),
+        "outlier_share": (0.0, 0.05, 0.158, 0.3),
+    }
 
     chunk: int = 8
     rank: int | float = 0.15625

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
-from methods.base import AttnInput, CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method, Plan
+from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method, Plan
 from methods.layers import EvictLayer, between_ends
 from methods.parts import costs
 
@@ -46,6 +46,12 @@ class SnapKV(Method):
             "are averaged before they are pooled"
         ),
     )
+
+    tunable: ClassVar[Grids] = {
+        "window": (8, 16, 32, 64),
+        "kernel": (1, 3, 5, 7, 11, 15, 23, 31),
+        "pooling": ("max", "avg"),
+    }
 
     window: int = 32
     kernel: int = 7

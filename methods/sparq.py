@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import SelectLayer
 from methods.parts import costs
 from methods.parts.stores import HostStore, RowStore
@@ -52,6 +52,12 @@ class SparQ(Windowed):
             "query heads of a group can be compared"
         ),
     )
+
+    tunable: ClassVar[Grids] = {
+        **Windowed.tunable,
+        "r": (4, 8, 16, 32),
+        "mean_value": (True, False),
+    }
 
     r: int = 16
     sinks: int = 0

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import CacheState, Card, Case, Cost, KVLayer, LayerSpec, Method
+from methods.base import CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import EvictLayer, sinks_and_recent
 from methods.parts import costs
 
@@ -39,6 +39,11 @@ class Streaming(Method):
         budget="sinks and window",
         deviations="the window is the prompt's end: generated tokens push none out; the prompt itself is read densely",
     )
+
+    tunable: ClassVar[Grids] = {
+        "sinks": (1, 4, 16, 64),
+        "positions": ("cache", "original"),
+    }
 
     sinks: int = 4
     positions: str = "cache"

@@ -40,6 +40,7 @@ ROOMS = {
     "trackers": {"terminal", "config", "models", "results", "reports"},
     "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
+    "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }
 COMMANDS = {
@@ -55,11 +56,12 @@ COMMANDS = {
     "rescore",
     "show",
     "status",
+    "tune",
 }  # they may import any room
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {
     "harness/__main__.py",
-    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "launchers", "overrides")),
+    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides")),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.parts.stores")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from harness.config import grids
 from harness.config.compose import built, composed
 from harness.config.experiments import experiments
 from harness.config.overrides import checked
@@ -180,6 +181,8 @@ def check_module(module: str, words: list[str]) -> None:
         options = import_module(module)._parser().parse_intermixed_args(words)
         if module == "harness.lint":
             built(composed(options.overrides, options.config_dir))
+        if module == "harness.tune":
+            built(composed(grids.read(options.overrides).words))
 
 
 def check_run(words: list[str]) -> None:

@@ -36,12 +36,13 @@ Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
 @dataclass(frozen=True)
 class Overrides:
     """`words` for Hydra, `launcher` those that are about its launcher; `jobs` of the sweep; `partial`: parameters, by
-    group, that only some of the chosen have; `experiment`: the one that was named."""
+    group, that only some of the chosen have; `chosen`: the yaml files, by group; `experiment`: the one named."""
 
     words: list[str]
     jobs: int
     partial: Mapping[str, frozenset[str]]
     launcher: list[str]
+    chosen: Chosen
     experiment: Experiment | None = None
 
 
@@ -64,7 +65,7 @@ def read(arguments: Sequence[str]) -> Overrides:
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
     """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
-    parsed, launcher = split(list(_parse(overrides)), config_dirs, sweep)
+    parsed, launcher = split(list(parse(overrides)), config_dirs, sweep)
     _refuse_folders(config_dirs)
     folders = (CONF, *config_dirs)
     groups = {group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS}
@@ -81,10 +82,11 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
         _refuse_partial_grid(experiment, chosen)
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
     partial = {group: _partial(group, said, chosen) for group in GROUPS}
-    return Overrides(words, prod(swept.values()), partial, launcher, experiment)
+    return Overrides(words, prod(swept.values()), partial, launcher, chosen, experiment)
 
 
-def _parse(overrides: Sequence[str]) -> Iterator[Override]:
+def parse(overrides: Sequence[str]) -> Iterator[Override]:
+    """One by one; raises `SettingsError` on a word that is no `key=value`."""
     for word in overrides:
         try:
             override = OverridesParser.create().parse_override(word)

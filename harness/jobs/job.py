@@ -65,7 +65,7 @@ class Job:
         task: Task,
         model: ModelSource,
         wanted: Settings,
-        items: list[Item] | None = None,
+        items: Sequence[Item] | None = None,
         presets: Presets | None = None,
     ) -> Job:
         task.require(wanted.data.folder())
@@ -80,7 +80,7 @@ class Job:
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
             say_once(SLOW_FP16)
         budget = budget_of(settings, method, info)
-        items = items or prepare(task, model, settings)
+        items = list(items or prepare(task, model, settings))
         check_budget(items, method, budget, settings, info.num_layers)
         check_batches(items, settings)
         named = {"method": method, "task": task, "model": model}

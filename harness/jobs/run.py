@@ -37,13 +37,14 @@ OnPlan = Callable[[int, Job, Job | None], None]  # number of the job, the job, t
 
 
 class Wanted(NamedTuple):
-    """One job of a sweep."""
+    """One job of a sweep. `items`: some of the task's examples, in place of all of them."""
 
     method: Method
     task: Task
     model: ModelSource
     settings: Settings
     presets: Presets | None = None
+    items: Sequence[Item] | None = None
 
 
 def evaluate(
@@ -107,9 +108,10 @@ class _Sweep:
 
     def add(self, wanted: Wanted) -> tuple[Job, Job | None]:
         """Puts a job into its group, and with `baseline=run` Full into its own, to run before or beside."""
-        method, task, model, settings, presets = wanted
-        key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
-        job = Job.plan(method, task, model, settings, self._items.get(key), presets)
+        method, task, model, settings, presets, items = wanted
+        common = {name: value for name, value in asdict(settings).items() if name not in OWN}
+        key = str((task, model, common, [item.sha256 for item in items or ()]))
+        job = Job.plan(method, task, model, settings, items or self._items.get(key), presets)
         self._items[key] = job.items
         if settings.baseline != "off" and not isinstance(method, Full):
             shared = replace(job.settings, shared_prefill=settings.shared_prefill)

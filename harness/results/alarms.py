@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from evals.stats import ALPHA
+from harness.config.settings import TUNING_SEED
 from harness.results import bands
 from harness.results.pairs import group_means, paired
 from harness.results.records import Record
@@ -53,7 +54,7 @@ def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> li
     """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
     known = bands.stored() if known is None else known
     checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs)
-    cautions = (_budgets_differ, _windows_differ, _off_budget, _simulated)
+    cautions = (_of_a_search, _budgets_differ, _windows_differ, _off_budget, _simulated)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
 
@@ -78,6 +79,12 @@ def _against_band(one: bands.Outside) -> str:
 
 def _ends(interval: Any) -> str:
     return f"[{percent(interval.low, 0)}, {percent(interval.high, 0)}]"
+
+
+def _of_a_search(rows: Sequence[Row]) -> Iterator[Alarm]:
+    if found := tuple(row.title for row in rows if row.run.config.get("seed") == TUNING_SEED):
+        text = f"seed={TUNING_SEED} is of the examples that harness.tune chooses parameters by: no result to report"
+        yield Alarm("tuning_seed", text, found)
 
 
 def _above_full(rows: Sequence[Row]) -> Iterator[Alarm]:

@@ -10,7 +10,7 @@ from methods.base.budget import Budget, BudgetError, PaperBudget, Plan, check_la
 from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
-from methods.base.method import Method
+from methods.base.method import Grids, Method
 from methods.base.request import AttnInput, LayerSpec, Placement, Request
 from methods.base.state import CacheState, Traffic
 
@@ -24,6 +24,7 @@ __all__ = [
     "Case",
     "Cost",
     "CostError",
+    "Grids",
     "KVLayer",
     "LayerSpec",
     "Method",

@@ -14,6 +14,7 @@ from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
 
+Grids = Mapping[str, Sequence[Any]]  # parameter -> values
 LONG = 1 << 20  # tokens of a prompt that no sinks or windows fill
 
 
@@ -40,6 +41,9 @@ class Method(metaclass=_TupleForList):
     offloads: ClassVar[bool] = False  # placement=host is meant for it
     card: ClassVar[Card | None] = None
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
+    # Values worth trying, by parameter, for harness.tune: none that changes what the budget rules. Without a
+    # declaration (None) they are derived from the defaults.
+    tunable: ClassVar[Grids | None] = None
 
     @property
     def smallest_budget(self) -> int:

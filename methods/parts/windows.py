@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.base import Method, Plan
+from methods.base import Grids, Method, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class Windowed(Method):
     what lies behind the sinks, and reads the sinks on top."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
+    tunable: ClassVar[Grids] = {
+        "sinks": (0, 4, 16, 32),
+        "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75),
+    }
     sinks: int
     recent_ratio: float
 

@@ -1,0 +1,87 @@
+"""`python -m harness.tune method=snapkv task=ruler budget=0.2`: search a method's own parameters at equal budget.
+
+A curve per parameter around the given values, then the best few together: chosen on one half of examples that no table
+is about, reported on the other half, left as a preset (`python -m harness --config-dir results/tuning
+method=snapkv_tuned`). `method.kernel=3,7,15` searches that alone; without it, all parameters that the method declares.
+The same command goes on where it was stopped; `dry_run=true` says how much it would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.config import grids
+from harness.config.compose import built, composed
+from harness.config.errors import is_known, told
+from harness.config.settings import Results
+from harness.jobs.progress import forget
+from harness.terminal.notices import say_once
+
+INTERRUPTED = 130
+ROOT = "results/tuning"  # beside results/runs, so that no report takes one for the other
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_intermixed_args(given)
+    say_once.cache_clear()
+    forget()
+    try:
+        _tune(options, f"python -m harness.tune {shlex.join(given)}")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; to go on: python -m harness.tune {shlex.join(given)}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        print(f"error: {told(error)}", file=sys.stderr)
+        return 2 if is_known(error) else 1
+    return 0
+
+
+def _tune(options: argparse.Namespace, command: str) -> None:
+    asked = grids.read(options.overrides, options.config_dir)
+    method, task, model, settings = built(composed(asked.words, options.config_dir))
+    if settings.results.root == Results().root:
+        settings = replace(settings, results=replace(settings.results, root=ROOT))
+
+    from harness.tuning import curves, preset
+    from harness.tuning.findings import search
+    from harness.tuning.plan import Plan
+
+    names = {group: entry.name for group, entry in asked.chosen.items()}
+    out, name = options.out or Path(settings.results.root), options.name or f"{names['method']}_tuned"
+    path = preset.place(out, name)
+    preset.refuse_other(path, command)
+    plan = Plan.of(method, task, model, settings, names, asked.values)
+    print("\n".join(plan.lines()), flush=True)
+    if settings.dry_run:
+        return
+    found = search(plan, _say)
+    print("\n" + "\n".join(found.lines()))
+    preset.write(path, asked.chosen["method"], found.method, [found.headline, command, *found.provenance()])
+    drawn = curves.draw(found.curves, found.full, out / f"{name}.png", f"{names['method']}: {plan.title}")
+    print("\n".join(f"wrote {file}" for file in (path, *drawn)))
+    print(f"run it: python -m harness --config-dir {out} method={name} ...")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.tune", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"for preset and pictures, else results.root ({ROOT})")
+    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
+    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The curves of a search: score against each parameter, the others at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from harness.config.catalogue import plain
+from harness.reports.pictures import figures
+from harness.tuning.outcome import Row
+
+LINE, CHOSEN = "#2a6fbb", "#c8442b"
+ACROSS = 4  # panels in a row
+
+
+class Curve(NamedTuple):
+    """Rows by value, in the order of the grid; `start` and `chosen` are values on it."""
+
+    rows: Mapping[Any, Row]
+    start: Any
+    chosen: Any
+
+
+def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str) -> tuple[Path, ...]:
+    """A panel per parameter: a PNG at `path`, a PDF beside it."""
+    across = min(ACROSS, len(curves))
+    down = -(-len(curves) // across)
+    size = (max(5.0, 0.6 + 3.1 * across), 0.9 + 2.6 * down)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06))
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes, (name, curve) in zip(panels.flat, curves.items(), strict=False):
+        _panel(axes, name, curve, full)
+    for axes in list(panels.flat)[len(curves) :]:
+        axes.set_visible(False)
+    for row in panels:
+        row[0].set_ylabel("score (0-100), 95 % interval")
+    figure.legend(handles=_legend(full), loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figures.title(figure, title)
+    return figures.save(figure, path)
+
+
+def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
+    """Values stand evenly, for a grid is seldom even and may be of words."""
+    values, rows = list(curve.rows), list(curve.rows.values())
+    means = [100 * row.mean for row in rows]
+    ends = [row.interval for row in rows]
+    axes.vlines(range(len(rows)), [100 * end.low for end in ends], [100 * end.high for end in ends],
+                color=LINE, linewidth=2.2, alpha=0.3)  # fmt: skip
+    axes.plot(range(len(rows)), means, color=LINE, marker="o", markersize=5, linewidth=1.3)
+    for value, mark in ((curve.start, _START), (curve.chosen, _CHOSEN)):
+        if value in curve.rows:
+            place = values.index(value)
+            axes.plot([place], [means[place]], **mark)
+    if full is not None:
+        axes.axhline(100 * full, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_xticks(range(len(values)), [_short(value) for value in values])
+    axes.set(xlabel=f"{name} (n = {_span([row.n for row in rows])})", ylim=(-3, 103))
+    axes.grid(axis="y", color=figures.GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(figures.SOFT)
+    figures.plain(axes)
+
+
+_START: dict[str, Any] = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "color": figures.INK, "zorder": 4}
+_CHOSEN: dict[str, Any] = {"marker": "*", "markersize": 12, "color": CHOSEN, "zorder": 5}
+
+
+def _legend(full: float | None) -> list[Line2D]:
+    dashed = {"color": figures.INK, "linewidth": 0.8, "linestyle": (0, (4, 3))}
+    handles = [
+        Line2D([], [], color=LINE, marker="o", markersize=5, linewidth=1.3, label="one parameter changed"),
+        Line2D([], [], **_START, linestyle="", label="start"),
+        Line2D([], [], **_CHOSEN, linestyle="", label="value chosen (with the others')"),
+    ]
+    return handles if full is None else [*handles, Line2D([], [], **dashed, label="full")]  # type: ignore[arg-type]
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else plain(value)
+
+
+def _span(counts: Sequence[int]) -> str:
+    return "-".join(map(str, dict.fromkeys((min(counts), max(counts)))))

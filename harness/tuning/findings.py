@@ -1,0 +1,139 @@
+"""What a search found: its tables, its verdict, and what a preset says of its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from evals.stats import ALPHA
+from harness.results.pairs import mean_score
+from harness.results.provenance import git
+from harness.terminal.tables import BYTES, percent, probability, scaled, text_table
+from harness.tuning.curves import Curve
+from harness.tuning.outcome import Row, columns, spelled
+from harness.tuning.plan import Plan
+from harness.tuning.search import Say, Search
+from harness.tuning.space import START, Point
+from harness.tuning.trials import Trials
+from methods.base import Method
+
+
+def search(plan: Plan, say: Say) -> Findings:
+    """Runs what is not there yet; the same plan finds the same."""
+    trials, held_out = Trials(plan.space, plan.setting), Trials(plan.space, plan.setting)
+    searching = Search(plan.space, plan.examples, trials, say)
+    best = searching.run()
+    say(f"held out: {len(plan.examples.held_out)} examples")
+    held_out.run(list(dict.fromkeys([START, best])), "held-out", plan.examples.held_out)
+    return Findings(plan, searching, best, held_out)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """`search` is through; `held_out` ran its `best` point beside the start."""
+
+    plan: Plan
+    search: Search
+    best: Point
+    held_out: Trials
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Points that ran on all examples to choose by, the start first."""
+        points = [START, *(point for point in self.search.ranked(self.search.finished()) if point != START)]
+        return [self._row(self.search.trials, point) for point in points]
+
+    @cached_property
+    def reported(self) -> list[Row]:
+        """On the examples that had no say: the start, the chosen point, Full."""
+        trials = self.held_out
+        rows = [self._row(trials, START)]
+        rows += [] if self.best == START else [self._row(trials, self.best)]
+        return [*rows, Row("full", trials.full, trials.records[START])] if trials.full else rows
+
+    @property
+    def verdict(self) -> str:
+        if self.best == START:
+            return f"No other value did better than {self.start_name} as it is, on the examples to choose by."
+        row, what = self.reported[1], self.plan.space.label(self.best)
+        told = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
+        if row.beside.p < ALPHA:
+            return f"{what}: {told} on the {row.n} examples held out."
+        power = row.detectable
+        needed = "too few examples to show any" if power is None else f"a gain of {percent(power)} would have shown"
+        return (
+            f"{what} was best where it was chosen. On the {row.n} examples held out: {told}, which chance explains as "
+            f"well ({needed})."
+        )
+
+    def lines(self) -> Iterator[str]:
+        yield f"Chosen by {self.plan.examples.choosing} examples:"
+        yield text_table(columns(self.rows))
+        for point, reason in self.search.trials.discarded.items():
+            yield f"  left out: {self.plan.space.label(point)}: {reason}"
+        yield f"\nHeld out, {len(self.plan.examples.held_out)} other examples:"
+        yield text_table(columns(self.reported))
+        yield f"\n{self.verdict}"
+
+    def provenance(self) -> Iterator[str]:
+        """For the comment of the preset."""
+        setting, info = self.plan.setting, self.plan.setting.model.describe()
+        revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
+        commit = str(git()["commit"] or "unknown")[:12]
+        yield f"Model {info.name}{revision}, examples of seed {setting.settings.seed}, commit {commit}."
+        tested = len(self.search.trials.records)
+        chosen = next(row for row in self.rows if row.label == self._label(self.best))
+        yield (
+            f"Chosen among {tested} points by {chosen.n} examples, where {self.start_name} scores {self.rows[0].score} "
+            f"and this {chosen.score}."
+        )
+        scores = ", ".join(f"{row.label} {row.score}" for row in self.reported)
+        yield f"Held out, {self.reported[0].n} other examples: {scores}."
+        yield self.verdict
+        if self.best != START:
+            yield self._cost(*self.reported[:2])
+
+    @property
+    def method(self) -> Method:
+        return self.plan.space.method(self.best)
+
+    @property
+    def headline(self) -> str:
+        changes = self.plan.space.label(self.best) or "the start's own values"
+        return f"{self.start_name} tuned on {self.plan.start.label.split()[0]}: {changes}."
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """Points that were discarded are missing."""
+        space, trials = self.plan.space, self.search.trials
+        found = {}
+        for name in space.grids:
+            points = {space.value(point, name): point for point in trials.left(space.curve(name))}
+            rows = {value: self._row(trials, points[value]) for value in space.grids[name] if value in points}
+            found[name] = Curve(rows, space.value(START, name), space.value(self.best, name))
+        return found
+
+    @property
+    def full(self) -> float | None:
+        """Full's score on the examples to choose by."""
+        return mean_score(self.search.trials.full) if self.search.trials.full else None
+
+    @property
+    def start_name(self) -> str:
+        return self.plan.setting.presets["method"]
+
+    def _cost(self, before: Row, after: Row) -> str:
+        (old, new), unit = scaled([before.device_bytes, after.device_bytes], BYTES)
+        moved, moved_unit = scaled([before.moved_bytes, after.moved_bytes], BYTES)
+        traffic = f"; moves {moved[1]} {moved_unit} per step (before: {moved[0]})" if before.moved_bytes else ""
+        return (
+            f"Reads {percent(after.read)} % of the prompt (before: {percent(before.read)}); holds {new} {unit} on the "
+            f"device (before: {old}){traffic}."
+        )
+
+    def _row(self, trials: Trials, point: Point) -> Row:
+        return Row(self._label(point), trials.records[point], trials.records[START])
+
+    def _label(self, point: Point) -> str:
+        return self.plan.space.label(point) or self.start_name

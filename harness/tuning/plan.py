@@ -1,0 +1,98 @@
+"""A search before its first run: checked, counted, and told to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evals.base import Task
+from harness.config.catalogue import plain
+from harness.config.errors import sentence
+from harness.config.settings import TUNING_SEED, CommonWindows, Settings
+from harness.jobs.effective import method_of
+from harness.jobs.job import Job, Presets
+from harness.models.base import ModelSource
+from harness.tuning.examples import Examples, examples_of
+from harness.tuning.search import KEPT, curve_points, most_combinations
+from harness.tuning.space import START, Space, grids_of, space_of
+from harness.tuning.trials import Setting
+from methods.base import Method
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`start`: a job of the start on all examples, whose budget, prompts and folder are checked."""
+
+    setting: Setting
+    space: Space
+    examples: Examples
+    start: Job
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        settings: Settings,
+        presets: Presets,
+        asked: Mapping[str, tuple[Any, ...]],
+    ) -> Plan:
+        """`settings` as for one run; the seed is the reserved one. `asked`: grids of the command line."""
+        method = method_of(settings, method, model.describe())
+        settings = replace(settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
+        grids = grids_of(method, asked)
+        task.require(settings.data.folder())
+        examples = examples_of(task, model, settings)
+        setting = Setting(task, model, settings, presets)
+
+        def job(candidate: Method) -> Job:
+            return Job.plan(candidate, task, model, settings, examples.all, presets)
+
+        start = job(method)
+        return cls(setting, space_of(method, grids, lambda other: _refusal(job, other), bool(asked)), examples, start)
+
+    @property
+    def title(self) -> str:
+        settings, model = self.setting.settings, self.start.model.describe().name
+        bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
+        return f"{self.setting.presets['task']}, budget={settings.budget}{bytes_too}, {model}"
+
+    def lines(self) -> Iterator[str]:
+        """What would run, at most."""
+        yield f"{self.start.label}, {self.setting.model.describe().name}"
+        width = max(map(len, self.space.grids))
+        for name, values in self.space.grids.items():
+            own = self.space.value(START, name)
+            yield f"  {name:<{width}}  {'  '.join(plain(v) + '*' * (v == own) for v in values)}"
+        yield "  * the start"
+        yield from (f"  not tried: {words}" for words in self.space.left_out)
+        parts = f", in {len(self.examples.rounds)} parts" if len(self.examples.rounds) > 1 else ""
+        yield (
+            f"examples of seed {TUNING_SEED}: {self.examples.choosing} to choose by{parts}, "
+            f"{len(self.examples.held_out)} held out"
+        )
+        curves, combinations = len(curve_points(self.space)), most_combinations(self.space)
+        yield (
+            f"{curves} points on the curves, at most {combinations} combinations, then the best beside the start: "
+            f"at most {self.answers} answers, and Full's; runs in {self.setting.root}"
+        )
+
+    @property
+    def answers(self) -> int:
+        """Examples times candidates, at most."""
+        total = len(curve_points(self.space)) * self.examples.choosing + 2 * len(self.examples.held_out)
+        field = most_combinations(self.space)
+        for items in self.examples.rounds:
+            total += field * len(items)
+            field = max(1, round(field * KEPT)) if field else 0
+        return total
+
+
+def _refusal(job: Any, candidate: Method) -> str | None:
+    try:
+        job(candidate)
+    except ValueError as error:
+        return sentence(error)
+    return None

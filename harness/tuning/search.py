@@ -1,0 +1,99 @@
+"""The search: one curve per parameter around the start, then the best few values of each together.
+
+The curves run on all examples to choose by. The combinations are halved: each round adds examples and keeps the better
+half, so most of the work goes to what may win. Nothing is drawn by chance, so the same command finds the same point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+from harness.results.pairs import mean_score
+from harness.tuning.examples import Examples
+from harness.tuning.space import START, Point, Space
+from harness.tuning.trials import Trials
+
+BEST = 2  # values of a parameter that enter the combinations, beside the start's
+COMBINATIONS = 16  # at most; the curves say which
+KEPT = 0.5  # of the combinations, from round to round
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Search:
+    """`trials` of the examples to choose by; `say` tells how far it is."""
+
+    space: Space
+    examples: Examples
+    trials: Trials
+    say: Say
+
+    def run(self) -> Point:
+        """The best point that ran on all examples; where several are equal, the one nearest to the start."""
+        self.draw_curves()
+        self.refine()
+        return self.ranked(self.finished())[0]
+
+    def draw_curves(self) -> None:
+        points = curve_points(self.space)
+        for number in range(1, 1 + len(self.examples.rounds)):
+            points = self.trials.left(points)
+            self._round(points, number, f"curves: {len(points)} points")
+
+    def refine(self) -> None:
+        field = self.combinations()
+        for number in range(1, 1 + len(self.examples.rounds)):
+            if not field:
+                return
+            self._round(field, number, f"together: {len(field)} combinations")
+            field = self.ranked(self.trials.left(field))
+            field = field[: max(1, round(len(field) * KEPT))]
+
+    def combinations(self) -> list[Point]:
+        """Of the best values of each parameter, those that differ in two or more; first what the curves promise most,
+        if each parameter's gain were its own."""
+        best = {name: self._best_values(name) for name in self.space.grids}
+        new = [point for point in self.space.combinations(best) if len(point) > 1]
+        return sorted(new, key=lambda point: (-self._promise(point), *self.space.distance(point)))[:COMBINATIONS]
+
+    def finished(self) -> list[Point]:
+        """Points that ran on every example to choose by."""
+        ran = self.trials.records
+        return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
+
+    def ranked(self, points: Sequence[Point]) -> list[Point]:
+        """Best first."""
+        return sorted(points, key=lambda point: (-self._mean(point), *self.space.distance(point)))
+
+    def _round(self, points: Sequence[Point], number: int, what: str) -> None:
+        items = self.examples.rounds[number - 1]
+        self.say(f"{what}, part {number}/{len(self.examples.rounds)}: {len(items)} examples")
+        self.trials.run(points, f"choose-{number}", items)
+
+    def _best_values(self, name: str) -> list[Any]:
+        """The start's, and the best few that beat it."""
+        curve = self.ranked(self.trials.left(self.space.curve(name)))
+        better = [point for point in curve if self._mean(point) > self._mean(START)]
+        return [self.space.value(point, name) for point in [START, *better[:BEST]]]
+
+    def _promise(self, point: Point) -> float:
+        return sum(self._mean((one,)) - self._mean(START) for one in point)
+
+    def _mean(self, point: Point) -> float:
+        return mean_score(self.trials.records[point])
+
+
+def curve_points(space: Space) -> list[Point]:
+    """The start, and every point that differs from it in one parameter."""
+    return list(dict.fromkeys([START, *chain.from_iterable(map(space.curve, space.grids))]))
+
+
+def most_combinations(space: Space) -> int:
+    """How many combinations may follow the curves."""
+    better = [min(BEST, len(values) - 1) for values in space.grids.values()]
+    return min(COMBINATIONS, prod(1 + count for count in better) - sum(better) - 1)

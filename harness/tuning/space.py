@@ -1,0 +1,165 @@
+"""What a search tries: the parameters of a method, each with its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from harness.config.catalogue import plain
+from harness.config.plugins import PluginError, describe, fits, spell
+from methods.base import Method
+
+Point = tuple[tuple[str, Any], ...]  # the parameters in which a candidate differs from the start
+Refusal = Callable[[Method], str | None]  # why a method cannot run here; None where it can
+
+START: Point = ()
+FACTORS = (0.25, 0.5, 1, 2, 4)  # around a default, where a method declares no values
+NOT_SEARCHED = {"seed": "it says nothing about the method", "dense_layers": "the budget does not rule these layers"}
+
+
+class SpaceError(ValueError):
+    """There is nothing to search, or a value cannot be tried; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """`grids`: per parameter at least two values in order, the start's own among them. `left_out`: what is not tried,
+    and why."""
+
+    start: Method
+    grids: Mapping[str, tuple[Any, ...]]
+    left_out: tuple[str, ...]
+
+    def method(self, point: Point) -> Method:
+        return replace(self.start, **dict(point))  # type: ignore[type-var]
+
+    def value(self, point: Point, name: str) -> Any:
+        return dict(point).get(name, getattr(self.start, name))
+
+    def curve(self, name: str) -> list[Point]:
+        """One point per value of a parameter, all others as at the start."""
+        return [self._point({name: value}) for value in self.grids[name]]
+
+    def combinations(self, values: Mapping[str, Sequence[Any]]) -> list[Point]:
+        return [self._point(dict(zip(values, one, strict=True))) for one in product(*values.values())]
+
+    def distance(self, point: Point) -> tuple[int, int]:
+        """Parameters that differ from the start's, and steps on their grids."""
+        steps = [abs(self._place(name, value) - self._place(name, self.value(START, name))) for name, value in point]
+        return len(point), sum(steps)
+
+    def label(self, point: Point) -> str:
+        return " ".join(f"{name}={plain(value)}" for name, value in point)
+
+    def _place(self, name: str, value: Any) -> int:
+        return self.grids[name].index(value)
+
+    def _point(self, values: Mapping[str, Any]) -> Point:
+        named = [(name, values[name]) for name in self.grids if name in values]
+        return tuple((name, value) for name, value in named if value != getattr(self.start, name))
+
+
+def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """The values to try: those of the command line; without any, what the method declares, or what can be derived."""
+    grids = {name: tuple(_typed(start, name, values)) for name, values in (asked or declared(start)).items()}
+    if not grids:
+        raise SpaceError(_nothing(start))
+    return grids
+
+
+def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refusal, strict: bool) -> Space:
+    """`refusal`: why a method cannot run here, or None. Such a value is left out, if `strict` it is an error."""
+    left_out = list(_not_searched(start, grids))
+    legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
+    for name, values in grids.items():
+        for value in values:
+            reason = _refused(start, name, value, refusal)
+            if reason and strict:
+                raise SpaceError(reason)
+            if reason:
+                left_out.append(f"{name}={plain(value)}: {reason}")
+            else:
+                legal[name].append(value)
+    found = {name: ordered for name, values in legal.items() if len(ordered := _in_order(values)) > 1}
+    if not found:
+        raise SpaceError(_nothing(start, left_out))
+    return Space(start, found, tuple(left_out))
+
+
+def declared(method: Method) -> Mapping[str, Sequence[Any]]:
+    """The values that the method's class declares in `tunable`; else some around each default."""
+    return dict(_derived(method)) if method.tunable is None else method.tunable
+
+
+def _derived(method: Method) -> Iterator[tuple[str, Sequence[Any]]]:
+    hints = get_type_hints(type(method))
+    for name, value in _parameters(method).items():
+        if name not in NOT_SEARCHED and (values := _around(value, hints[name])):
+            yield name, [one for value in values if (one := _legal(method, name, value)) is not None]
+
+
+def _around(value: Any, hint: Any) -> list[Any]:
+    """A quarter to four times a number; every choice of a word. Nothing where there is no scale to go by."""
+    if isinstance(value, bool):
+        return [False, True]
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    if not isinstance(value, int | float) or value <= 0:
+        return []
+    return [value * factor if isinstance(value, float) else max(1, int(value * factor)) for factor in FACTORS]
+
+
+def _legal(method: Method, name: str, value: Any) -> Any:
+    """`value`, or the next whole number where that has to be odd, say; None where the method takes neither."""
+    near = [value, value + 1] if isinstance(value, int) and not isinstance(value, bool) else [value]
+    for one in near:
+        with suppress(ValueError):
+            replace(method, **{name: one})  # type: ignore[type-var]
+            return one
+    return None
+
+
+def _not_searched(method: Method, grids: Mapping[str, Any]) -> Iterator[str]:
+    """Parameters for which no values could be derived."""
+    if method.tunable is None:
+        for name in sorted(_parameters(method).keys() - dict(_derived(method)).keys() - grids.keys()):
+            yield f"{name}: {NOT_SEARCHED.get(name, f'give it values, as in method.{name}=A,B')}"
+
+
+def _parameters(method: Method) -> dict[str, Any]:
+    return {name: value for name, value in describe(method).items() if not name.startswith("_")}
+
+
+def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
+    """The values, with types checked as on the command line of a run; 8 is 8.0 where a field is a float."""
+    hint = get_type_hints(type(method))[name]
+    for value in values:
+        if not fits(value, hint):
+            raise PluginError(f"method.{name}={plain(value)} should be {spell(hint)}.")
+        yield float(value) if hint is float else value
+
+
+def _refused(start: Method, name: str, value: Any, refusal: Refusal) -> str | None:
+    try:
+        candidate: Method = replace(start, **{name: value})  # type: ignore[type-var]
+    except ValueError as error:
+        return str(error)
+    return refusal(candidate)
+
+
+def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Each once; numbers by size."""
+    once = list(dict.fromkeys(values))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in once)
+    return tuple(sorted(once) if numbers else once)
+
+
+def _nothing(start: Method, left_out: Sequence[str] = ()) -> str:
+    name = type(start).__name__
+    if not _parameters(start):
+        return f"{name} has no parameters, so there is nothing to tune."
+    why = f" ({'; '.join(left_out)})" if left_out else ""
+    return f"{name} has no parameter with a second value to try{why}: name values, as in method.PARAMETER=A,B."

@@ -1,0 +1,129 @@
+"""Candidates on a part of the examples: all under one prefill, Full beside, in folders that the same command finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+from evals.base import Task
+from harness.config.settings import Results, Settings
+from harness.jobs.capacity import free_bytes
+from harness.jobs.items import Item
+from harness.jobs.job import Job, Presets
+from harness.jobs.run import Wanted, evaluate_together
+from harness.models.base import ModelSource
+from harness.results.records import Record
+from harness.results.store import load
+from harness.tuning.space import START, Point, Space
+from methods.base import Method
+
+MOST = 12  # candidates that share a prefill: each holds a cache of the prompt until it has sealed
+TOLERANCE = 0.02  # of the prompt tokens that the budget allows: more is no equal budget
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a search is about, beside the parameters: `settings` with the tuning seed, and the root of its runs."""
+
+    task: Task
+    model: ModelSource
+    settings: Settings
+    presets: Presets
+
+    @property
+    def root(self) -> Path:
+        return Path(self.settings.results.root)
+
+    def wanted(self, space: Space, point: Point, part: str, items: Sequence[Item]) -> Wanted:
+        """Parts have folders of their own, so that no run is taken for the rest of another."""
+        results = Results(str(self.root / part), self.settings.results.save_prompts)
+        method = space.method(point)
+        return Wanted(method, self.task, self.model, replace(self.settings, results=results), self.presets, items)
+
+
+@dataclass
+class Trials:
+    """Runs candidates, keeps their records, and discards those that fail or read more than the budget allows."""
+
+    space: Space
+    setting: Setting
+    records: dict[Point, list[Record]] = field(default_factory=dict)  # over all parts it ran on
+    full: list[Record] = field(default_factory=list)
+    discarded: dict[Point, str] = field(default_factory=dict)
+    _allowed: float = 1.0  # times the budget: what the start reads, where that is more
+
+    def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
+        """Adds what `points` put out on `items` to their records; finished runs are read."""
+        wanted = {point: self.setting.wanted(self.space, point, part, items) for point in points}
+        for together in _cut(points, self._room(wanted[points[0]])):
+            self._run({point: wanted[point] for point in together})
+
+    def left(self, points: Sequence[Point]) -> list[Point]:
+        return [point for point in points if point not in self.discarded]
+
+    def _run(self, wanted: Mapping[Point, Wanted]) -> None:
+        """Under one prefill."""
+        jobs, failed = dict[int, Job](), list[Exception]()
+        made = evaluate_together(
+            list(wanted.values()), failed.append, lambda number, job, _: jobs.update({number: job})
+        )
+        done = {one.folder: one.records for one in made}
+        for number, point in enumerate(wanted):
+            job = jobs.get(number)
+            self._take(point, job, done.get(job.folder) if job else None)
+        if START in self.discarded:
+            raise failed[0]  # nothing can be held against it
+        self._take_full([one.full_folder for one in made])
+
+    def _room(self, wanted: Wanted) -> int:
+        """Candidates whose caches fit beside the weights and Full's."""
+        job = Job.plan(*wanted[:4], wanted.items, wanted.presets)
+        need, free = job.need(), free_bytes(job.settings.device)
+        if free is None or not need.kv:
+            return MOST
+        return max(1, min(MOST, int((free - need.total) // need.kv)))
+
+    def _take(self, point: Point, job: Job | None, made: list[Record] | None) -> None:
+        if job is None or made is None:
+            self.discarded[point] = "it failed" + (f": {job.folder} says why" if job else "")
+            return
+        self.records[point] = [*self.records.get(point, []), *made]
+        read, allowed = _read(made), _allowed(job, self.space.start, made)
+        if read is None or not allowed:
+            return
+        if point == START:
+            self._allowed = max(self._allowed, read / allowed)
+        elif read > allowed * self._allowed * (1 + TOLERANCE):
+            longest = fmean(record.sealed_tokens for record in made)
+            self.discarded[point] = (
+                f"it reads {100 * read / longest:.1f} % of the prompt, and the budget allows "
+                f"{100 * allowed * self._allowed / longest:.1f} %"
+            )
+
+    def _take_full(self, folders: Sequence[Path | None]) -> None:
+        known = {record.id for record in self.full}
+        for folder in dict.fromkeys(folder for folder in folders if folder is not None):
+            self.full += [record for record in load(folder).records if record.id not in known]
+
+
+def _read(records: Sequence[Record]) -> float | None:
+    """Prompt tokens of a step, mean over the examples."""
+    known = [record.attended_prompt for record in records if record.attended_prompt is not None]
+    return fmean(known) if known else None
+
+
+def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
+    """What the budget lets a head read, mean over layers and examples; the dense layers of the start read all."""
+    if job.budget is None:
+        return None
+    dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_layers)
+    lengths = [record.sealed_tokens for record in records if record.attended_prompt is not None]
+    per_layer = ((n if layer in dense else job.budget.tokens(n, layer)) for n in lengths for layer in layers)
+    return fmean(per_layer) if lengths else None
+
+
+def _cut(points: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
+    for start in range(0, len(points), size):
+        yield points[start : start + size]

@@ -1,0 +1,161 @@
+"""`python -m harness.tune` on a method whose best parameter is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import report, tune
+from harness.config.settings import TUNING_SEED, Results, Settings
+from harness.jobs.run import evaluate
+from harness.jobs.runner import Runner
+from harness.results.store import find, load
+from tests.fast import MODEL, MODEL_ARGS
+from tests.harness.tuning.planted import Echo, Planted
+
+SMALL = {"lengths": [200], "depths": 4, "rounds": 2, "max_new_tokens": 5, "template": "{context}\n\n{question}"}
+HERE = "tests.harness.tuning.planted"
+Tune = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """yaml files, and the answers of the best parameter."""
+    folder = tmp_path_factory.mktemp("planted")
+    settings = Settings(seed=TUNING_SEED, progress=False, baseline="off", results=Results(str(folder / "answers")))
+    made = evaluate(Planted(gain=1.0), Echo(**SMALL), MODEL, settings)
+    (folder / "answers.json").write_text(json.dumps({record.id: record.output for record in made.records}))
+    for group, name, values in (
+        ("method", "planted", {"_target_": f"{HERE}.Planted", "gain": 0.25, "unused": 1, "extra": 0}),
+        (
+            "task",
+            "echo",
+            {"_target_": f"{HERE}.Echo", **SMALL, "answers": str(folder / "answers.json"), "seeded": True},
+        ),
+    ):
+        (folder / "conf" / group).mkdir(parents=True)
+        (folder / "conf" / group / f"{name}.yaml").write_text(f"# Planted.\n{yaml.safe_dump(values)}")
+    return folder
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Tune]:
+    """Runs the command; exit code, stdout, stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        given = ["--config-dir", str(folder / "conf"), "method=planted", "task=echo", "progress=false", *MODEL_ARGS]
+        code = tune.main([*given, f"results.root={tmp_path / 'runs'}", *words])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
+    run: Tune, tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run()
+    assert code == 0, err
+    assert "gain=4.0: gain=4.0 is too loud" in out
+    preset = tmp_path / "runs" / "method" / "planted_tuned.yaml"
+    text = preset.read_text()
+    assert yaml.safe_load(text)["gain"] == 1.0
+    assert yaml.safe_load(text)["unused"] == 1  # makes no difference, so it stays
+    assert "planted_tuned" not in text.splitlines()[0]
+    assert "Held out, 4 other examples: planted " in text
+    assert "gain=1.0 100.0 [" in text
+    assert all((tmp_path / "runs" / f"planted_tuned.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
+    chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose-", "held-out"))
+    assert len(chosen) == len(held) == 4
+    assert not chosen & held
+    # the preset runs, on other examples
+    from harness.config.compose import built, composed
+
+    words = ["method=planted_tuned", "task=echo", *MODEL_ARGS]
+    method, *_, settings = built(composed(words, [folder / "conf", tmp_path / "runs"]))
+    assert method == Planted(gain=1.0)
+    assert settings.seed != TUNING_SEED
+    # a report marks the runs of a search
+    assert report.main([str(tmp_path / "runs")]) == 0
+    assert f"caution: seed={TUNING_SEED}" in capfd.readouterr().out
+
+
+def ids_of(root: Path, part: str) -> set[str]:
+    return {record.id for path in root.glob(f"{part}*") for one in find([path]) for record in load(one).records}
+
+
+def test_a_search_that_was_stopped_goes_on(run: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["method.gain=0.5,1.0"]
+    whole = run(*words, f"results.root={tmp_path / 'whole'}")
+    assert whole[0] == 0
+    answers = {"made": 0, "until": 7}
+    really = Runner.answer
+
+    def counted(self: Runner, *arguments: object) -> object:
+        if answers["made"] == answers["until"]:
+            raise KeyboardInterrupt
+        answers["made"] += 1
+        return really(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runner, "answer", counted)
+    code, _, err = run(*words)
+    assert code == tune.INTERRUPTED
+    assert "to go on: python -m harness.tune" in err
+    answers["until"] = 1000
+    again = run(*words)
+    assert again[0] == 0
+    assert again[1].replace(str(tmp_path / "runs"), "") == whole[1].replace(str(tmp_path / "whole"), "")
+    once = sum(len(load(one).records) for one in find([tmp_path / "runs"]))
+    assert answers["made"] == once  # nothing was run a second time
+
+
+def test_more_than_the_budget_is_no_fair_chance(run: Tune) -> None:
+    code, out, err = run("method.extra=0,60", "baseline=off")
+    assert code == 0, err
+    assert "left out: extra=60: it reads 5" in out
+    assert "and the budget allows 2" in out
+    assert "No other value did better" in out
+
+
+def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
+    code, out, _ = run("dry_run=true")
+    assert code == 0
+    assert "gain    0.25*  0.5  1.0" in out
+    assert "4 to choose by, in 3 parts, 4 held out" in out
+    assert "4 points on the curves, at most 2 combinations" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method.gian=1,2"], "has no parameter gian; did you mean method.gain?"),
+        (["method=full", "task.answers="], "Full has no parameters, so there is nothing to tune."),
+        (["method.gain="], "method.gain is empty: name the values to try, as in method.gain=A,B."),
+        (["method.gain=0.25,0.25"], "no parameter with a second value to try"),
+        (["method.gain=0.5,4.0"], "gain=4.0 is too loud"),
+        (["method.gain=loud,1.0"], "method.gain=loud should be a number."),
+        (["budget=0.1,0.2"], "budget=0.1,0.2 names several values: a search has one budget"),
+        (["seed=3"], "harness.tune sets seed itself"),
+        (["task.seeded=false"], "This task has the same examples whatever the seed"),
+        (["task.rounds=1", "task.depths=1"], "has one example, and a search needs one to choose by"),
+    ],
+)
+def test_wrong_input_is_told_in_a_sentence(run: Tune, words: list[str], said: str) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert said in err
+
+
+def test_a_preset_of_another_search_is_not_overwritten(run: Tune, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "method" / "planted_tuned.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# Mine.\ndefaults: [planted]\n")
+    code, _, err = run()
+    assert code == 2
+    assert "is there already, and not from this search" in err
+    assert path.read_text().startswith("# Mine.")
