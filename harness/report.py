@@ -12,6 +12,7 @@ from harness.config.nested import flatten
 from harness.reports.banner import shows_colour
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_latex, as_text
+from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import write_csv
 from harness.results import files
 from harness.results.records import StoreError
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables = [_sorted(table, options.sort) for table in comparisons(shown)]
         left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
         print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *left_out]))
-        for path in _written(tables, options):
+        for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
             print(f"wrote {path}")
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,7 +68,7 @@ def print_report(folders: Sequence[Path]) -> None:
     print("\n" + as_text(tables, colour=shows_colour(sys.stdout)))
 
 
-def _written(tables: Sequence[Comparison], options: argparse.Namespace) -> Iterator[Path]:
+def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]) -> Iterator[Path]:
     """The files that were asked for, once each is there."""
     texts = {options.md: lambda: as_text(tables, markdown=True) + "\n", options.tex: lambda: as_latex(tables)}
     for path, text in texts.items():
@@ -77,6 +78,8 @@ def _written(tables: Sequence[Comparison], options: argparse.Namespace) -> Itera
     if options.csv:
         write_csv(options.csv, tables)
         yield options.csv
+    if options.html:
+        yield write_page(options.html, tables, left_out)
     if options.plots:
         from harness.reports.pictures.draw import draw  # matplotlib
 
@@ -113,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="all of every summary, raw numbers")
     parser.add_argument("--md", type=Path, metavar="FILE", help="the same tables in Markdown")
     parser.add_argument("--tex", type=Path, metavar="FILE", help="the same tables in LaTeX (booktabs)")
+    parser.add_argument("--html", type=Path, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
     parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     return parser

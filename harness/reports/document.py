@@ -28,6 +28,7 @@ class Block:
     columns: Callable[[Comparison], list[Column]]
     head: int
     of: Literal["rows", "traced rows", "columns", "methods"]
+    note: str = ""
 
     def runs(self, table: Comparison) -> list[int]:
         """Which run of the table each row is; empty where rows are no runs."""
@@ -38,7 +39,7 @@ class Block:
 
 SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
-    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods"),
+    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods", pareto.MEANING),
     Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows"),
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
     Block("groups", "Score by group", group_table, 2, "columns"),
@@ -56,8 +57,10 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         parts += ["", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in remarks(table)]
         for block in BESIDE:
-            for columns in pieces(block.columns(table), block.head):
-                parts += ["", render(columns)]
+            shown = list(pieces(block.columns(table), block.head))
+            parts += [line for columns in shown for line in ("", render(columns))]
+            if shown and block.note:
+                parts += ["", f"- {block.note}" if markdown else _wrapped(block.note)]
         parts.append("")
     return "\n".join(parts).rstrip()
 
@@ -69,9 +72,11 @@ def as_latex(tables: Sequence[Comparison]) -> str:
         told = [*conditions(table), *(note for note in remarks(table) if not note.startswith("! "))]
         parts += latex_table(score_table(table), ". ".join([table.title, *told]) + ".")
         for block in BESIDE:
-            parts += latex_table(block.columns(table), f"{table.title}: {block.caption}.")
-        parts += [f"% {alarm.text}" for alarm in table.alarms]
-        parts += [f"% {note}" for note in remarks(table) if note.startswith("! ")]
+            parts += latex_table(
+                block.columns(table), f"{table.title}: {'. '.join(filter(None, (block.caption, block.note)))}."
+            )
+        told = [*(alarm.text for alarm in table.alarms), *(note for note in remarks(table) if note.startswith("! "))]
+        parts += [f"% {' '.join(text.split())}" for text in told]
     return "\n".join(parts) + "\n"
 
 
@@ -80,7 +85,6 @@ def remarks(table: Comparison) -> Iterator[str]:
     yield from notes(table)
     if table.tested:
         yield noise.sentence(noise.pairs(table))
-        yield pareto.MEANING
 
 
 def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:

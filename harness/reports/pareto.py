@@ -14,7 +14,7 @@ from harness.terminal.tables import BYTES, Column, quantity, share
 
 CLOSE = 0.01  # a point
 MEANING = (
-    "within 1 point of Full: of the measured budgets at which a method scores at most 1 point below Full on the same "
+    "bytes within 1 point: of the measured budgets at which a method scores at most 1 point below Full on the same "
     "prompts, the one with the fewest bytes (KV on the device, and what a step moves there). Nothing is interpolated; "
     "the interval says how sure the difference is"
 )
@@ -60,7 +60,7 @@ def within_table(comparison: Comparison) -> list[Column]:
     total = quantity("bytes within 1 point", [needed(row) if row else None for row in rows], BYTES)
     return [
         Column("method", "", [label for label, _ in best], left=True),
-        replace(total, cells=[cell or "not reached" for cell in total.cells]),
+        replace(total, cells=[cell or "not reached" for cell in total.cells], unit="" if total.empty else total.unit),
         share("of Full's", [_of_full(row) for row in rows]),
         quantity("KV dev", [_bytes(row, "kv_device_bytes") for row in rows], BYTES),
         quantity("moved", [_bytes(row, "moved_bytes_per_step") for row in rows], BYTES, "/step", hide_zeros=True),

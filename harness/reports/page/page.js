@@ -1,0 +1,126 @@
+// The page from top to bottom: alarms, filters, a section per table.
+
+const LONG = 320; // characters of a caution
+
+function start() {
+  document.getElementById("head").append(...heading());
+  document.getElementById("filters").append(...filters());
+  document.getElementById("tables").append(...data.tables.map(section));
+  document.getElementById("foot").append(
+    el("p", {}, `Made by kv-harness (python -m harness.report --html) on ${data.made}. Scores 0 to 100, intervals 95 %, bytes binary.`),
+  );
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  unpackPlotly();
+}
+
+function heading() {
+  const several = data.tables.length > 1;
+  const count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
+  const links = data.tables.map((table, i) => el("li", {}, el("a", { href: `#table-${i}` }, table.title)));
+  return [
+    el("div", { class: "top" }, el("h1", {}, data.title), themeSwitch()),
+    el("p", { class: "soft" }, `${count(data.runs, "run")} in ${count(data.tables.length, "table")}`),
+    several ? el("nav", { "aria-label": "Tables" }, el("ol", {}, links)) : null,
+    redAlarms(),
+    data.left_out.length ? el("ul", { class: "left-out" }, data.left_out.map((text) => el("li", {}, text))) : null,
+  ].filter(Boolean);
+}
+
+function redAlarms() {
+  const found = data.tables.flatMap((table, i) => table.alarms.filter((alarm) => alarm.red).map((alarm) => [i, table, alarm]));
+  if (!found.length) return null;
+  const lines = found.map(([i, table, alarm]) => el("li", {}, el("a", { href: `#table-${i}` }, table.title), `: ${alarm.text}`));
+  return el("div", { class: "alarm", role: "alert" }, el("strong", {}, "Alarms"), el("ul", {}, lines));
+}
+
+function themeSwitch() {
+  const name = () => (isDark() ? "Light" : "Dark");
+  const button = el("button", { type: "button", id: "theme", onclick: turn }, name());
+  try {
+    const kept = localStorage.getItem("kv-harness-theme");
+    if (kept) document.documentElement.dataset.theme = kept;
+  } catch {} // a browser may keep nothing for a file
+  function turn() {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    try {
+      localStorage.setItem("kv-harness-theme", document.documentElement.dataset.theme);
+    } catch {}
+    changed();
+  }
+  whenChanged(() => (button.textContent = name()));
+  return button;
+}
+
+function filters() {
+  const rows = data.tables.flatMap((table) => table.rows);
+  const budgets = unique(rows.map((row) => row.budget || NO_BUDGET));
+  budgets.sort((a, b) => (a === NO_BUDGET) - (b === NO_BUDGET) || a.localeCompare(b, "en", { numeric: true }));
+  const several = data.tables.length > 1;
+  const menus = [
+    several ? menu("Tables", "tables", data.tables.map((table) => table.title)) : null,
+    menu("Methods", "methods", unique(rows.map((row) => row.label))),
+    menu("Budgets", "budgets", budgets),
+  ];
+  return menus.filter(Boolean);
+}
+
+function unique(values) {
+  return [...new Set(values)];
+}
+
+function menu(name, key, values) {
+  const state = el("span", { class: "soft" });
+  const boxes = values.map((value) => {
+    const box = el("input", { type: "checkbox", checked: true, value, onchange: () => (toggle(value, box.checked), changed()) });
+    return box;
+  });
+  function toggle(value, on) {
+    if (on) hidden[key].delete(value);
+    else hidden[key].add(value);
+  }
+  function all(on) {
+    boxes.forEach((box) => ((box.checked = on), toggle(box.value, on)));
+    changed();
+  }
+  const buttons = el("div", { class: "both" }, el("button", { type: "button", onclick: () => all(true) }, "All"), el("button", { type: "button", onclick: () => all(false) }, "None"));
+  const labels = boxes.map((box) => el("label", {}, box, ` ${box.value}`));
+  whenChanged(() => (state.textContent = hidden[key].size ? `${values.length - hidden[key].size} of ${values.length}` : "all"));
+  const node = el("details", { class: "menu", "data-menu": key }, el("summary", {}, `${name} `, state), el("div", { class: "choices" }, buttons, labels));
+  node.addEventListener("keydown", (event) => event.key === "Escape" && ((node.open = false), node.querySelector("summary").focus()));
+  document.addEventListener("click", (event) => node.contains(event.target) || (node.open = false));
+  return node;
+}
+
+function section(table, i) {
+  const node = el("section", { class: "table", id: `table-${i}`, "aria-labelledby": `title-${i}` });
+  const blocks = Object.fromEntries(table.blocks.map((block) => [block.name, blockSection(table, block)]));
+  const { scores, ...beside } = blocks;
+  node.append(
+    el("h2", { id: `title-${i}` }, table.title),
+    el("ul", { class: "conditions" }, table.conditions.map((line) => el("li", {}, line))),
+    ...table.alarms.map(banner),
+    forest(table),
+    table.noise ? el("p", { class: "soft" }, table.noise) : "",
+    scores,
+    notesOf(table),
+    ...[beside.within, costs(table), beside.costs, beside.groups, beside.averages].filter(Boolean),
+    ...[heatMaps(table), layersChart(table), partsChart(table), beside.parts, outputsSection(table)].filter(Boolean),
+  );
+  whenChanged(() => (node.hidden = hidden.tables.has(table.title)));
+  return node;
+}
+
+/** A long one opens; a red one is always whole. */
+function banner(alarm) {
+  const word = el("strong", {}, alarm.red ? "Alarm " : "Caution ");
+  if (alarm.red || alarm.text.length < LONG) return el("p", { class: alarm.red ? "banner red" : "banner" }, word, alarm.text);
+  return el("details", { class: "banner" }, el("summary", {}, word, clip(alarm.text, LONG / 2)), alarm.text);
+}
+
+function notesOf(table) {
+  const warnings = el("ul", { class: "notes" }, table.warnings.map((text) => el("li", { class: "warning" }, text)));
+  const notes = el("ul", { class: "notes" }, table.notes.map((text) => el("li", {}, text)));
+  return el("div", { class: "notes" }, warnings, el("details", {}, el("summary", {}, "How to read this table"), notes));
+}
+
+start();

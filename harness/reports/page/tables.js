@@ -1,0 +1,131 @@
+// Tables: sorted by any column, filtered with the page, a row opens what is behind it.
+
+const GLYPHS = [..."●■◆▲▼✚✖⬟◀▶⬢"]; // as SYMBOLS of the charts
+
+/** One of a table's blocks, with its heading. */
+function blockSection(table, block) {
+  const body = el("div");
+  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores" };
+  const redraw = () => body.replaceChildren(drawn(table, block, order, redraw));
+  whenChanged(redraw);
+  return body;
+}
+
+/** The ranking begins with the best score. */
+function startColumn(block) {
+  const place = block.columns.findIndex((column) => column.head === "score");
+  return place < 0 ? null : place;
+}
+
+function drawn(table, block, order, redraw) {
+  const shown = columnsShown(table, block);
+  const rows = rowsShown(table, block);
+  if (!rows.length || shown.length < 2) return el("p", { class: "soft" }, "Nothing is left by the filters.");
+  sortRows(rows, block, order);
+  const opens = block.name === "scores";
+  const grid = el("table", { class: "grid" }, el("caption", {}, block.caption), headOf(block, shown, order, opens, redraw));
+  const body = el("tbody");
+  for (const place of rows) {
+    const run = block.runs.length ? table.rows[block.runs[place]] : null;
+    body.append(...rowOf(block, shown, place, run, opens, table));
+  }
+  grid.append(body);
+  const scroll = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": block.caption }, grid);
+  return el("div", {}, scroll, block.note ? el("p", { class: "soft" }, block.note) : null);
+}
+
+function columnsShown(table, block) {
+  const places = block.columns.map((_, place) => place);
+  return places.filter((place) => {
+    const run = block.columns[place].run;
+    return run === null || isShown(table.rows[run]);
+  });
+}
+
+function rowsShown(table, block) {
+  const count = block.columns[0].cells.length;
+  const places = Array.from({ length: count }, (_, place) => place);
+  if (block.of === "methods") return places.filter((place) => !hidden.methods.has(block.columns[0].cells[place]));
+  return block.runs.length ? places.filter((place) => isShown(table.rows[block.runs[place]])) : places;
+}
+
+function sortRows(rows, block, order) {
+  if (order.column === null) return;
+  const column = block.columns[order.column];
+  const value = (place) => (column.values.length ? column.values[place] : column.cells[place] || null);
+  rows.sort((a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (x === null || y === null) return (x === null) - (y === null); // what is unknown comes last either way
+    const less = typeof x === "number" ? x - y : x.localeCompare(y, "en", { numeric: true });
+    return order.down ? -less : less;
+  });
+}
+
+function headOf(block, shown, order, opens, redraw) {
+  const cells = shown.map((place) => {
+    const column = block.columns[place];
+    const active = order.column === place;
+    const sort = () => {
+      order.down = active ? !order.down : column.values.length > 0;
+      order.column = place;
+      redraw();
+    };
+    const name = column.head || "stamps";
+    const label = el("span", {}, name, column.unit ? el("span", { class: "unit" }, column.unit) : null);
+    const button = el("button", { type: "button", class: "sort", onclick: sort, "data-column": name.replace("\n", " ") }, label);
+    const way = active ? (order.down ? "descending" : "ascending") : null;
+    return el("th", { scope: "col", class: column.left ? "left" : null, "aria-sort": way }, button);
+  });
+  if (opens) cells.unshift(el("th", { class: "opener" }, el("span", { class: "offscreen" }, "Details")));
+  return el("thead", {}, el("tr", {}, cells));
+}
+
+function rowOf(block, shown, place, run, opens, table) {
+  const cells = shown.map((at, i) => cellOf(block.columns[at], place, i === 0, run));
+  const line = el("tr", { class: run && run.full ? "full" : null }, cells);
+  if (!opens) return [line];
+  const details = el("tr", { class: "details", hidden: true }, el("td", { colspan: shown.length + 1 }, detailsOf(run)));
+  const button = el("button", { type: "button", class: "open", "aria-expanded": "false", onclick: toggle });
+  button.setAttribute("aria-label", `Command and provenance of ${run.title}`);
+  function toggle() {
+    details.hidden = !details.hidden;
+    button.setAttribute("aria-expanded", String(!details.hidden));
+  }
+  line.prepend(el("td", { class: "opener" }, button));
+  return [line, details];
+}
+
+function cellOf(column, place, first, run) {
+  const text = column.cells[place];
+  const faint = run && run.grey && (column.head === "vs full" || column.head === "p");
+  const kind = [column.left ? "left" : null, faint ? "noise" : null].filter(Boolean).join(" ") || null;
+  if (first) return el("th", { scope: "row", class: "name" }, run ? swatch(run) : null, text);
+  return el("td", { class: kind, title: faint ? "within the noise" : null }, ...withInterval(text, column));
+}
+
+/** Value and interval apart, so that either is aligned. */
+function withInterval(text, column) {
+  const at = text.indexOf(" [");
+  if (at < 0) return [text];
+  const longest = Math.max(...column.cells.map((cell) => cell.length - Math.max(0, cell.indexOf(" ["))));
+  const interval = el("span", { class: "interval" }, text.slice(at + 1));
+  interval.style.minWidth = `${longest - 1}ch`;
+  return [text.slice(0, at), interval];
+}
+
+function swatch(run) {
+  const mark = el("span", { class: "swatch", "aria-hidden": "true" }, run.full ? "★" : GLYPHS[run.line % GLYPHS.length]);
+  mark.style.color = lineColour(run);
+  return mark;
+}
+
+function detailsOf(run) {
+  const facts = run.facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+  return el(
+    "div",
+    { class: "behind" },
+    el("div", { class: "command" }, el("code", {}, run.command), copyButton(run.command, `the command of ${run.title}`)),
+    run.warnings.length ? el("ul", { class: "warnings" }, run.warnings.map((text) => el("li", {}, text))) : null,
+    el("dl", {}, facts),
+  );
+}

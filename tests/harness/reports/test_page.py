@@ -1,0 +1,297 @@
+"""The page in a real browser: sorted, filtered, searched, compared, light and dark, with no request and no error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import report
+from harness.reports.page import outputs
+from harness.reports.page.build import as_json
+from harness.results.records import Record
+from tests.fake_records import record, write_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+NASTY = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'> & ${1}"
+METHODS = ("h2o", "pqcache", "quest")
+BUDGETS = (0.1, 0.2)
+SIZE = 24
+
+
+def lines(right: int, share: float, seconds: float) -> list[Record]:
+    """Needles of two lengths and six depths; the first `right` are found."""
+    heads = [[share, share], [share / 2, share / 2]]
+    return [
+        record(
+            f"e{i}",
+            score=float(i < right),
+            group=f"niah/{1024 * (1 + i % 2)}",
+            output=f"needle {i} {NASTY}" if i < right else f"nothing of {i} at {share}",
+            tokens=[i, int(i < right), 2, 3],
+            token_s=[1.0, 1.5, 1.5 + seconds, 1.5 + 2 * seconds],
+            attended_prompt=100 * share,
+            attended_total=100 * share + 2,
+            kv_device_bytes=int(share * 2**30),
+            moved_bytes_per_step=share * 2**20 if share < 1 else 0.0,
+            peaks={"prefill_device": None, "prefill_host": 3 << 30, "decode_device": None, "decode_host": 2 << 30},
+            fidelity={"recall": share, "recall_per_head": heads, "mass": share, "error": 0.1, "kl": 0.2},
+            data={"length": 1024 * (1 + i % 2), "depth": 20 * (i // 2 % 6)},
+        )
+        for i in range(SIZE)
+    ]
+
+
+def page_of(folder: Path, *arguments: object) -> Path:
+    out = folder / "page"
+    assert report.main([str(folder), "--html", str(out), *map(str, arguments)]) == 0
+    return out / "index.html"
+
+
+def data_of(path: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three methods at two budgets, Full twice, one run that broke off, one that never began."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder, lines(SIZE, 1.0, 0.3))
+    write_run(folder, lines(SIZE - 1, 1.0, 0.2), dtype="bfloat16")
+    for place, method in enumerate(METHODS):
+        for budget in BUDGETS:
+            write_run(folder, lines(8 * place + int(20 * budget), budget, 0.1 + budget), method, budget=budget)
+    write_run(folder, lines(3, 0.3, 0.1)[:5], "snapkv", "interrupted", budget=0.3, facts={"num_expected": SIZE})
+    write_run(folder, [], "sparq", "failed")
+    return page_of(folder)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if BROWSER is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH: the page is not opened")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=BROWSER, args=OPTIONS.split())
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """The page, with all it asked for and all it complained of."""
+
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        self.page = browser.new_context(**context).new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+        self.own = path.as_uri()
+
+    def names(self) -> list[str]:
+        """Method and budget of the rows of the main table, from top to bottom."""
+        rows = self.page.locator(".table .grid").first.locator("tbody tr:not(.details)").all()
+        cells = [[row.locator("th").inner_text(), row.locator("td").nth(1).inner_text()] for row in rows]
+        return [" ".join(cell).replace("\u2605", "").strip(" ●■◆▲▼\n") for cell in cells]
+
+    def sort(self, column: str) -> None:
+        self.page.locator(".table .grid").first.locator(f'.sort[data-column="{column}"]').click()
+
+    def check(self) -> None:
+        """Nothing was asked of any network, and nothing went wrong."""
+        assert [url for url in self.asked if url != self.own and not url.startswith(("data:", "blob:"))] == []
+        assert self.said == []
+        assert self.page.evaluate("window.broken") is None
+
+
+@pytest.fixture
+def opened(browser: Any, path: Path) -> Iterator[Opened]:
+    found = Opened(browser, path)
+    yield found
+    found.check()
+    found.page.context.close()
+
+
+def test_columns_are_sorted_both_ways(opened: Opened) -> None:
+    ranking = opened.names()
+    assert ranking[0].startswith("full")
+    assert [name for name in ranking if "quest" in name] == ["quest 20%", "quest 10%"]
+    assert ranking[-1] == "h2o 10%"
+    opened.sort("score")
+    assert opened.names()[0] == "h2o 10%"
+    opened.sort("budget")
+    assert opened.names()[0].startswith("snapkv")
+    opened.sort("method")
+    methods = [name.split()[0] for name in opened.names()]
+    assert methods == sorted(methods)
+    assert opened.page.locator('.table .grid >> nth=0 >> th[aria-sort="ascending"]').count() == 1
+
+
+def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
+    page = opened.page
+    page.wait_for_function("window.Plotly && document.querySelector('.chart .main-svg')")
+    menu = page.locator('[data-menu="methods"]')
+    menu.locator("summary").focus()
+    page.keyboard.press("Enter")
+    menu.locator('input[value="pqcache"]').uncheck()
+    assert not any("pqcache" in name for name in opened.names())
+    assert menu.locator("summary").inner_text().split() == ["Methods", "5", "of", "6"]
+    assert page.locator(".grid >> text=pqcache").count() == 0
+    forest = page.locator(".chart").first
+    page.wait_for_function("!document.querySelector('.chart').textContent.includes('pqcache')")
+    assert "quest" in forest.text_content()
+    page.keyboard.press("Escape")
+    assert menu.get_attribute("open") is None
+    page.locator('[data-menu="budgets"] summary').click()
+    page.locator('[data-menu="budgets"] >> text=None').click()
+    assert page.locator("text=Nothing is left by the filters.").count() > 0
+
+
+def test_two_outputs_stand_side_by_side_and_are_searched(opened: Opened) -> None:
+    page = opened.page
+    section = page.locator(".outputs")
+    section.get_by_label("Second run").select_option(label="h2o 10%")
+    count = section.locator(".count")
+    assert count.inner_text() == f"{SIZE} examples in common, {SIZE - 2} with different answers, {SIZE} found"
+    assert section.locator(".pair").first.locator("strong").inner_text() == "e2"  # the first that differs
+    assert section.locator(".pair mark").first.inner_text()
+    section.get_by_label("Search outputs").fill("NEEDLE 7 ")
+    assert section.locator(".pair").count() == 1
+    assert NASTY in section.locator(".pair pre").first.inner_text()  # as text, not as markup
+    section.get_by_label("Search outputs").fill("")
+    section.locator("text=only where they differ").click()
+    assert count.inner_text().endswith(f"{SIZE - 2} found")
+
+
+def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
+    opened.sort("method")
+    button = opened.page.get_by_label("Command and provenance of quest 10%")
+    button.focus()
+    opened.page.keyboard.press("Enter")
+    assert button.get_attribute("aria-expanded") == "true"
+    details = opened.page.locator("tr.details:not([hidden])")
+    assert "method=quest" in details.locator("code").inner_text()
+    assert "float32, cpu, 1, 0" in details.inner_text()
+    details.get_by_label("Copy the command of quest 10%").click()
+    opened.page.wait_for_function("document.querySelector('tr.details:not([hidden]) .copy').textContent === 'Copied'")
+
+
+def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
+    page = opened.page
+    page.wait_for_function("window.Plotly")
+    figures = page.locator("figure")
+    for place in range(figures.count()):
+        figures.nth(place).scroll_into_view_if_needed()
+        figures.nth(place).locator(".main-svg").first.wait_for()
+    kinds = page.evaluate("[...document.querySelectorAll('.chart')].map((node) => node.data[0].type)")
+    assert kinds.count("heatmap") == 1
+    assert len(kinds) >= 1 + 4 + 1 + 1  # differences, four costs, needles, layers
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(paper)
+    page.locator("#theme").click()
+    assert page.evaluate(paper) != light
+    assert page.locator("#theme").inner_text() == "Light"
+
+
+def test_a_dark_phone_needs_no_sideways_scrolling(browser: Any, path: Path) -> None:
+    found = Opened(browser, path, viewport={"width": 380, "height": 800}, color_scheme="dark")
+    found.page.wait_for_function("document.querySelector('.chart .main-svg')")
+    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert found.page.locator("#theme").inner_text() == "Light"
+    found.check()
+    found.page.context.close()
+
+
+def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(path.parents[1])]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    [table] = data_of(path)["tables"]
+    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "costs", "groups"}
+    for block in table["blocks"]:
+        for column in block["columns"]:
+            assert all(cell in text for cell in column["cells"])
+    assert all(" ".join(note.split()) in text for note in [*table["notes"], *table["warnings"], table["noise"]])
+
+
+def test_what_is_in_no_table_is_said(path: Path) -> None:
+    [said] = data_of(path)["left_out"]
+    assert "sparq" in said
+
+
+def test_differences_within_the_noise_are_grey(path: Path) -> None:
+    [table] = data_of(path)["tables"]
+    grey = {row["title"]: row["grey"] for row in table["rows"]}
+    assert table["floor"] == pytest.approx(1 / SIZE)
+    assert "1 A/A pair" in table["noise"]
+    assert not grey["h2o 10%"]
+    assert grey["snapkv 30%"]  # five examples
+    assert not any(grey[title] for title in grey if title.startswith("full"))
+
+
+@pytest.mark.parametrize("methods", [("full",), ("quest",), ("full", "quest")])
+def test_few_runs_make_a_page_too(
+    browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], methods: tuple[str, ...]
+) -> None:
+    for method in methods:
+        write_run(tmp_path, [record(output="a")], method)
+    found = Opened(browser, page_of(tmp_path))
+    assert len(found.names()) == len(methods)
+    found.page.wait_for_function("window.Plotly")
+    found.check()
+    found.page.context.close()
+
+
+def test_a_folder_without_records_makes_an_empty_page(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, [], "quest", "failed")
+    found = Opened(browser, page_of(tmp_path))
+    assert "0 runs in 0 tables" in found.page.locator("body").inner_text()
+    assert "quest" in found.page.locator(".left-out").inner_text()
+    found.check()
+    found.page.context.close()
+
+
+def test_no_script_ends_in_the_data() -> None:
+    found = as_json({"text": NASTY + "\u2028"})
+    assert "<" not in found
+    assert json.loads(found) == {"text": NASTY + "\u2028"}
+
+
+def test_long_outputs_are_cut_and_many_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "LONGEST", 4)
+    monkeypatch.setattr(outputs, "MOST", 10)
+    room = outputs.Room()
+    assert [room.add(text) for text in ("abcdef", "abcd", "efgh", "ij", "klm")] == [0, 0, 1, 2, None]
+    assert list(room.texts) == ["abcd", "efgh", "ij"]
+    assert "1 outputs are cut after 4 characters; 1 outputs are left out" in room.sentence
+
+
+def test_scripts_read_no_text_as_markup() -> None:
+    folder = Path(outputs.__file__).parent
+    for file in sorted(folder.glob("*.js")):
+        text = file.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), file.name
+        assert len(text.splitlines()) <= 300, file.name
+    assert "http" not in (folder / "template.html").read_text().replace("http-equiv", "")
+
+
+def test_the_page_is_part_of_the_package() -> None:
+    import tomllib
+
+    told = tomllib.loads((Path(report.__file__).parents[1] / "pyproject.toml").read_text())
+    patterns = told["tool"]["setuptools"]["package-data"]["*"]
+    folder = Path(outputs.__file__).parent
+    kinds = {f"*{file.suffix}" for file in folder.iterdir() if file.suffix not in (".py", "")}
+    assert kinds <= set(patterns)
