@@ -13,6 +13,7 @@ from harness.jobs.run import evaluate
 from tests.fast import MODEL, PQ, niah
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))  # jupytext's percent format
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -20,9 +21,18 @@ def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
     matplotlib.use("Agg")
     evaluate(PQ, niah(depths=2), MODEL, Settings(results=Results(root=str(tmp_path)), progress=False))
     monkeypatch.setenv("KV_HARNESS_RUNS", str(tmp_path))
+    monkeypatch.setenv("KV_HARNESS_TINY", "1")
     monkeypatch.chdir(notebook.parent)
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells), "stored with outputs"
     names: dict[str, object] = {}
     for cell in cells:
         exec(compile("".join(cell["source"]), notebook.name, "exec"), names)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_notebook_is_its_script(script: Path) -> None:
+    """Written by `jupytext --to ipynb`: edit the script."""
+    jupytext = pytest.importorskip("jupytext")
+    stored = json.loads(script.with_suffix(".ipynb").read_text())["cells"]
+    assert ["".join(cell["source"]) for cell in stored] == [cell.source for cell in jupytext.read(script).cells]
