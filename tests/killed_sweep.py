@@ -24,14 +24,13 @@ from harness.config.settings import RunConfig
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig
 from harness.sweeps.ledger import sweeps_in
-from tests.crash_points import KILLED, Death
+from tests.crash_points import KILLED, TIMES, Death
 from tests.fast import MODEL_ARGS, TASK_ARGS
 
 GRID = ["-m", "method=streaming,h2o", "budget=0.1,0.2,0.3,0.4,0.5,0.6", "task.depths=2", "task.max_new_tokens=3"]
 KILLS = 3
 ARGUMENTS = [*MODEL_ARGS, *TASK_ARGS, *GRID, "warmup=0"]
 JOBS: list[JobConfig] = []
-TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
 
 
 def at_root(jobs: Sequence[JobConfig], root: Path) -> list[JobConfig]:

@@ -17,11 +17,11 @@ import pytest
 from harness.results.store import load
 from harness.status import main as status
 from harness.sweeps.ledger import Sweep, sweeps_in
+from tests.crash_points import TIMES
 from tests.fast import MODEL_ARGS, TASK_ARGS
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
-TIMES = {"token_s", "seal_s", "question_s", "device_peak_bytes", "host_peak_bytes"}
 GRID = ("-m", "method=streaming,h2o", "task.depths=2")
 
 
