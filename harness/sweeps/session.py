@@ -26,6 +26,7 @@ class Session:
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         self.sweep, self.folder = sweep, folder
+        self._over: set[int] = set()  # groups that have ended: they need not be read again
 
     @classmethod
     def begin(cls, sweep: Sweep, command: str, **how: Any) -> Session:
@@ -54,8 +55,8 @@ class Session:
     def take(self, patience: int = PATIENCE) -> Claim | None:
         """The next group that nobody runs and that was killed less than `patience` times; None where there is none, or
         the command was stopped."""
-        for group in [] if self.is_stopped else self.open_groups(patience):
-            if not self.sweep.is_running(group):
+        for group in [] if self.is_stopped else self._groups:
+            if self._is_open(group, patience) and not self.sweep.is_running(group):
                 with suppress(FolderInUse):
                     if claim := self._claim(group, patience):
                         return claim
@@ -70,27 +71,35 @@ class Session:
 
     def _claim(self, group: int, patience: int, wait: bool = False) -> Claim | None:
         claim = Claim(self.sweep, group, wait=wait)
-        if group in self.open_groups(patience):
+        if self._is_open(group, patience):
             return claim
         claim.release()  # someone else was faster
         return None
 
     def open_groups(self, patience: float = float("inf")) -> list[int]:
         """Groups with a job that has not ended since this command began."""
-        found = []
-        for group in range(len(self.sweep.groups)):
-            log, before = self.sweep.log(group), self.before(group)
-            if log.open_jobs(before) and log.kills(before) < patience:
-                found.append(group)
-        return found
+        return [group for group in self._groups if self._is_open(group, patience)]
+
+    def _is_open(self, group: int, patience: float) -> bool:
+        if group in self._over:
+            return False
+        log, before = self.sweep.log(group), self.before(group)
+        if not log.open_jobs(before):
+            self._over.add(group)
+            return False
+        return log.kills(before) < patience
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self.sweep.groups))
 
     def events(self) -> int:
         """In all logs: what grows while anything happens."""
-        return sum(len(self.sweep.log(group).events) for group in range(len(self.sweep.groups)))
+        return sum(len(self.sweep.log(group).events) for group in self._groups)
 
     def ends(self) -> list[tuple[int, Event]]:
         """How each job ended since this command began, in the order of the jobs."""
-        logs = [(self.sweep.log(group), self.before(group)) for group in range(len(self.sweep.groups))]
+        logs = [(self.sweep.log(group), self.before(group)) for group in self._groups]
         found = [(job, event) for log, before in logs for job in log.jobs if (event := log.ended(job, before))]
         return sorted(found, key=lambda pair: pair[0])
 
