@@ -6,9 +6,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
-from harness.config.catalogue import GROUPS, Entry, entries
+from harness.config.catalogue import GROUPS, entries
 from harness.config.nested import flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, Settings
@@ -20,23 +21,28 @@ BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
 def command(run: StoredRun) -> str:
     """Presets as they were typed, then every key that is not at its default. A plug-in from outside needs the
     `--config-dir` that it came from, which no run knows: DIR stands for it."""
-    found = {kind: _entry(run, kind) for kind in GROUPS}
+    found = {kind: _preset(run, kind) for kind in GROUPS}
     words = ["python", "-m", "harness"]
     if None in found.values():
         words += ["--config-dir", "DIR"]
-    for kind, entry in found.items():
-        words += [f"{kind}={entry.name if entry else _typed(run, kind)}"]
-        usual = entry.values() if entry else {}
-        words += _changed(run.config.get(kind) or {}, usual, f"{kind}.")
+    for kind, preset in found.items():
+        name, usual = preset or (_typed(run, kind), {})
+        words += [f"{kind}={name}", *_changed(run.config.get(kind) or {}, usual, f"{kind}.")]
     return shlex.join([*words, *_changed(_settings(run), flatten(asdict(Settings())))])
 
 
-def _entry(run: StoredRun, kind: str) -> Entry | None:
-    """The yaml in conf/ that the run was typed as; of an older run, the first of the same class."""
+def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and values of the yaml in conf/ that the run was typed as; of an older run, the first of the same class."""
     target = (run.config.get(kind) or {}).get(TARGET)
-    same = [entry for entry in entries(kind) if entry.target == target]
-    named = [entry for entry in same if entry.name == _typed(run, kind)]
+    same = [(name, values) for name, values in _presets(kind) if values.get(TARGET) == target]
+    named = [(name, values) for name, values in same if name == _typed(run, kind)]
     return next(iter([*named, *same]), None)
+
+
+@cache
+def _presets(kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read once: a report asks for every row."""
+    return [(entry.name, entry.values()) for entry in entries(kind)]
 
 
 def _typed(run: StoredRun, kind: str) -> str:

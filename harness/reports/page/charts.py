@@ -15,7 +15,7 @@ from harness.results.summary_file import FULL, method_of
 
 
 def panels(table: Comparison) -> list[dict[str, Any]]:
-    """Score against each cost that another method than Full has; `front`: rows that nothing beats."""
+    """Score against each cost that another method than Full has; `front`: complete rows that nothing beats."""
     others = {i for i, entry in enumerate(table.entries) if method_of(entry.run) != FULL}
     made = [_panel(panel, table) for panel in PANELS]
     return [panel for panel in made if any(panel["xs"][i] for i in others)]
@@ -24,7 +24,7 @@ def panels(table: Comparison) -> list[dict[str, Any]]:
 def _panel(panel: Panel, table: Comparison) -> dict[str, Any]:
     rows = [entry.summary for entry in table.entries]
     xs = [panel.cost(row) or None for row in rows]
-    scores = [row["score"]["mean"] for row in rows]
+    scores = [row["score"]["mean"] if row["status"] == "complete" else None for row in rows]
     points = [(x, score) if x and score is not None else None for x, score in zip(xs, scores, strict=True)]
     return {"name": panel.name, "log": panel.log, "xs": xs, "front": sorted(pareto.front(points))}
 

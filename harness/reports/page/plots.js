@@ -85,7 +85,7 @@ function forest(table) {
   if (!table.rows.some((row) => row.beside)) return null;
   const least = table.floor;
   const band = least ? ` Shaded: the noise floor, ${points(least)} points.` : "";
-  const note = `in points, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey: within the noise (p ≥ 0.05, or below the noise floor).${band}`;
+  const note = `in points, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey and hollow: within the noise (p ≥ 0.05, or below the noise floor).${band}`;
   return chart("Difference to Full,", note, (width) => {
     const rows = table.rows.filter((row) => row.beside && isShown(row)).sort((a, b) => a.beside.diff - b.beside.diff || b.title.localeCompare(a.title));
     return rows.length ? forestPlot(rows, least, width) : null;
@@ -101,7 +101,7 @@ function forestPlot(rows, least, width) {
   const colours = rows.map((row) => (row.grey ? faint : lineColour(row)));
   const bars = rows.map((row, i) => ({
     type: "scatter", mode: "lines+markers", x: [low[i], values[i], high[i]], y: [i, i, i], line: { color: colours[i], width: 1.5 },
-    marker: { size: [0, 9, 0], color: colours[i], symbol: symbol(row), line: { width: 0 } },
+    marker: { size: [0, 9, 0], color: colours[i], symbol: symbol(row) + (row.grey ? "-open" : "") },
     hovertemplate: `${plain(row.title)}<br>${values[i].toFixed(1)} [${low[i].toFixed(1)}, ${high[i].toFixed(1)}]<br>p = ${row.beside.p.toPrecision(2)}<extra></extra>`,
   }));
   const shapes = [{ type: "line", x0: 0, x1: 0, y0: -0.6, y1: rows.length - 0.4, line: { color: colour("soft"), width: 1 }, layer: "below" }];
@@ -120,7 +120,7 @@ function symbol(row) {
 function costs(table) {
   if (!table.panels.length) return null;
   const panels = table.panels.map((panel) => chart(`Score against ${panel.name}`, null, (width) => costPlot(table, panel, width)));
-  const note = "A line joins the budgets of a method; ★ and the dashed line are Full. Filled marks lie on the Pareto front of all rows (dotted): no other row costs as little and scores as much. Rows without the cost, or where it is 0, are not drawn.";
+  const note = "A line joins the budgets of a method; ★ and the dashed line are Full. Filled marks lie on the Pareto front of all complete rows (dotted): no other row costs as little and scores as much. Rows without the cost, or where it is 0, are not drawn.";
   return el("section", { class: "costs" }, el("h3", {}, "Score against cost"), el("p", { class: "soft" }, note), el("div", { class: "panels" }, panels));
 }
 

@@ -1,0 +1,64 @@
+"""Fronts and bytes within a point of Full, on tables whose answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.reports import pareto
+from harness.reports.compare import Comparison, comparisons
+from harness.results.store import find, load
+from tests.fake_records import records, write_run
+
+
+def test_a_front_is_what_nothing_beats() -> None:
+    points = [(1, 0.5), (2, 0.5), (2, 0.9), (3, 0.9), (4, 0.8), None, (1, 0.5), (5, 1.0)]
+    assert pareto.front(points) == {0, 2, 6, 7}
+    assert pareto.front([]) == pareto.front([None]) == set()
+
+
+def test_a_front_rises() -> None:
+    points = [tuple(point) for point in np.random.default_rng(0).random((200, 2)).tolist()]
+    front = sorted(points[i] for i in pareto.front(points))
+    assert [score for _, score in front] == sorted(score for _, score in front)
+    for cost, score in points:
+        assert any(c <= cost and s >= score for c, s in front)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Comparison:
+    """Of 200 examples, quest loses 10, 2 and 1 at 5, 10 and 20 %; snapkv always half."""
+    write_run(tmp_path, records([1.0] * 200, kv_device_bytes=1000))
+    for budget, lost, moved in ((0.05, 10, 0.0), (0.1, 2, 100.0), (0.2, 1, 0.0)):
+        sizes = {"kv_device_bytes": int(1000 * budget), "moved_bytes_per_step": moved}
+        write_run(tmp_path, records([0.0] * lost + [1.0] * (200 - lost), **sizes), "quest", budget=budget)
+        write_run(tmp_path, records([1.0, 0.0] * 100, **sizes), "snapkv", budget=budget)
+    write_run(tmp_path, records([1.0] * 5, kv_device_bytes=1), "h2o", "interrupted", facts={"num_expected": 200})
+    [found] = comparisons([load(run) for run in find([tmp_path])])
+    return found
+
+
+def test_bytes_within_a_point_count_what_is_moved(table: Comparison) -> None:
+    found = pareto.within(table)
+    assert found["snapkv"] is None
+    assert found["quest"] is not None
+    assert found["quest"].title == "quest 10%"  # 100 bytes and 100 moved, as at 20 %, but a tie goes to the smaller
+    assert pareto.needed(found["quest"]) == 200
+    assert "h2o" not in found  # not complete
+
+
+def test_the_table_says_what_was_not_reached(table: Comparison) -> None:
+    method, total, of_full, *_, budget, difference, _ = pareto.within_table(table)
+    assert method.cells == ["quest", "snapkv"]
+    assert (total.cells, total.unit) == (["200", "not reached"], "B")
+    assert of_full.cells == ["20.0", ""]
+    assert budget.cells == ["10%", ""]
+    assert difference.cells[0].startswith("-1.0 [")
+
+
+def test_without_full_there_is_no_such_table(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 10), "quest")
+    [found] = comparisons([load(run) for run in find([tmp_path])])
+    assert pareto.within_table(found) == []
