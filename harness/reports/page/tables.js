@@ -96,7 +96,7 @@ function rowOf(block, shown, place, run, opens, table) {
 }
 
 function cellOf(column, place, first, run) {
-  const text = column.left ? column.cells[place] : column.cells[place].replace(/-(?=\d)/g, "−");
+  const text = column.left ? column.cells[place] : column.cells[place].replace(/(^|[ \[])-(?=\d)/g, "$1−");
   const faint = run && run.grey && (column.head === "vs full" || column.head === "p");
   const kind = [column.left ? "left" : null, faint ? "noise" : null].filter(Boolean).join(" ") || null;
   if (first) return el("th", { scope: "row", class: "name" }, run ? swatch(run) : null, text);
