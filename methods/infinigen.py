@@ -13,8 +13,11 @@ would destroy the logits. For grouped heads a token's score is its best margin a
 rule where there is one query head per KV head.
 
 The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from; generated tokens
-take part in the largest logit and are always read. For the same reason the paper's limited host pool is left out: it
-evicts by what was fetched for earlier rows, and here no prompt row fetches, and no generated token may leave.
+take part in the largest logit and are always read.
+
+A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in (parts/limited_pool.py).
+As in the paper, each prompt token fetches before it enters, by the same guess, though here it attends to all of them:
+the seal replays the prompt, from queries guessed on the way. Generated tokens take slots and never leave.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.lowrank import directions, gram
 from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
 from methods.base import (
     Attended,
     AttnInput,
+    Budget,
     CacheState,
     Card,
     Case,
@@ -46,8 +49,11 @@ from methods.base import (
     check_layers,
 )
 from methods.base.counters import queues
-from methods.layers import SelectLayer
-from methods.parts import costs
+from methods.layers import PooledLayer
+from methods.parts import costs, limited_pool
+from methods.parts.limited_pool import Counts, Fetch, Policy
+from methods.parts.skew import largest, narrowed, skewing
+from methods.parts.uneven import one_by_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +70,17 @@ class InfiniGen(Method):
         sinks="none",
         window="none",
         on_device="partial keys, their basis, generated tokens; the dense layers whole",
-        on_host="K and V of the prompt, but for the dense layers",
+        on_host="K and V of the prompt (of what the pool has kept of it at the seal), but for the dense layers",
         index_cost=(
             "{partial_ratio} of a key's columns, up to twice that for their union; a second query projection per step; "
-            "skewing once per model"
+            "skewing once per model; with a limited pool, a guess per prompt token at the seal from queries kept so far"
         ),
         budget="the most tokens a step may fetch; what it needs may be less",
         deviations=(
             "skewed after the rotation, for models with RoPE; columns chosen for each prompt; each sequence of a batch "
-            "has its own count; no limited host pool; generated tokens are always read"
+            "has its own count; generated tokens are always read. Limited pool (pool_capacity={pool_capacity}, "
+            "pool_policy={pool_policy}): evicted tokens are gone, not evicted again as in the released code; prefill "
+            "stays dense; generated tokens take slots but never leave"
         ),
     )
 
@@ -84,6 +92,8 @@ class InfiniGen(Method):
     calibration_tokens: int = 2048
     column_rule: Literal["query", "union"] = "union"
     group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
+    pool_capacity: float | None = None
+    pool_policy: Policy = "counter"
 
     def __post_init__(self) -> None:
         if self.alpha < 0:
@@ -98,6 +108,12 @@ class InfiniGen(Method):
             raise ValueError(f"column_rule={self.column_rule!r} is unknown: choose query or union.")
         if self.group_rank not in ("margin_max", "prob_sum"):
             raise ValueError(f"group_rank={self.group_rank!r} is unknown: choose margin_max or prob_sum.")
+        limited_pool.check(self.pool_capacity, self.pool_policy)
+
+    def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
+        super().check(budget, sealed, layer)
+        if limited_pool.size(self.pool_capacity, sealed) is not None:
+            limited_pool.refuse_whole(budget, sealed, layer)
 
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
@@ -105,8 +121,9 @@ class InfiniGen(Method):
         spec, width = case.spec, int(self.partial_ratio * case.spec.head_dim)
         if self.column_rule == "union":
             width = min(2 * width, spec.head_dim)
+        case, tables = limited_pool.kept(self.pool_capacity, case)
         partial = width * (case.capacity + spec.head_dim) * case.element_bytes + costs.FP32 * spec.head_dim
-        return costs.select(case, Plan(0, 0, case.budget), spec.num_kv_heads * partial)
+        return costs.select(case, Plan(0, 0, case.budget), spec.num_kv_heads * partial + tables)
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
@@ -133,10 +150,7 @@ class InfiniGen(Method):
         return [*layers]
 
 
-Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
-
-
-class InfiniGenLayer(SelectLayer, capturable=True):
+class InfiniGenLayer(PooledLayer, capturable=True):
     """No sinks and no window: the whole budget is the limit of what the layer before may choose.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
@@ -148,12 +162,12 @@ class InfiniGenLayer(SelectLayer, capturable=True):
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: Tensor  # [B G C d'], skewed keys of all tokens, those of the prompt first
     known = 0  # tokens in `partial`
-    guessed: tuple[Tensor, Counts] | None = None  # rows and counts for the step that is under way
-    diagnostics: ClassVar[tuple[str, ...]] = (*SelectLayer.diagnostics, "counts")
+    guessed: Fetch | None = None  # rows and counts for the step that is under way
+    diagnostics: ClassVar[tuple[str, ...]] = (*PooledLayer.diagnostics, "counts")
     counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: InfiniGen) -> None:
-        super().__init__(spec, cache, method)
+        super().__init__(spec, cache, method, method.pool_capacity, method.pool_policy)
         request = self.request
         self.guesses = not request.covers(request.capacity, spec.index)
         shape = (request.batch, spec.num_kv_heads, spec.head_dim)
@@ -161,6 +175,8 @@ class InfiniGenLayer(SelectLayer, capturable=True):
 
     def absorb(self, x: AttnInput) -> None:
         super().absorb(x)
+        if self.follower is not None and self.follower.rehearses:
+            self.follower.rehearsed.append(self.follower.guessed_query(x))
         if self.guesses:
             grouped = x.q.float().unflatten(1, (self.spec.num_kv_heads, -1)).flatten(2, 3)  # [B G g*T D]
             self.query_mass += self._skewed(grouped).abs().sum(2)
@@ -170,24 +186,22 @@ class InfiniGenLayer(SelectLayer, capturable=True):
 
     def index(self, keys: Tensor) -> None:
         width = int(self.method.partial_ratio * self.spec.head_dim)
-        chosen = _largest(self.query_mass, width)
+        chosen = largest(self.query_mass, width)
         if self.method.column_rule == "union":
-            chosen |= _largest(self._skewed(keys.float()).abs().sum(2), width)
-        columns = chosen.int().topk(int(chosen.sum(-1).max())).indices  # heads with fewer get columns of zeros
+            chosen |= largest(self._skewed(keys.float()).abs().sum(2), width)
         all_columns = self._skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1))
-        kept = all_columns * chosen.unsqueeze(2)
-        at = columns.unsqueeze(2).expand(-1, -1, self.spec.head_dim, -1)
-        self.basis = kept.gather(3, at).to(keys.dtype)
-        self.partial = keys.new_empty(*keys.shape[:2], self.request.capacity, columns.shape[-1])
-        self.known = 0
-        self._learn(keys)
+        self.basis = narrowed(all_columns, chosen).to(keys.dtype)
+        self._start_index(self.request.capacity, keys @ self.basis)
+        if self.slots is not None:
+            kept = self.fill()
+            self._start_index(self.store.k_rows.shape[2], ops.gather_rows(self.partial, kept))
 
     def decode(self, x: AttnInput) -> Tensor:
         if self.follower is not None:
             self.follower.guess(x)
         out = super().decode(x)
         if self.plan is not None:
-            self._learn(x.k)
+            self._append(x.k @ self.basis)
         return out
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
@@ -198,43 +212,35 @@ class InfiniGenLayer(SelectLayer, capturable=True):
             return super().attend(q, *(s if s.rows is None else s._replace(live=self.counts) for s in segments))
         if len(set(self.counts)) == 1:
             return super().attend(q, *segments)
-        alone = super().attend
-        return torch.cat([alone(q[b : b + 1], *self._alone(b, segments)) for b in range(q.shape[0])])
-
-    def _alone(self, b: int, segments: Sequence[Segment]) -> Iterator[Segment]:
-        """What sequence b reads, without the rows that only others asked for."""
-        count = int(self.counts[b])
-        for number, (k, v, rows, _) in enumerate(segments):
-            k, v = k[b : b + 1], v[b : b + 1]
-            if rows is not None:
-                yield Segment(k, v, rows[b : b + 1, :, :count])
-            elif number == 0 and self.middle is not None:  # fetched rows come first
-                yield Segment(k[:, :, :count], v[:, :, :count])
-            else:
-                yield Segment(k, v)
+        return one_by_one(super().attend, q, segments, self.counts, fetched=self.middle is not None)
 
     def guess(self, before: AttnInput) -> None:
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
-        if self.plan is None or not self.selects_next:
-            return
-        q = rotate(self.spec.project_query(before.hidden), before.cos, before.sin)
-        self.guessed = self.choose(self.logits(q), self.plan.top)
+        if self.plan is not None and self.selects_next:
+            self.guessed = self.fetches(self.guessed_query(before))
+
+    def guessed_query(self, before: AttnInput) -> Tensor:
+        return rotate(self.spec.project_query(before.hidden), before.cos, before.sin)
+
+    def fetches(self, q: Tensor) -> Fetch:
+        assert self.plan is not None
+        return self.choose(self.logits(q), self.plan.top)
 
     def logits(self, q: Tensor) -> Tensor:
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
         grouped = q.view(*self.partial.shape[:2], self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
         counters, grouped = self.cache.counters, grouped.to(q.dtype)
         if not counters.running:
-            return ops.row_scores(grouped, self.partial[:, :, : self.known])
+            return self.present(ops.row_scores(grouped, self.partial[:, :, : self.known]))
         live = counters.tensor(self.known, q.device)
         return without_missing(ops.row_scores(grouped, self.partial), live, float("-inf"))
 
-    def choose(self, logits: Tensor, limit: int) -> tuple[Tensor, Counts]:
+    def choose(self, logits: Tensor, limit: int) -> Fetch:
         """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
-        ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
+        ranks, near = ops.group_margins(logits, self.held, self.method.alpha)
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
-            ranks = ops.group_weights(logits[..., : self.sealed], 1.0, "sum")
+            ranks = self.present(ops.group_weights(logits[..., : self.held], 1.0, "sum"))
         if self.cache.counters.running or (self.middle is None and queues(self.request.device)):
             return ranks.topk(limit).indices, asked  # best first
         counts = asked.tolist()
@@ -247,6 +253,8 @@ class InfiniGenLayer(SelectLayer, capturable=True):
         """What the layer before has chosen: the true query comes too late to fetch for it."""
         assert self.guessed is not None
         (rows, self.counts), self.guessed = self.guessed, None
+        if self.pool is not None:
+            self.pool.fetched(rows, self.counts)
         return rows
 
     @property
@@ -275,10 +283,14 @@ class InfiniGenLayer(SelectLayer, capturable=True):
         super().count_replayed(steps)
         self.known += steps
 
-    def _learn(self, keys: Tensor) -> None:
-        """Append the partial keys of keys [B G T D]."""
-        self.cache.counters.write(keys @ self.basis, self.partial, 2, self.known)
-        self.known += keys.shape[2]
+    def _start_index(self, room: int, partial: Tensor) -> None:
+        """Partial keys [B G T d'] so far, with room for more."""
+        self.known, self.partial = 0, partial.new_empty(*partial.shape[:2], room, partial.shape[3])
+        self._append(partial)
+
+    def _append(self, partial: Tensor) -> None:
+        self.cache.counters.write(partial, self.partial, 2, self.known)
+        self.known += partial.shape[2]
 
     def _skewed(self, x: Tensor) -> Tensor:
         """x [B G T D] times A; x itself without a skew."""
@@ -287,14 +299,3 @@ class InfiniGenLayer(SelectLayer, capturable=True):
         matrices = self.request.prepared
         assert isinstance(matrices, tuple)
         return x @ matrices[self.spec.index]
-
-
-def skewing(q: Tensor, groups: int) -> Tensor:
-    """Orthogonal A of each KV head, the strongest direction first. q [1 H T D], rotated -> [G D D] in fp32"""
-    stacked = q[0].unflatten(0, (groups, -1)).flatten(1, 2)
-    return directions(gram(stacked)).float()
-
-
-def _largest(x: Tensor, count: int) -> Tensor:
-    """Which `count` entries of each row are largest. [B G D] -> bool"""
-    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(count).indices, True)

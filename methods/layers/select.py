@@ -21,6 +21,11 @@ class SelectLayer(ChoosingLayer[Plan], capturable=True):
 
     middle: HostStore | None = None
 
+    @property
+    def held(self) -> int:
+        """Tokens of the sealed prompt that are still there."""
+        return self.sealed
+
     @abstractmethod
     def split(self, budget: int) -> Plan:
         """Spend `budget` prompt tokens."""
@@ -60,11 +65,11 @@ class SelectLayer(ChoosingLayer[Plan], capturable=True):
         if self.middle is not None:
             return [self.store.since(0)]
         k, v, sinks = self.store.k, self.store.v, self.plan.sinks
-        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), self.store.since(self.sealed - self.plan.local)]
+        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), self.store.since(self.held - self.plan.local)]
 
     def attended_under(self, plan: Plan) -> Attended:
         away = self.middle.length if self.middle is not None else 0
-        return Attended(sum(plan), self.store.length + away - self.sealed)
+        return Attended(sum(plan), self.store.length + away - self.held)
 
     def positions_of(self, rows: Tensor, plan: Plan) -> Tensor:
         ends = [torch.arange(plan.sinks), torch.arange(self.sealed - plan.local, self.sealed)]
@@ -73,7 +78,7 @@ class SelectLayer(ChoosingLayer[Plan], capturable=True):
 
     def _middle_view(self) -> Segment:
         assert self.plan is not None
-        middle = slice(self.plan.sinks, self.sealed - self.plan.local)
+        middle = slice(self.plan.sinks, self.held - self.plan.local)
         return Segment(self.store.k[:, :, middle], self.store.v[:, :, middle])
 
     def _offload(self) -> None:
@@ -81,8 +86,8 @@ class SelectLayer(ChoosingLayer[Plan], capturable=True):
         whole, middle = self.store, self._middle_view()
         self.middle = HostStore(self.spec, self.cache, middle.k.shape[2])
         self.middle.append(middle.k, middle.v)
-        self.store = KVStore(self.spec, self.cache, self.request.capacity - self.middle.length)
-        for part in (slice(0, self.plan.sinks), slice(self.sealed - self.plan.local, self.sealed)):
+        self.store = KVStore(self.spec, self.cache, whole.k_rows.shape[2] - self.middle.length)
+        for part in (slice(0, self.plan.sinks), slice(self.held - self.plan.local, self.held)):
             self.store.append(whole.k[:, :, part], whole.v[:, :, part])
 
     def _bring_back(self) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from harness.engine.attach import attached
 from kernels.rope import rotate
 from methods.base import Budget, Placement, Plan
-from methods.infinigen import InfiniGen, InfiniGenLayer, skewing
+from methods.infinigen import InfiniGen, InfiniGenLayer
+from methods.parts.skew import skewing
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny

@@ -1,0 +1,129 @@
+"""A pool with room for some of a head's tokens: once it is full, each new token takes the place of one that leaves.
+
+InfiniGen's host pool (arXiv 2406.19707): `fifo` lets the oldest token leave; `counter` the one fetched least often and
+`lru` the one whose last fetch lies furthest back, both among the older half of the pool. To enter counts as a fetch for
+`lru`, not for `counter`. Of equals the oldest leaves. Every KV head has its own victims.
+
+The released code leaves what it evicted among the candidates, and so evicts the same token again; here it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from methods.base import Budget, Case
+from methods.base.budget import BudgetError
+
+Policy = Literal["counter", "fifo", "lru"]
+Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
+Fetch = tuple[Tensor, Counts]  # rows [B G K], of which each sequence fetches the first so many
+TABLE_BYTES = 9  # of a column: use, position and whether it is there
+NEVER = torch.iinfo(torch.int32).max
+
+
+class LimitedPool:
+    """`slots` tokens of each KV head. The tables have a column per prompt token; generated tokens take slots alone."""
+
+    def __init__(self, policy: Policy, slots: int, shape: tuple[int, int, int], device: torch.device) -> None:
+        """shape: sequences, KV heads, tokens of the prompt"""
+        self.policy, self.slots = policy, slots
+        self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
+        self.live = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.positions = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape)
+        self.tokens = self.step = 0
+
+    @property
+    def columns(self) -> int:
+        return self.live.shape[2]
+
+    def take(self, fetches: Iterable[Fetch]) -> None:
+        """The prompt enters, token by token. `fetches`: what each but the first fetches before that, where the policy
+        looks at it; they may be made one by one from what the pool then holds."""
+        made = iter(fetches)
+        for column in range(self.columns):
+            if column and self.policy != "fifo":
+                self.fetched(*next(made))
+            self.enter(column)
+
+    def fetched(self, rows: Tensor, counts: Counts) -> None:
+        """rows [B G K], none twice; counts [B]"""
+        self.step += 1
+        if self.policy == "fifo":
+            return
+        read = (
+            torch.arange(rows.shape[2], device=rows.device) < torch.as_tensor(counts, device=rows.device)[:, None, None]
+        )
+        before = self.uses.gather(2, rows)
+        after = before + 1 if self.policy == "counter" else torch.full_like(before, self.step)
+        self.uses.scatter_(2, rows, torch.where(read, after, before))
+
+    def enter(self, column: int | None = None) -> None:
+        """A token of the prompt, or one that has no column. Where all slots are taken, another leaves first."""
+        if self.tokens == self.slots:
+            self._evict()
+        else:
+            self.tokens += 1
+        if column is not None:
+            self.live[:, :, column] = True
+            self.uses[:, :, column] = self.step if self.policy == "lru" else 0
+
+    def _evict(self) -> None:
+        older = self.live & (self.live.cumsum(2) <= max(1, self.slots // 2))
+        victims = self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
+        self.live.scatter_(2, victims, False)
+
+    def compact(self) -> Tensor:
+        """Drop the columns of evicted tokens. -> those that stay, [B G P], in order"""
+        kept = self.live.nonzero()[:, 2].view(*self.live.shape[:2], -1)
+        self.uses, self.live = self.uses.gather(2, kept), self.live.gather(2, kept)
+        self.positions = self.positions.gather(2, kept)
+        return kept
+
+    def hide(self, x: Tensor) -> Tensor:
+        """Set to -inf, in place, what belongs to evicted tokens. x [B G S] or [B G g S], prompt tokens first"""
+        evicted = ~self.live if x.dim() == 3 else ~self.live.unsqueeze(2)
+        x[..., : self.columns].masked_fill_(evicted, float("-inf"))
+        return x
+
+
+def check(asked: float | None, policy: str) -> None:
+    """Raise `ValueError` for a capacity or a policy that makes no sense."""
+    share = isinstance(asked, float) and 0 < asked <= 1
+    number = isinstance(asked, int) and not isinstance(asked, bool) and asked >= 1
+    if not (asked is None or share or number):
+        raise ValueError(
+            f"pool_capacity={asked} is neither a share of the tokens (a float above 0 and up to 1, like 0.8), a number "
+            "of them (from 1), nor null for all."
+        )
+    if policy not in get_args(Policy):
+        raise ValueError(f"pool_policy={policy!r} is unknown: choose counter, fifo or lru.")
+
+
+def size(asked: float | None, tokens: int) -> int | None:
+    """Slots of a pool that may come to see `tokens`; None where it has room for all."""
+    slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
+    return slots if slots < tokens else None
+
+
+def kept(asked: float | None, case: Case) -> tuple[Case, int]:
+    """`case` with what the pool keeps of its prompt, and the bytes of its tables."""
+    slots = size(asked, case.capacity)
+    if slots is None:
+        return case, 0
+    left = min(case.sealed, slots)
+    case = replace(case, sealed=left, budget=min(case.budget, left))
+    return case, TABLE_BYTES * left * case.spec.num_kv_heads
+
+
+def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:
+    """Raise `BudgetError` where a limited pool would have to be read whole."""
+    if budget is None or budget.covers(sealed, layer):
+        raise BudgetError(
+            f"budget={budget} covers all {sealed} prompt tokens, so nothing is fetched that a limited pool could go "
+            "by: set a smaller budget, or pool_capacity=null."
+        )

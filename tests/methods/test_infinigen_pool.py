@@ -1,0 +1,225 @@
+"""InfiniGen with a limited host pool, against the paper's simulation in loops, and under every method's contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from methods.base import BudgetError, Case, Placement
+from methods.infinigen import InfiniGen, InfiniGenLayer
+from methods.parts.limited_pool import Policy
+from tests.methods import test_contract as contract
+from tests.methods import test_costs as costs
+from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+from tests.methods.test_infinigen import METHOD, guessed_query
+from tests.methods.test_limited_pool import POLICIES
+from tests.tiny import prompt
+
+PROMPT, STEPS, LIMIT, SLOTS = 37, 5, 9, 29
+POOLED = replace(METHOD, skew=False, pool_capacity=SLOTS)
+
+
+def reference(text: Sequences, policy: Policy, b: int) -> list[list[list[int]]]:
+    """What each KV head of layer 1 fetches in each step of sequence b, the prompt's tokens before the generated ones.
+
+    Everything by position: no store is ever made smaller.
+    """
+    shape, group = text.shape, text.shape.heads // text.shape.groups
+    width = int(METHOD.partial_ratio * shape.dim)
+    queries, keys = text.q(1)[b], text.k(1)[b]
+    of_group = [range(i * group, (i + 1) * group) for i in range(shape.groups)]
+    columns = [sum(queries[h, :PROMPT].abs().sum(0) for h in heads).topk(width).indices for heads in of_group]  # type: ignore[union-attr]
+    live: list[list[int]] = [[0] for _ in of_group]
+    use = [{0: 0} for _ in of_group]  # by position: how often, or when last
+    steps: list[list[list[int]]] = []
+    for now in range(1, PROMPT + STEPS):
+        guess, margins, asked = guessed_query(text, 1, now)[b], [], []
+        for i, heads in enumerate(of_group):
+            past = [*live[i], *range(PROMPT, now)]
+            logits = [guess[h, columns[i]] @ keys[i, past][:, columns[i]].T * shape.dim**-0.5 for h in heads]
+            margins.append(torch.stack([a - a.max() for a in logits]).amax(0)[: len(live[i])])
+            asked.append(int((margins[i] >= -METHOD.alpha).sum()))
+        count = max(1, min(int(sum(asked) / len(asked)), LIMIT))
+        fetched = [[live[i][j] for j in margins[i].topk(count).indices.tolist()] for i in range(shape.groups)]
+        for i, positions in enumerate(fetched):
+            for p in positions:
+                use[i][p] = use[i][p] + 1 if policy == "counter" else now
+            if now >= SLOTS:
+                older = [*live[i], *range(PROMPT, now)][: SLOTS // 2]
+                rank = {p: p if policy == "fifo" else use[i][p] for p in older if p < PROMPT}
+                live[i].remove(min(rank, key=lambda p: (rank[p], p)))
+            if now < PROMPT:
+                live[i].append(now)
+                use[i][now] = now if policy == "lru" else 0
+        steps.append(fetched)
+    return steps[PROMPT - 1 :]
+
+
+def started(text: Sequences, method: InfiniGen, placement: Placement = "device", **how: Any) -> list[InfiniGenLayer]:
+    layers = text.start(method, LIMIT, placement=placement)
+    text.prefill(layers, 0, PROMPT, **how)
+    for layer in layers:
+        layer.seal()
+    return [layer for layer in layers if isinstance(layer, InfiniGenLayer)]
+
+
+def capped(text: Sequences) -> Sequences:
+    """Capacity is the length of the text: prompt and steps alone."""
+    assert text.length == PROMPT + STEPS
+    return text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_step_is_the_papers_simulation(shape: Shape, policy: Policy) -> None:
+    text = capped(Sequences(shape, PROMPT + STEPS, 2))
+    layers = started(text, replace(POOLED, pool_policy=policy))
+    expected = [reference(text, policy, b) for b in range(shape.batch)]
+    for step, t in enumerate(range(PROMPT, PROMPT + STEPS)):
+        out = text.decode(layers, t)[1]
+        fetched = [steps[step] for steps in expected]
+        read = layers[1].read_positions()
+        assert read is not None
+        assert [[sorted(p for p in head if p >= 0) for head in heads] for heads in read.tolist()] == [
+            [sorted(head) for head in heads] for heads in fetched
+        ]
+        positions = [[[*head, *range(PROMPT, t + 1)] for head in heads] for heads in fetched]
+        wanted = attention(text.at(1, t, t + 1).q, text.k(1), text.v[1], positions, shape.dim**-0.5)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+        assert layers[0].attended.prompt == PROMPT  # dense
+
+
+def test_policies_come_to_different_pools() -> None:
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    kept = {policy: started(text, replace(POOLED, pool_policy=policy))[1] for policy in POLICIES}
+    held = {policy: layer.pool.positions.tolist() for policy, layer in kept.items() if layer.pool}
+    assert held["fifo"] == [[[*range(PROMPT - SLOTS, PROMPT)]] * 2] * 2
+    assert held["fifo"] != held["lru"] != held["counter"] != held["fifo"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evicted_tokens_are_gone(policy: Policy) -> None:
+    """Whatever stands in their places, no step reads it; and a store holds no more than the pool has slots."""
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    wanted = started(text, replace(POOLED, pool_policy=policy))
+    layers = started(text, replace(POOLED, pool_policy=policy))
+    assert layers[1].store.k_rows.shape[2] == SLOTS + STEPS
+    for t in range(PROMPT, PROMPT + STEPS):
+        assert layers[1].pool is not None
+        evicted = ~layers[1].pool.live
+        assert evicted.sum().item() == (t - PROMPT) * 2 * 2  # sequences x KV heads
+        for x in (layers[1].store.k_rows, layers[1].store.v_rows, layers[1].partial):
+            x[:, :, :SLOTS].masked_fill_(evicted.unsqueeze(3), float("nan"))
+        torch.testing.assert_close(text.decode(layers, t)[1], text.decode(wanted, t)[1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_and_chunks_change_nothing(policy: Policy) -> None:
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    method = replace(POOLED, pool_policy=policy)
+    plain, host = started(text, method), started(text, method, "host", chunk=10)
+    for t in range(PROMPT, PROMPT + STEPS):
+        torch.testing.assert_close(text.decode(host, t)[1], text.decode(plain, t)[1])
+    assert host[1].middle is not None
+    assert host[1].middle.length == SLOTS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pool_with_room_for_all_is_no_pool(policy: Policy) -> None:
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    outs = []
+    for capacity in (None, 1.0, PROMPT + STEPS):
+        layers = started(text, replace(POOLED, pool_capacity=capacity, pool_policy=policy))
+        assert layers[1].pool is None
+        outs.append(torch.cat([text.decode(layers, t)[1] for t in range(PROMPT, PROMPT + STEPS)], 2))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_counts_that_stay_on_the_device_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    listed = started(text, POOLED)
+    monkeypatch.setattr("methods.infinigen.queues", lambda device: True)
+    on_device = started(text, POOLED)
+    for t in range(PROMPT, PROMPT + STEPS):
+        torch.testing.assert_close(text.decode(on_device, t)[1], text.decode(listed, t)[1])
+    assert isinstance(on_device[1].counts, Tensor)
+
+
+def test_what_cannot_be_done_is_refused_by_name() -> None:
+    text = capped(Sequences(SHAPES[0], PROMPT + STEPS, 2))
+    layers = started(text, POOLED)
+    assert "limited pool" in str(layers[1].capture_refusal())
+    assert layers[0].capture_refusal() is None
+    with pytest.raises(ValueError, match="further turn"):
+        layers[1].absorb(text.at(1, PROMPT, PROMPT + 1))
+    with pytest.raises(ValueError, match="reuse_steps"):
+        text.start(POOLED, LIMIT, reuse_steps=1)
+    with pytest.raises(ValueError, match=f"at least {STEPS + 1} tokens"):
+        started(text, replace(POOLED, pool_capacity=STEPS))
+    for budget in (1.0, 400, None):
+        layers = text.start(POOLED, budget)  # type: ignore[assignment]
+        text.prefill(layers, 0, PROMPT)
+        with pytest.raises(BudgetError, match="covers all 37 prompt tokens"):
+            layers[1].seal()
+    with pytest.raises(ValueError, match="pool_policy"):
+        replace(METHOD, pool_policy="random")  # type: ignore[arg-type]
+
+
+RULES = [
+    contract.test_half_precision_stays_half_precision,
+    contract.test_a_long_answer_changes_neither_the_budget_nor_what_is_counted,
+    contract.test_prefill_in_chunks_changes_nothing,
+    contract.test_keys_and_values_on_the_host_change_nothing,
+    contract.test_sequences_of_a_batch_do_not_see_one_another,
+    contract.test_a_fresh_cache_knows_nothing_of_the_one_before,
+    contract.test_no_layer_keeps_its_attention_input_alive,
+]
+WITH = {
+    contract.test_no_method_reads_more_of_the_prompt_than_its_budget: [(61, 0.4), (100, 33), (25, 24)],
+    contract.test_memory_that_was_never_written_is_never_read: [("device",), ("host",)],
+    contract.test_a_shared_prefill_changes_nothing: [(None,), (19,)],
+}
+CALLS = [(rule, ()) for rule in RULES] + [(rule, values) for rule, many in WITH.items() for values in many]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("rule", "values"), CALLS, ids=lambda x: getattr(x, "__name__", None))
+def test_the_contract_holds(rule: Any, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    method = replace(contract.small("infinigen"), pool_capacity=0.75, pool_policy="lru")  # type: ignore[type-var]
+    monkeypatch.setattr(contract, "small", lambda name: method)
+    rule("infinigen", *values)
+
+
+@pytest.mark.parametrize("capacity", [0.75, 0.999, 390])
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("column_rule", ["query", "union"])
+def test_the_cost_is_what_is_held_and_moved(capacity: float, placement: str, column_rule: Any) -> None:
+    changes = {"pool_capacity": capacity, "pool_policy": "fifo", "partial_ratio": 0.5, "skew": False}
+    method = replace(costs.method_of("infinigen"), column_rule="query", **changes)  # type: ignore[type-var]
+    budget = costs.Budget(0.3 if column_rule == "query" else 350)
+    for real, formula in zip(*costs.measured(method, budget, placement), strict=True):
+        assert real == pytest.approx(formula, rel=0.02)
+
+
+def test_a_smaller_pool_costs_less() -> None:
+    spec = Sequences(SHAPES[1], 10, 3).specs[2]
+    case = Case(spec, sealed=400, budget=80, placement="host", element_bytes=2, reserve=100)
+    small, large = (replace(METHOD, pool_capacity=share).cost(case) for share in (0.5, 0.8))
+    assert small.host_bytes == 250 * case.row_bytes
+    assert large.host_bytes == 400 * case.row_bytes  # the prompt alone is no more than the pool holds
+    assert small.device_bytes < large.device_bytes
+    assert small.moved_bytes_per_step == large.moved_bytes_per_step == 80 * case.row_bytes
+
+
+def test_a_prompt_in_a_model_is_replayed_alike_from_run_to_run() -> None:
+    """And the pool matters: the steps are not those of an unlimited one."""
+    method: Any = replace(contract.small("infinigen"), alpha=1.0)  # type: ignore[type-var]
+    ids = prompt(71)
+    limited = contract.run(replace(method, pool_capacity=40), ids, 0.4)
+    contract.assert_same(contract.run(replace(method, pool_capacity=40), ids, 0.4), limited)
+    unlimited = contract.run(method, ids, 0.4)
+    assert any(not torch.allclose(a.logits, b.logits, atol=1e-3) for a, b in zip(limited, unlimited, strict=True))
