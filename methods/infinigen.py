@@ -15,9 +15,8 @@ rule where there is one query head per KV head.
 The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from; generated tokens
 take part in the largest logit and are always read.
 
-A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in (parts/limited_pool.py).
-As in the paper, each prompt token fetches before it enters, by the same guess, though here it attends to all of them:
-the seal replays the prompt, from queries guessed on the way. Generated tokens take slots and never leave.
+A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As in the paper, each
+prompt token fetches before it enters; the seal replays that. Generated tokens take slots and never leave.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class InfiniGen(Method):
         on_host="K and V of the prompt (of what the pool has kept of it at the seal), but for the dense layers",
         index_cost=(
             "{partial_ratio} of a key's columns, up to twice that for their union; a second query projection per step; "
-            "skewing once per model; with a limited pool, a guess per prompt token at the seal from queries kept so far"
+            "skewing once per model; limited pool: a guess per prompt token at the seal, from queries kept until then"
         ),
         budget="the most tokens a step may fetch; what it needs may be less",
         deviations=(
