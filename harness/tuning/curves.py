@@ -46,13 +46,14 @@ def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str
 
 
 def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
-    """Values stand evenly, for a grid is seldom even and may be of words."""
+    """Values stand evenly, for a grid is seldom even; words are not joined by a line."""
     values, rows = list(curve.rows), list(curve.rows.values())
     means = [100 * row.mean for row in rows]
     ends = [row.interval for row in rows]
     axes.vlines(range(len(rows)), [100 * end.low for end in ends], [100 * end.high for end in ends],
                 color=LINE, linewidth=2.2, alpha=0.3)  # fmt: skip
-    axes.plot(range(len(rows)), means, color=LINE, marker="o", markersize=5, linewidth=1.3)
+    line = "" if any(isinstance(value, str | bool) for value in values) else "-"
+    axes.plot(range(len(rows)), means, color=LINE, marker="o", markersize=5, linewidth=1.3, linestyle=line)
     for value, mark in ((curve.start, _START), (curve.chosen, _CHOSEN)):
         if value in curve.rows:
             place = values.index(value)
@@ -60,7 +61,7 @@ def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
     if full is not None:
         axes.axhline(100 * full, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xticks(range(len(values)), [_short(value) for value in values])
-    axes.set(xlabel=f"{name} (n = {_span([row.n for row in rows])})", ylim=(-3, 103))
+    axes.set(xlabel=f"{name} (n = {_span([row.n for row in rows])})", ylim=(-3, 103), xlim=(-0.5, len(rows) - 0.5))
     axes.grid(axis="y", color=figures.GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

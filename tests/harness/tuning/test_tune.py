@@ -88,10 +88,10 @@ def ids_of(root: Path, part: str) -> set[str]:
 
 
 def test_a_search_that_was_stopped_goes_on(run: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["method.gain=0.5,1.0"]
+    words = ["method.gain=1.0,0.25", "task.depths=2"]
     whole = run(*words, f"results.root={tmp_path / 'whole'}")
     assert whole[0] == 0
-    answers = {"made": 0, "until": 7}
+    answers = {"made": 0, "until": 5}
     really = Runner.answer
 
     def counted(self: Runner, *arguments: object) -> object:

@@ -1,0 +1,76 @@
+"""What is tried of a method: what it declares, what can be derived from its defaults, what the user names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pytest
+
+from harness.config.catalogue import entries
+from harness.config.plugins import build
+from harness.tuning.space import START, Space, SpaceError, grids_of, space_of
+from methods.base import Grids, Method
+from methods.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bare(SnapKV):
+    """Declares nothing of its own."""
+
+    tunable: ClassVar[Grids | None] = None
+    kernel: int = 7  # must be odd
+    share: float = 0.2
+    fast: bool = True
+    kind: Literal["a", "b"] = "a"
+    sinks: int = 0
+    seed: int = 3
+    dense_layers: tuple[int, ...] = (0, 1)
+
+
+def no_refusal(method: Method) -> None:
+    return None
+
+
+def test_without_a_declaration_a_grid_lies_around_each_default() -> None:
+    grids = grids_of(Bare(), {})
+    assert grids["kernel"] == (1, 3, 7, 15, 29)
+    assert grids["share"] == pytest.approx((0.05, 0.1, 0.2, 0.4, 0.8))
+    assert grids["fast"] == (False, True)
+    assert grids["kind"] == ("a", "b")
+    space = space_of(Bare(), grids, no_refusal, strict=False)
+    assert "sinks: give it values, as in method.sinks=A,B" in space.left_out
+    assert {words.partition(":")[0] for words in space.left_out} == {"sinks", "seed", "dense_layers"}
+
+
+def test_what_a_budget_or_model_refuses_is_left_out_and_an_error_where_it_was_asked_for() -> None:
+    def refusal(method: Method) -> str | None:
+        return "too wide" if isinstance(method, SnapKV) and method.window > 32 else None
+
+    space = space_of(SnapKV(), grids_of(SnapKV(), {}), refusal, strict=False)
+    assert space.grids["window"] == (8, 16, 32)
+    assert space.left_out == ("window=64: too wide",)
+    with pytest.raises(SpaceError, match="too wide"):
+        space_of(SnapKV(), grids_of(SnapKV(), {"window": (16, 64)}), refusal, strict=True)
+
+
+def test_points_hold_what_differs_from_the_start() -> None:
+    space = Space(SnapKV(), {"window": (16, 32), "kernel": (7, 15, 31)}, ())
+    assert space.curve("kernel") == [START, (("kernel", 15),), (("kernel", 31),)]
+    both = (("window", 16), ("kernel", 31))
+    assert both in space.combinations(space.grids)
+    assert space.method(both) == SnapKV(window=16, kernel=31)
+    assert space.distance(both) == (2, 3)
+    assert space.label(both) == "window=16 kernel=31"
+
+
+@pytest.mark.parametrize("entry", entries("method"), ids=lambda entry: entry.name)
+def test_every_method_declares_values_that_it_takes(entry: object) -> None:
+    method: Method = build(entry.values(), "method")  # type: ignore[attr-defined]
+    if not method.tunable:
+        with pytest.raises(SpaceError, match="nothing to tune"):
+            grids_of(method, {})
+        return
+    space = space_of(method, grids_of(method, {}), no_refusal, strict=True)
+    assert not space.left_out
+    assert "dense_layers" not in space.grids
