@@ -24,6 +24,7 @@ CHOICES = {
     "trace": ("off", "on"),
     "memory_check": ("on", "off"),
     "graphs": ("off", "on"),
+    "triage": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
@@ -37,6 +38,7 @@ WITHOUT_EFFECT = (
     "wandb",
     "tensorboard",
     "workers",
+    "triage",
 )
 # may differ among jobs that share a prefill
 OWN = {"budget", "budget_rule", "align", "comm", "windows", "reuse_steps", "placement"}
@@ -137,6 +139,7 @@ class Settings:
     fidelity: int = 0
     trace: str = "off"
     graphs: str = "off"
+    triage: str = "off"
     memory_check: str = "on"
     dry_run: bool = False
     progress: bool = True
@@ -200,6 +203,10 @@ class Settings:
                 raise SettingsError(f"{name} has settings and trackers does not name it: add trackers=[{name}].")
 
     def _check_generation(self, generation: GenerationSettings) -> None:
+        if self.triage == "on" and generation.temperature:
+            raise SettingsError(
+                "triage=on gives answers again and needs greedy decoding: set generation.temperature=0."
+            )
         self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
         self._at_least(0, **{"generation.top_k": generation.top_k})
         if generation.temperature < 0:

@@ -162,20 +162,16 @@ class Job:
             host_is_cpu=self.settings.device == "cpu",
         )
 
-    def attachment(self, loaded: LoadedModel, run: Run) -> Attachment:
-        """A run that goes on keeps what its first session measured of the machine."""
-        attachment = Attachment(
+    def attachment(self, loaded: LoadedModel, measured: Mapping[str, Any]) -> Attachment:
+        """`measured`: what an earlier session measured of the machine, which a run keeps."""
+        return Attachment(
             loaded.model,
-            replace(self.method, **run.info.get("measured", {})),  # type: ignore[type-var]
+            replace(self.method, **measured),  # type: ignore[type-var]
             self.budget,
             self.settings.placement,  # type: ignore[arg-type]
             torch.tensor([calibration_text(self.model.tokenizer())]),
             self.settings.reuse_steps,
         )
-        if measured := self.method.measured(attachment.prepared):
-            run.note(measured=dict(measured))
-        run.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
-        return attachment
 
 
 def _budget_use(method: Method) -> dict[str, Any]:

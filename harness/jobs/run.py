@@ -25,6 +25,7 @@ from harness.jobs.job import Evaluation, Job, Presets
 from harness.jobs.progress import progress
 from harness.jobs.runner import Runner, load
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
+from harness.jobs.triage import triage
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.records import Record
@@ -84,6 +85,9 @@ def evaluate_together(
     for jobs in sweep.groups.values():
         with _reporting(report):
             for job in _run_group(jobs, report):
+                if job.settings.triage == "on":
+                    with _reporting(report):
+                        triage(job)
                 made[job.folder] = job.evaluation(sweep.full_beside(job, made))
     if errors:
         raise errors[0]
@@ -185,7 +189,10 @@ class _Member:
         job = self.job
         job.note(self.run, loaded)
         with Usage(loaded.model.device) as usage:
-            attachment = job.attachment(loaded, self.run)
+            attachment = job.attachment(loaded, self.run.info.get("measured", {}))
+        if measured := job.method.measured(attachment.prepared):
+            self.run.note(measured=dict(measured))
+        self.run.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
         self.runner.used(usage.backends)
 

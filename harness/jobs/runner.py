@@ -66,7 +66,7 @@ class Runner:
         prefilled = prefilled or self._prefill(ids, context, batch[0].new_tokens)
         with Usage(self.device) as self.usage:
             cache, logits, began, _ = prefilled
-            made = self.engine.complete(cache, logits, ids[:, context:], began=began, **self._ending(batch))
+            made = self.engine.complete(cache, logits, ids[:, context:], began=began, **self.ending(batch))
         self.peaks = _peaks(prefilled.usage, self.usage)
         self.usage.after(prefilled.usage)
         self.used(self.usage.backends)
@@ -101,7 +101,7 @@ class Runner:
         split = batch[0].prompt.split if self.settings.protocol == "context" else None
         return ids, ids.shape[1] if split is None else split
 
-    def _ending(self, batch: Sequence[Item]) -> dict[str, Any]:
+    def ending(self, batch: Sequence[Item]) -> dict[str, Any]:
         """How the engine picks tokens for `batch`, and when it stops."""
         stops = [self._stop(item) for item in batch]
         return {"max_new_tokens": batch[0].new_tokens, "stops": stops, "sampler": self._sampler(batch)}
@@ -116,6 +116,10 @@ class Runner:
     def _rule(self, item: Item) -> StopRule:
         example = item.example
         return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
+
+    def output(self, item: Item, tokens: Sequence[int]) -> str:
+        """The text of an answer."""
+        return self._rule(item).text(tokens)
 
     def _sampler(self, batch: Sequence[Item]) -> Sampler:
         """As asked; where the examples have a least length, nothing ends before it; where a text is given, that."""
@@ -136,7 +140,7 @@ class Runner:
 
     def record(self, item: Item, made: Generation, place: int) -> Record:
         example, tokens = item.example, made.tokens[place]
-        output = repr(made.nll[place]) if made.nll else self._rule(item).text(tokens)
+        output = repr(made.nll[place]) if made.nll else self.output(item, tokens)
         score = self.task.score(example, output)
         return Record(
             id=example.id,

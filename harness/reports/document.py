@@ -9,7 +9,7 @@ from typing import Literal
 
 from harness.reports import noise, pareto
 from harness.reports.banner import banner, markdown_banner
-from harness.reports.columns import average_table, group_table, notes, score_table, trace_table
+from harness.reports.columns import average_table, cause_table, group_table, notes, score_table, trace_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.costs import cost_table
@@ -27,13 +27,13 @@ class Block:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "traced rows", "columns", "methods"]
+    of: Literal["rows", "traced rows", "triaged rows", "columns", "methods"]
     note: str = ""
 
     def runs(self, table: Comparison) -> list[int]:
         """Which run of the table each row is; empty where rows are no runs."""
-        traced = self.of == "traced rows"
-        found = [i for i, entry in enumerate(table.entries) if entry.summary["trace"] or not traced]
+        section = {"traced rows": "trace", "triaged rows": "triage"}.get(self.of)  # of a summary
+        found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
 
 
@@ -42,6 +42,7 @@ BESIDE = (
     Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods", pareto.MEANING),
     Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows"),
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
+    Block("causes", "Causes of wrong answers", cause_table, 2, "triaged rows"),
     Block("groups", "Score by group", group_table, 2, "columns"),
     Block("averages", "The task's own averages", average_table, 1, "columns"),
 )

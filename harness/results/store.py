@@ -20,10 +20,9 @@ from typing import Any, Self
 
 from harness.config.settings import with_new_names
 from harness.results import files
-from harness.results.checksums import seal, unseal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import now, when
-from harness.results.records import Record, StoreError, parse
+from harness.results.records import Record, StoreError, parse, seal, unseal
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
 

@@ -11,7 +11,7 @@ from evals import stats
 from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
-from harness.results import timing
+from harness.results import timing, triage
 from harness.results.alarms import warnings
 from harness.results.identity import model_name
 from harness.results.pairs import group_means, paired
@@ -26,6 +26,7 @@ def summarise(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
+    triaged: Sequence[triage.Line] = (),
 ) -> dict[str, Any]:
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
@@ -54,6 +55,7 @@ def summarise(
         "memory": _memory(records),
         "fidelity": _fidelity(records),
         "trace": _trace(records),
+        "triage": triage.summary(triaged, records),
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.results import files
+from harness.results import files, triage
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, load
 from harness.results.summary import SCHEMA, summarise
@@ -41,7 +41,9 @@ def current_summary(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
 def _derived(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
     """Names its Full by folder and hash, where it is held against one."""
     records = full.records if full else None
-    summary = summarise(run.records, config=run.config, info=run.info | {"status": run.status}, full=records)
+    triaged = triage.read(run.folder, run.info)
+    info = run.info | {"status": run.status}
+    summary = summarise(run.records, config=run.config, info=info, full=records, triaged=triaged)
     if full and summary["full"]:
         summary["full"] |= _identity(full)
     return summary
@@ -64,7 +66,7 @@ def _stale(summary: Mapping[str, Any], path: Path, run: StoredRun, full: StoredR
         return True
     if summary.get("num_examples") != len(run.records) or (full is not None and not _names(summary, full)):
         return True
-    sources = [one.folder / name for one in (run, full) if one for name in ("examples.jsonl", "run.json")]
+    sources = [one.folder / name for one in (run, full) if one for name in ("examples.jsonl", "run.json", triage.NAME)]
     return any(source.exists() and source.stat().st_mtime > path.stat().st_mtime for source in sources)
 
 

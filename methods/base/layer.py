@@ -30,6 +30,7 @@ class KVLayer(ABC):
     """
 
     capturable: ClassVar[bool] = False
+    evicts: ClassVar[bool] = False  # a prompt token that it does not read after the seal is gone
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
 
     def __init_subclass__(cls, *, capturable: bool = False, **more: object) -> None:
@@ -71,6 +72,10 @@ class KVLayer(ABC):
     @abstractmethod
     def read_positions(self) -> Tensor | None:
         """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
+
+    def selected_positions(self) -> Tensor | None:
+        """The same of each head that selects: [B H K] where query heads choose for themselves."""
+        return self.read_positions()
 
     def capture_refusal(self) -> str | None:
         """Why a decode step of this sealed layer cannot be captured (methods/base/counters.py), or None."""

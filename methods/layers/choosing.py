@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from methods.base import Attended, AttnInput
 from methods.layers.dense import DenseLayer
@@ -81,3 +83,11 @@ class ChoosingLayer(DenseLayer, Generic[PlanT], capturable=True):
 
     def read_positions(self) -> Tensor | None:
         return None if self.plan is None or self.rows is None else self.positions_of(self.rows, self.plan)
+
+    def selected_positions(self) -> Tensor | None:
+        if self.plan is None or self.rows is None or self.rows.shape[1] == self.spec.num_kv_heads:
+            return self.read_positions()
+        members = self.rows.unflatten(1, (self.spec.num_kv_heads, -1)).unbind(2)  # one query head of every group
+        found = [self.positions_of(rows, self.plan) for rows in members]
+        widest = max(rows.shape[2] for rows in found)
+        return torch.stack([pad(rows, (0, widest - rows.shape[2]), value=-1) for rows in found], 2).flatten(1, 2)

@@ -18,6 +18,7 @@ from methods.parts.stores import KVStore
 class EvictLayer(DenseLayer, capturable=True):
     """After the seal only `keep` of the prompt is left, in a store of its own size; what comes later is kept whole."""
 
+    evicts: ClassVar[bool] = True
     diagnostics: ClassVar[tuple[str, ...]] = ("positions",)
     evicted = 0  # tokens that have left
     positions: Tensor | None = None  # [B G sealed], where the kept prompt tokens stood; None before the first eviction
@@ -63,6 +64,9 @@ class EvictLayer(DenseLayer, capturable=True):
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.positions
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
+
+    def selected_positions(self) -> Tensor | None:
+        return self.positions
 
     def _copied(self, x: AttnInput) -> AttnInput:
         """New tokens as the store holds them: repeated where query heads have copies of their own."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from harness.reports import needles
 from harness.reports.compare import Comparison, Entry
-from harness.reports.pictures import frontier, heatmap
+from harness.reports.pictures import frontier, heatmap, needle_map
+from harness.results import triage
 
 LONGEST = 120  # characters of a picture's name
 
@@ -24,6 +25,9 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
             for task, found in needles.by_task(entry.run.records).items():
                 path = _picture(folder, f"{number}-{place}-{entry.title}", f"{_slug(task)}-heatmap")
                 yield from heatmap.heatmap(found, path, f"{entry.title}{_unfinished(entry)}, {task}: {table.title}")
+            if lines := triage.followed(entry.run.folder, entry.run.info):
+                path = _picture(folder, f"{number}-{place}-{entry.title}", "needle")
+                yield from needle_map.needle_map(lines, path, f"{entry.title}: {table.title}")
 
 
 def _picture(folder: Path, name: str, kind: str) -> Path:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.results.checksums import CHECKSUM, RUN
 from harness.results.files import read_json, write_json
 from harness.results.lock import is_locked
-from harness.results.records import Record, RecordError, parse
+from harness.results.records import CHECKSUM, RUN, Record, RecordError, parse
 from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
 from tests.fake_records import config, record, write_run
 

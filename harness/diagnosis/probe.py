@@ -1,0 +1,85 @@
+"""A cache that follows a needle through every layer and step of an answer, and can change what the layers read.
+
+What a layer read is what the contract says of it (`KVLayer.selected_positions`). Attention over these tokens is then
+computed once more from the keys and values of the whole prompt, kept beside the method's own: exactly, and with other
+tokens added where `reads` says so. The method goes on choosing from what it sees; only the layer's output is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from harness.engine.cache import KVCache
+from methods.base import AttnInput, CacheState, KVLayer
+from methods.parts.stores import KVStore
+
+Reads = Literal["own", "exact", "needle", "all"]
+"""own: the layer's output stays. In its place, exact attention over: the tokens it read (exact), these and the needle
+(needle), the whole prompt (all)."""
+
+
+class Probe(KVCache):
+    """For one sequence. Call `follow` before the prefill."""
+
+    def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
+        super().__init__(layers, state)
+        self.reads: Reads = "own"
+        self.needle = torch.empty(0, dtype=torch.int64)
+        self.stored = [KVStore(layer.spec, CacheState(state.request), state.request.capacity) for layer in layers]
+        self.prompt = 0  # tokens sealed
+        self.held: list[Tensor] = []  # one number per layer and step, in the order of the calls
+        self.mass: list[Tensor] = []
+
+    def follow(self, needle: Sequence[int], reads: Reads) -> None:
+        """`needle`: positions in the sealed prompt."""
+        self.needle = torch.tensor(needle, dtype=torch.int64, device=self.state.request.device)
+        self.reads = reads
+
+    def seal(self) -> None:
+        super().seal()
+        self.prompt = self.stored[0].length
+
+    def attend(self, layer: int, x: AttnInput) -> Tensor:
+        out = super().attend(layer, x)
+        self.stored[layer].append(x.k, x.v)
+        return self._probed(self.layers[layer], x, out) if self.sealed else out
+
+    def shares(self, name: Literal["held", "mass"], last: int) -> list[list[float]]:
+        """layers x the `last` steps. held: share of the needle's tokens that a selecting head read, mean over heads;
+        mass: attention weight on them among all that was read, mean over query heads."""
+        calls: list[Tensor] = getattr(self, name)
+        steps = (
+            torch.stack(calls).view(-1, len(self.layers)).T[:, -last:] if calls else torch.empty(len(self.layers), 0)
+        )
+        return [[round(share, 3) for share in row] for row in steps.tolist()]
+
+    def _probed(self, layer: KVLayer, x: AttnInput, out: Tensor) -> Tensor:
+        store = self.stored[layer.spec.index]
+        q = x.q.view(*store.k.shape[:2], layer.spec.group, -1)  # [1 G g D]
+        logits = (q @ store.k.transpose(-1, -2)).float() * layer.spec.scale  # [1 G g N]
+        read = self._read(layer, store.length)
+        weights = logits.masked_fill(~read, float("-inf")).softmax(-1)
+        self.held.append(read[..., self.needle].float().mean().cpu())
+        self.mass.append(weights[..., self.needle].sum(-1).mean().cpu())
+        if self.reads == "own":
+            return out
+        if self.reads == "needle":
+            read = read.index_fill(-1, self.needle, True)
+        elif self.reads == "all":
+            read = torch.ones_like(read)
+        weights = logits.masked_fill(~read, float("-inf")).softmax(-1)
+        return (weights @ store.v.float()).to(out.dtype).view_as(out)
+
+    def _read(self, layer: KVLayer, stored: int) -> Tensor:
+        """Which tokens each head read in this step. -> bool [1 G 1|g N]"""
+        groups, rows = layer.spec.num_kv_heads, layer.selected_positions()
+        heads = groups if rows is None else rows.shape[1]
+        read = torch.ones(1, heads, stored + 1, dtype=torch.bool, device=self.needle.device)
+        if rows is not None:  # -1, where a head read fewer, is the place behind the last token
+            read[..., : self.prompt] = False
+            read.scatter_(2, rows % (stored + 1), True)
+        return read[..., :stored].view(1, groups, heads // groups, stored)

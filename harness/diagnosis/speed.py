@@ -1,0 +1,111 @@
+"""Why a run is as fast or slow as it is, in sentences; the same rules as in quality.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from harness.diagnosis.subject import Subject
+from harness.engine.step_parts import PARTS
+from harness.terminal.tables import BYTES, SECONDS, digits, percent, scaled
+
+NAMES = {
+    "select": "selecting tokens",
+    "fetch": "gathering and moving them",
+    "attend": "attention",
+    "rest": "the rest of the method",
+    "model": "the model around it",
+}
+
+
+def sentences(subject: Subject) -> Iterator[str]:
+    if not subject.run.records:
+        return
+    yield from _token(subject)
+    yield from _parts(subject)
+    yield from _moved(subject)
+    yield from _seal(subject)
+    yield from _path(subject.run.info)
+    yield from _load(subject.run.info)
+
+
+def _token(subject: Subject) -> Iterator[str]:
+    row = subject.summary
+    own = row["tpot_s"]["p50"]
+    if own is None:
+        yield f"The time per token was not measured: {_untimed(row)}."
+        return
+    theirs = subject.full_summary["tpot_s"]["p50"] if subject.full_summary else None
+    told = f"A token takes {_seconds(own)} (median TPOT)"
+    if subject.is_full or not theirs:
+        yield told + "."
+    else:
+        yield f"{told}, {digits(own / theirs)} times Full's {_seconds(theirs)}."
+
+
+def _untimed(row: Mapping[str, Any]) -> str:
+    if row["simulated"]:
+        return "the run shared its prefill, so run with shared_prefill=false"
+    if row["traced"]:
+        return "clocks inside the step cost time, so run with trace=off"
+    return "no answer has a third token, so run with generation.force_length=true"
+
+
+def _parts(subject: Subject) -> Iterator[str]:
+    found = subject.traced
+    if not found:
+        yield "Where a step spends its time was not measured: run with trace=on."
+        return
+    parts = sorted(PARTS, key=lambda part: -found[f"{part}_s"])
+    told = [f"{NAMES[part]} {percent(found[f'{part}_s'] / found['step_s'])} %" for part in parts]
+    yield f"Of a decode step of {_seconds(found['step_s'])} (with trace=on), {', '.join(told)}."
+
+
+def _moved(subject: Subject) -> Iterator[str]:
+    moved, hits = (subject.summary["memory"].get(key) for key in ("moved_bytes_per_step", "hit_rate"))
+    if moved:
+        told = f"A step moves {_bytes(moved)} between host and device"
+        bus = ", the same memory here, so no bus is paid for" if subject.summary["host_is_cpu"] else ""
+        yield (
+            told + bus + (f"; {percent(hits)} % of the rows asked for were on the device." if hits is not None else ".")
+        )
+
+
+def _seal(subject: Subject) -> Iterator[str]:
+    seals = [record.seal_s for record in subject.run.records if record.seal_s is not None]
+    if not seals or subject.is_full:
+        return
+    told = f"Sealing a prompt takes {_seconds(median(seals))}"
+    ttft = subject.summary["ttft_s"]["p50"]
+    yield told + (f", beside a TTFT of {_seconds(ttft)}." if ttft else ".")
+
+
+def _path(info: Mapping[str, Any]) -> Iterator[str]:
+    if reason := info.get("plain_steps"):
+        yield f"Steps ran one by one despite graphs=on: {str(reason).rstrip('.')}."
+    if reason := info.get("own_forward"):
+        yield f"The model ran its own forward, which takes more time between operations: {str(reason).rstrip('.')}."
+
+
+def _load(info: Mapping[str, Any]) -> Iterator[str]:
+    machine = (info.get("provenance") or {}).get("machine") or {}
+    load, cpus = (machine.get("load_average") or [None])[0], machine.get("cpus_usable")
+    if load is None or not cpus:
+        yield "The load of the machine was not recorded."
+        return
+    busy = " Others used it as well, so its times mean little." if load > cpus else ""
+    yield f"The machine's load was {load:g} on {cpus} CPUs when the run began.{busy}"
+
+
+def _seconds(value: float) -> str:
+    return _with_unit(value, SECONDS)
+
+
+def _bytes(value: float) -> str:
+    return _with_unit(value, BYTES)
+
+
+def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+    (number,), unit = scaled([value], units)
+    return f"{number} {unit}"

@@ -1,0 +1,80 @@
+"""`python -m harness.explain RUN...`: why a run scores low or is slow, from what is stored, and what to run next."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness.diagnosis import quality, speed
+from harness.diagnosis.next_steps import next_steps
+from harness.diagnosis.subject import Subject, subject
+from harness.reports.columns import cause_table
+from harness.reports.command import command
+from harness.reports.compare import comparisons
+from harness.reports.labels import labels
+from harness.results import files, triage
+from harness.results.records import StoreError
+from harness.results.store import find
+from harness.terminal.tables import text_table
+
+WIDTH = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        subjects = [subject(folder) for folder in find(options.folders)]
+        print("\n\n".join(explanation(one) for one in subjects))
+        for table in comparisons([one.run for one in subjects]):
+            if columns := cause_table(table):
+                print(f"\n{table.title}\n\n{text_table(columns)}")
+        if options.plots:
+            print(*(f"drew {path}" for one in subjects for path in _draw(one)), sep="\n")
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explanation(one: Subject) -> str:
+    """A paragraph on the score, one on the times, and the commands that would tell more."""
+    paragraphs = [" ".join(quality.sentences(one)), " ".join(speed.sentences(one))]
+    filled = [textwrap.fill(text, WIDTH, break_on_hyphens=False) for text in paragraphs if text]
+    steps = [f"{what}:\n    {line}" for what, line in next_steps(one, command(one.run))]
+    commands = ["Next,\n" + "\n".join(steps)] if steps else []
+    return "\n\n".join([_head(one), *filled, *commands])
+
+
+def _head(one: Subject) -> str:
+    (label,) = labels([one.run])
+    row = one.summary
+    return f"{one.run.folder.name}: {label} on {row['task']}, {row['model']}, protocol={row['protocol']}"
+
+
+def _draw(one: Subject) -> Iterator[Path]:
+    """A map of the needle per run that has followed some, in `plots` beside the run's folder."""
+    from harness.reports.pictures.needle_map import needle_map
+
+    if lines := triage.followed(one.run.folder, one.run.info):
+        folder = one.run.folder.parent / "plots"
+        folder.mkdir(exist_ok=True)
+        yield from needle_map(lines, folder / f"{one.run.folder.name}-needle.png", _head(one))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.explain", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or any above it")
+    parser.add_argument("--plots", action="store_true", help="draw where needles were lost, into plots beside RUN")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
+    sys.exit(main())
