@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from statistics import fmean
 from typing import Any
 
 from harness.results.pairs import mean_score
@@ -34,7 +35,7 @@ class Search:
     say: Say
 
     def run(self) -> Point:
-        """The best point that ran on all examples; where several are equal, the one nearest to the start."""
+        """The best point that ran on all examples."""
         self.draw_curves()
         self.refine()
         return self.ranked(self.finished())[0]
@@ -67,8 +68,8 @@ class Search:
         return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
 
     def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Best first."""
-        return sorted(points, key=lambda point: (-self._mean(point), *self.space.distance(point)))
+        """Best first. Of equal scores: the start, else what reads least, else the nearest to the start."""
+        return sorted(points, key=self._rank)
 
     def _round(self, points: Sequence[Point], number: int, what: str) -> None:
         items = self.examples.rounds[number - 1]
@@ -83,6 +84,10 @@ class Search:
 
     def _promise(self, point: Point) -> float:
         return sum(self._mean((one,)) - self._mean(START) for one in point)
+
+    def _rank(self, point: Point) -> tuple[float, ...]:
+        read = fmean(record.attended_share or 0.0 for record in self.trials.records[point])
+        return -self._mean(point), point != START, round(read, 3), *self.space.distance(point)
 
     def _mean(self, point: Point) -> float:
         return mean_score(self.trials.records[point])
