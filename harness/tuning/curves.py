@@ -40,7 +40,8 @@ def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str
         axes.set_visible(False)
     for row in panels:
         row[0].set_ylabel("score (0-100), 95 % interval")
-    figure.legend(handles=_legend(full), loc="outside lower center", ncols=4 if across > 1 else 2, frameon=False, fontsize=8.5)
+    wide = 4 if across > 1 else 2
+    figure.legend(handles=_legend(full), loc="outside lower center", ncols=wide, frameon=False, fontsize=8.5)
     figures.title(figure, title)
     return figures.save(figure, path)
 
