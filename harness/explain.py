@@ -15,7 +15,7 @@ from harness.diagnosis.subject import Subject, subject
 from harness.reports.columns import cause_table
 from harness.reports.command import command
 from harness.reports.compare import comparisons
-from harness.reports.labels import labels
+from harness.reports.labels import budget, labels
 from harness.results import files, triage
 from harness.results.records import StoreError
 from harness.results.store import find
@@ -55,7 +55,8 @@ def explanation(one: Subject) -> str:
 def _head(one: Subject) -> str:
     (label,) = labels([one.run])
     row = one.summary
-    return f"{one.run.folder.name}: {label} on {row['task']}, {row['model']}, protocol={row['protocol']}"
+    name = f"{label} {budget(row)}".strip()
+    return f"{one.run.folder.name}: {name} on {row['task']}, {row['model']}, protocol={row['protocol']}"
 
 
 def _draw(one: Subject) -> Iterator[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from harness.reports.pictures import figures
 from harness.results.triage import Line
@@ -20,7 +21,7 @@ PANELS = {"held": "tokens held", "mass": "attention on it", "full_mass": "Full's
 def needle_map(lines: Sequence[Line], path: Path, title: str) -> tuple[Path, Path]:
     """Means over the answers that were followed, layer by token of the answer. The files drawn."""
     figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = dict(zip(PANELS, figure.subplots(1, len(PANELS), sharey=True), strict=True))
+    panels = dict(zip(PANELS, figure.subplots(1, len(PANELS), sharex=True, sharey=True), strict=True))
     grids = {name: mean_grid([line[name] for line in lines]) for name in PANELS}
     top = max(float(np.nanmax(grids[name])) for name in ("mass", "full_mass"))
     first = min(line["first"] for line in lines)
@@ -47,6 +48,7 @@ def _draw(figure: Figure, axes: Axes, grid: np.ndarray, top: float, first: int) 
     places = np.arange(grid.shape[1] + 1) + first - 0.5
     image = axes.pcolormesh(places, np.arange(grid.shape[0] + 1) - 0.5, grid, cmap=COLOURS, vmin=0, vmax=top or 1)
     axes.set_xlabel("token of the answer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[:].set_visible(False)
     figures.plain(axes)
     bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02)

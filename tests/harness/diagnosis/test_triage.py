@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import pytest
 
 from evals.base import Example, Score, Task, TaskEnv
+from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.diagnosis.ladder import Rungs, cause
 from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
 from harness.jobs.run import evaluate
 from harness.jobs.triage import Case
+from harness.models.embedded import SmolLM2
 from harness.results import triage
 from harness.results.files import read_json
 from harness.results.records import StoreError
@@ -200,3 +202,12 @@ def test_a_changed_line_is_refused(tmp_path: Path) -> None:
 def test_sampling_cannot_be_given_again() -> None:
     with pytest.raises(SettingsError, match="needs greedy decoding"):
         Settings(triage="on", generation=GenerationSettings(temperature=0.7))
+
+
+@pytest.mark.slow
+def test_a_real_model_loses_a_needle_in_the_middle_to_streaming(tmp_path: Path) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), progress=False, budget=0.2, warmup=0, triage="on")
+    made = evaluate(STREAMING, Niah(lengths=[512], depths=[50]), SmolLM2(), settings)
+    line = only(made)
+    assert (line["cause"], line["full_score"], line["scores"]["exact"]) == ("evicted", 1, 0)
+    assert {share for row in line["held"] for share in row} == {0}
