@@ -65,7 +65,7 @@ def _empty(runs: Sequence[StoredRun]) -> str:
 def print_report(folders: Sequence[Path]) -> None:
     """The tables of these runs, as at the end of a command that ran them."""
     tables = comparisons([load(folder) for folder in folders])
-    print("\n" + as_text(tables, colour=shows_colour(sys.stdout)))
+    print("\n" + as_text(tables, colour=shows_colour(sys.stdout), brief=True))
 
 
 def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]) -> Iterator[Path]:

@@ -207,9 +207,11 @@ def notes(comparison: Comparison) -> Iterator[str]:
         )
     used = {stamp for entry in comparison.entries for stamp in _stamps(entry)}
     yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    unfinished: dict[str, list[str]] = {}
     for entry in comparison.entries:
         if entry.summary["status"] != "complete":
-            yield f"not complete: {entry.title}, {entry.summary['status']} after {_count(entry)} examples"
+            unfinished.setdefault(f"{entry.summary['status']} after {_count(entry)} examples", []).append(entry.title)
+    yield from (f"not complete, {state}: {', '.join(titles)}" for state, titles in unfinished.items())
     for entry in comparison.entries:
         if again := entry.run.info.get("rescored"):
             yield _rescored(entry, again)

@@ -21,7 +21,8 @@ WIDTH = 160
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything."""
+    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `brief`:
+    shown at the end of a command, too, not in a report alone."""
 
     name: str
     caption: str
@@ -29,6 +30,7 @@ class Block:
     head: int
     of: Literal["rows", "traced rows", "triaged rows", "columns", "methods"]
     note: str = ""
+    brief: bool = True
 
     def runs(self, table: Comparison) -> list[int]:
         """Which run of the table each row is; empty where rows are no runs."""
@@ -39,8 +41,8 @@ class Block:
 
 SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
-    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods", pareto.MEANING),
-    Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows"),
+    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods", pareto.MEANING, brief=False),
+    Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows", brief=False),
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
     Block("causes", "Causes of wrong answers", cause_table, 2, "triaged rows"),
     Block("groups", "Score by group", group_table, 2, "columns"),
@@ -48,7 +50,10 @@ BESIDE = (
 )
 
 
-def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False) -> str:
+def as_text(
+    tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False, brief: bool = False
+) -> str:
+    """`brief`: as at the end of a command."""
     render = markdown_table if markdown else text_table
     parts = []
     for table in tables:
@@ -56,8 +61,8 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
-        parts += [f"- {note}" if markdown else _wrapped(note) for note in remarks(table)]
-        for block in BESIDE:
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in (notes if brief else remarks)(table)]
+        for block in (block for block in BESIDE if block.brief or not brief):
             shown = list(pieces(block.columns(table), block.head))
             parts += [line for columns in shown for line in ("", render(columns))]
             if shown and block.note:

@@ -53,7 +53,7 @@ def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "-10.0 [" in row(text, "quest", "10%")
     assert row(text, "quest", "20")
     assert " 4/10" in row(text, "h2o")
-    assert "not complete: h2o 10%, interrupted after 4/10 examples" in text
+    assert "not complete, interrupted after 4/10 examples: h2o 10%" in text
     assert text.index("\nfull ") < text.index("\nh2o ")
     assert "score: recall" in text
     assert max(map(len, text.splitlines())) <= 160
