@@ -41,7 +41,7 @@ class Block:
 
 SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
-    Block("within", "Bytes to stay within 1 point of Full", pareto.within_table, 1, "methods", pareto.MEANING, brief=False),
+    Block("within", pareto.CAPTION, pareto.within_table, 1, "methods", pareto.MEANING, brief=False),
     Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows", brief=False),
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
     Block("causes", "Causes of wrong answers", cause_table, 2, "triaged rows"),
@@ -50,9 +50,7 @@ BESIDE = (
 )
 
 
-def as_text(
-    tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False, brief: bool = False
-) -> str:
+def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False, brief: bool = False) -> str:
     """`brief`: as at the end of a command."""
     render = markdown_table if markdown else text_table
     parts = []

@@ -13,6 +13,7 @@ from harness.results.summary_file import FULL, method_of
 from harness.terminal.tables import BYTES, Column, quantity, share
 
 CLOSE = 0.01  # a point
+CAPTION = "Bytes to stay within 1 point of Full"
 MEANING = (
     "bytes within 1 point: of the measured budgets at which a method scores at most 1 point below Full on the same "
     "prompts, the one with the fewest bytes (KV on the device, and what a step moves there). Nothing is interpolated; "
