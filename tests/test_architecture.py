@@ -40,6 +40,7 @@ ROOMS = {
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
     "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
+    "papers": {"reports", "results"},
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},

@@ -23,13 +23,14 @@ _USAGE = """python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=V
 
   python -m harness method=pqcache task=niah                one run, Full beside it, a table at the end
   python -m harness -m method=full,pqcache budget=0.1,0.2   a sweep: every combination
+  python -m harness -m +experiment=small/pqcache_fig9b      a paper's table or figure; `harness.list experiment`
   python -m harness method=pqcache --help                   the parameters of PQCache, too
   python -m harness.status                                  how far the sweeps are, and when they end
   python -m harness.list                                    what each method, task and model is
 """
 _FLAGS = """Flags
   -m                sweep over values that commas separate
-  --config-dir DIR  look for method/, task/ and model/ there, too
+  --config-dir DIR  look for method/, task/, model/ and experiment/ there, too
   --cfg job         print the composed configuration, run nothing
   --version         print version and commit
   --hydra-help      Hydra's own flags"""

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from harness.observations.observation import Layer, Observation, causal_weights, rounded
+from harness.observations.observation import Layer, Observation, causal_weights, rounded, spread
 from methods.base import AttnInput, LayerSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the tokens
-POINTS = 60  # of the falling weights that are kept, evenly on a logarithmic axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +68,3 @@ class AttentionMass(Observation):
 def held(falling: Tensor, share: float) -> float:
     """What the first `share` of the sorted weights [N] hold, at least one token."""
     return float(falling[: max(1, int(share * len(falling)))].sum())
-
-
-def spread(tokens: int) -> list[int]:
-    """Ranks from 1 to `tokens`, evenly on a logarithmic axis."""
-    return sorted({round(tokens ** (place / (POINTS - 1))) for place in range(POINTS)})

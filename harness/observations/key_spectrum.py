@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from harness.observations.observation import Layer, Observation, rounded
+from harness.observations.observation import Layer, Observation, rounded, spread
 from kernels.rope import unrotate
 from methods.base import AttnInput, LayerSpec
 
@@ -50,9 +50,9 @@ class KeySpectrum(Observation):
             found |= {
                 f"rank_{name}": rank_for(spectrum, self.energy),
                 f"error_{name}": round(error_at(spectrum, max(1, round(self.share * len(spectrum)))), 5),
-                name: rounded(spectrum / spectrum[0]),
+                name: rounded(spectrum[[rank - 1 for rank in spread(len(spectrum))]] / spectrum[0]),
             }
-        return found
+        return found | {"ranks": spread(len(spectrum)), "channels": len(spectrum)}
 
     def draw(self, layers: Sequence[Layer]) -> Figure:
         from harness.reports.pictures.figures import plain, side_by_side
@@ -61,8 +61,8 @@ class KeySpectrum(Observation):
         for axes, (name, label) in zip(panels, NAMES.items(), strict=True):
             for index, layer in enumerate(layers):
                 shade = 0.15 + 0.7 * index / max(1, len(layers) - 1)
-                axes.semilogy(range(1, len(layer[name]) + 1), layer[name], color=(0.1, 0.35, 0.7, shade), linewidth=0.9)
-            axes.axvline(self.share * len(layers[0][name]), color="#bb5500", linewidth=0.9)
+                axes.loglog(layer["ranks"], layer[name], color=(0.1, 0.35, 0.7, shade), linewidth=0.9)
+            axes.axvline(self.share * layers[0]["channels"], color="#bb5500", linewidth=0.9)
             axes.set(title=label, xlabel="number of the singular value (line: the rank kept)", ylim=(1e-4, 1.2))
             plain(axes)
         panels[0].set_ylabel("relative to the largest; a line per layer, darker: later")

@@ -13,6 +13,7 @@ from methods.base import AttnInput, LayerSpec
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+POINTS = 60
 Layer = Mapping[str, Any]  # figures of one layer, plain numbers and lists
 
 
@@ -39,6 +40,11 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
     positions = logits.new_tensor(range(tokens))
     hidden = positions > positions[first:last].unsqueeze(1)
     return logits.masked_fill(hidden, float("-inf")).softmax(-1).flatten(0, 1)
+
+
+def spread(last: int) -> list[int]:
+    """Ranks from 1 to `last`, evenly on a logarithmic axis: those of a curve that are kept."""
+    return sorted({round(last ** (place / (POINTS - 1))) for place in range(POINTS)})
 
 
 def rounded(values: Tensor, places: int = 5) -> list[float]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.nested import flatten
+from harness.config.plugins import TARGET
 from harness.reports.command import command
 from harness.reports.compare import Comparison, Entry
 from harness.reports.conditions import origin
 
 
 def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
-    rows = [_row(entry) for table in tables for entry in table.entries]
+    rows = table_rows(tables)
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="")
@@ -23,10 +24,16 @@ def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
         writer.writerows(rows)
 
 
+def table_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """A line per run: its summary, its method's parameters as `parameters.NAME`, where and how it ran."""
+    return [_row(entry) for table in tables for entry in table.entries]
+
+
 def _row(entry: Entry) -> dict[str, Any]:
     info = entry.run.info
     known = {key: value for key, value in entry.summary.items() if value is not None}
-    return dict(_cells(known)) | {
+    parameters = {name: value for name, value in entry.run.config["method"].items() if name != TARGET}
+    return dict(_cells(known | {"parameters": parameters})) | {
         "label": entry.label,
         "folder": entry.run.folder.name,
         "started": info.get("started"),

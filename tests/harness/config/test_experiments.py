@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -23,7 +26,7 @@ from harness.list import experiments_table, main
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import Random
 from harness.models.shapes import SHAPES
-from harness.reports.published import published
+from harness.papers.published import published
 from methods.base import BudgetError
 
 ROOT = Path(__file__).parents[3]
@@ -93,14 +96,15 @@ def changed(config: dict[str, Any], experiment: Experiment, words: list[str]) ->
         config["method"] = {entry.name: entry for entry in entries("method")}[names[-1]].values()
     for word in said:
         key, value = word.key_or_group, word.value()
-        if key.startswith("method.") and not word.is_sweep_override():
-            config["method"][key.partition(".")[2]] = value
+        group, _, name = key.partition(".")
+        if group in ("method", "task") and name and not word.is_sweep_override():
+            config[group][name] = value
         elif key == "method" and isinstance(value, dict):
             config["method"] |= {str(name): one for name, one in value.items()}
         elif key in config and not isinstance(config[key], dict) and not word.is_sweep_override():
             config[key] = value
-    lacking = read.partial["method"]
-    config["method"] = {key: value for key, value in config["method"].items() if key not in lacking}
+    for group, lacking in read.partial.items():
+        config[group] = {key: value for key, value in config[group].items() if key not in lacking}
     return config
 
 
@@ -117,6 +121,30 @@ def test_hydra_composes_every_job(name: str) -> None:
         config = composed([f"+{GROUP}={name}", *words])
         require(config)
         assert changed(config, ALL[name], words) == config
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("small/")])
+def test_a_small_variant_runs(name: str, tmp_path: Path) -> None:
+    program, *words = shlex.split(ALL[name].command)
+    assert program == "python"
+    done = subprocess.run(
+        [sys.executable, *words, f"results.root={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    runs = [file.parent for file in tmp_path.glob("*/summary.json")]
+    if "run" in ALL[name].facts:
+        assert list(tmp_path.glob("observations/*/result.json"))
+    else:
+        assert len(runs) > len(list(points(ALL[name])))  # and Full
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_experiment_has_a_small_variant(name: str) -> None:
+    small = ALL[f"small/{name}"]
+    assert small.base is not None
+    assert "small" in small.headline
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,0 +1,1 @@
+"""What papers publish for our experiments, and our results beside it."""

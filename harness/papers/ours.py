@@ -1,0 +1,38 @@
+"""Our results of an experiment, for notebooks: a row per run, from its folder or from what is committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.reports.compare import comparisons
+from harness.reports.spreadsheet import table_rows
+from harness.results.files import read_json
+from harness.results.store import find, load
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COMMITTED = Path(__file__).resolve().parents[2] / "results" / "published" / "experiments"
+
+
+def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
+    """The columns of `python -m harness.report --csv`. `runs`: a folder with a folder per experiment; where it has none
+    of that name, the committed results of the small variant."""
+    import pandas as pd
+
+    folder = runs / experiment if runs else None
+    if folder is not None and folder.is_dir():
+        return pd.DataFrame(table_rows(comparisons([load(one) for one in find([folder])])))
+    return pd.read_csv(COMMITTED / f"{experiment}.csv")
+
+
+def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:
+    """result.json of an observation, in the same way."""
+    found = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
+    return read_json(found[-1] if found else COMMITTED / f"{experiment}.json")
+
+
+def measured_on(rows: pd.DataFrame) -> str:
+    """Model and hardware of the rows, for the title of a picture."""
+    return "; ".join(sorted({f"{row.model} on {row.device_name}" for row in rows.itertuples()}))
