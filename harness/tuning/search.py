@@ -68,7 +68,7 @@ class Search:
         return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
 
     def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Best first. Of equal scores: the start, else what reads least, else the nearest to the start."""
+        """Best first. Of equal scores: the start, else what reads least (whole percents), else the nearest to it."""
         return sorted(points, key=self._rank)
 
     def _round(self, points: Sequence[Point], number: int, what: str) -> None:
@@ -87,7 +87,7 @@ class Search:
 
     def _rank(self, point: Point) -> tuple[float, ...]:
         read = fmean(record.attended_share or 0.0 for record in self.trials.records[point])
-        return -self._mean(point), point != START, round(read, 3), *self.space.distance(point)
+        return -self._mean(point), point != START, round(read, 2), *self.space.distance(point)
 
     def _mean(self, point: Point) -> float:
         return mean_score(self.trials.records[point])
