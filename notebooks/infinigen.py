@@ -73,3 +73,24 @@ for place, (rows, name, usual) in enumerate(((ratio, "partial_ratio", 0.2), (alp
         axes.set(xlabel=f"method.{name}", ylabel=label, ylim=(0, None))
 told(figure, "Partial ratio and alpha", ratio)
 [row.said for name in ("infinigen_partial_ratio", "infinigen_alpha") for row in published(name)]
+
+# %% [markdown]
+# ## A host pool with room for a share of the tokens
+#
+# What is evicted is gone. FIFO drops the oldest token, LRU the one that was fetched longest ago, counter the one that was
+# fetched least.
+
+# %%
+rows = ours("infinigen_pool", runs)
+rows = rows[rows.method == "infinigen"]
+free = rows[rows["parameters.pool_capacity"].isna()]
+figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+for axes, (measure, scale, label) in zip(panels, (MEASURES[1], MEASURES[2]), strict=True):
+    for policy, group in rows.dropna(subset=["parameters.pool_capacity"]).groupby("parameters.pool_policy"):
+        group = group.sort_values("parameters.pool_capacity")
+        axes.plot(100 * group["parameters.pool_capacity"], scale * group[measure], "o-", label=policy)
+    axes.axhline(scale * free[measure].iloc[0], color="black", linestyle="--", linewidth=0.8, label="no limit")
+    axes.set(xlabel="tokens that the pool holds (%)", ylabel=label)
+panels[0].legend(fontsize=8)
+told(figure, "Pool policies", rows)
+[row.said for row in published("infinigen_pool")]
