@@ -15,8 +15,8 @@ INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah",
 KEYS = (
     "schema status method task model presets budget protocol placement dtype device batch seed num_examples "
     "prompt_tokens score full "
-    "ttft_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace simulated traced "
-    "host_is_cpu warnings"
+    "ttft_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace triage simulated "
+    "traced host_is_cpu warnings"
 )
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 
