@@ -62,7 +62,7 @@ def _conditions(about: bands.About) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.bands", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bands", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--file", type=Path, default=bands.FILE, help="where bands are kept (default: %(default)s)")
     return parser

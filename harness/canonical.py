@@ -53,7 +53,7 @@ def _report(verdicts: Iterable[Verdict]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.canonical", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.canonical", description=__doc__)
     parser.add_argument("--record", action="store_true", help="write what is found as what is expected from now on")
     return parser
 

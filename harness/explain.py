@@ -70,7 +70,7 @@ def _draw(one: Subject) -> Iterator[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.explain", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.explain", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or any above it")
     parser.add_argument("--plots", action="store_true", help="draw where needles were lost, into plots beside RUN")
     return parser

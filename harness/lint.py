@@ -62,7 +62,7 @@ def _marked(item: Item) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.lint", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.lint", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for python -m harness")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N prompts whole")
     parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")

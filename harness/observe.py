@@ -88,7 +88,7 @@ def _cell(value: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.observe", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.observe", description=__doc__)
     parser.add_argument("what", metavar="WHAT", help=", ".join(OBSERVATIONS))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="task, model, ... and the observation's own")
     parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")

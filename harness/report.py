@@ -36,7 +36,10 @@ SORTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.html and options.html.suffix == ".html":
+        parser.error(f"--html takes a folder, and writes index.html there: --html {options.html.with_suffix('')}")
     try:
         runs, unreadable = _load(find(options.folders))
         shown = [run for run in runs if not run.is_empty]
@@ -73,9 +76,11 @@ def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out
     texts = {options.md: lambda: as_text(tables, markdown=True) + "\n", options.tex: lambda: as_latex(tables)}
     for path, text in texts.items():
         if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomically(path, text())
             yield path
     if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
         write_csv(options.csv, tables)
         yield options.csv
     if options.html:
@@ -111,7 +116,7 @@ def _load(folders: Sequence[Path]) -> tuple[list[StoredRun], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.report", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="all of every summary, raw numbers")
     parser.add_argument("--md", type=Path, metavar="FILE", help="the same tables in Markdown")

@@ -108,7 +108,7 @@ def _alone(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.rescore", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--data-root", metavar="FOLDER", help="where the data sets are now, if not where they were")
     return parser

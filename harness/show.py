@@ -123,7 +123,7 @@ def _wrapped(text: str, width: int, indent: str = "") -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.show", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.show", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--diff", type=Path, metavar="RUN2", help="show side by side what this run put out otherwise")
     parser.add_argument("--id", metavar="ID", help="this example only")

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
             time.sleep(options.watch)
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -135,7 +135,7 @@ def _plain(part: Part) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.status", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("results/runs"), metavar="DIR", help="results.root"
     )

@@ -73,7 +73,7 @@ def _say(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.tune", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
     parser.add_argument(
         "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
     )

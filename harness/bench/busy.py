@@ -88,7 +88,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m harness.bench busy", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench busy", description=__doc__)
     made.add_argument("--tokens", nargs="*", type=int, default=[131072])
     made.add_argument("--budget", type=arguments.budget, default=2048)
     made.add_argument("--dtype", default="bf16", choices=DTYPES)

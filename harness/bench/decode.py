@@ -181,7 +181,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m harness.bench decode", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench decode", description=__doc__)
     made.add_argument("--tokens", nargs="*", type=int, default=[2048, 4096, 7936], help="of the prompt")
     made.add_argument("--new", type=int, default=16, help="tokens of a turn")
     made.add_argument("--budget", type=arguments.budget, default=0.2)

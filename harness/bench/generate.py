@@ -187,7 +187,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.bench generate", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench generate", description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--rounds", type=int, default=5)

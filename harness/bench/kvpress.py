@@ -223,7 +223,7 @@ def ruler(options: argparse.Namespace) -> Task:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m harness.bench kvpress", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench kvpress", description=__doc__)
     made.add_argument("--python", required=True, help="of an environment that has kvpress")
     made.add_argument("--presses", nargs="*", default=list(PRESSES), choices=PRESSES)
     made.add_argument("--tasks", nargs="*", default=["niah_single_1", "niah_single_2", "niah_multikey_1"])

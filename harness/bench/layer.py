@@ -173,7 +173,7 @@ def table(rows: Sequence[output.Row], limit_gb_s: float) -> list[Column]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m harness.bench layer", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench layer", description=__doc__)
     made.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384, 32768, 65536, 131072])
     made.add_argument("--budget", type=arguments.budget, default=2048)
     arguments.add_shape(made)

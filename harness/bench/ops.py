@@ -104,7 +104,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m harness.bench ops", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench ops", description=__doc__)
     made.add_argument("--ops", nargs="*", default=[], choices=sorted(OPS), metavar="OP", help="all by default")
     made.add_argument("--tokens", nargs="*", type=int, default=[32768], help="of the prompt")
     made.add_argument("--budget", type=int, default=2048, help="tokens chosen of them")

@@ -96,7 +96,12 @@ class Entry:
         return [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
 
     def _module(self) -> ast.Module:
-        spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
+        try:
+            spec = find_spec(str(self.target).rpartition(".")[0]) if self.target else None
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{self.file}: _target_={self.target} cannot be found ({error}); is its folder on PYTHONPATH?"
+            ) from error
         return _syntax(Path(spec.origin), *_stamp(Path(spec.origin))) if spec and spec.origin else ast.parse("")
 
 

@@ -123,6 +123,10 @@ def _layer(file: Path, content: Mapping[str, Any]) -> Layer:
     overrides = [line for line in content.get("defaults", []) if isinstance(line, dict)]
     named = [(str(key), str(name)) for line in overrides for key, name in line.items()]
     chosen = {key.removeprefix("override").strip(" /"): name for key, name in named}
+    if where := [key for key in chosen if key.startswith("hydra/")]:
+        raise ConfigError(
+            f"{file}: an experiment says what runs, not where: type {where[0]}={chosen[where[0]]} instead."
+        )
     body = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
     params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
     return Layer(file, chosen, dict(_dotted(body)), {str(key): str(values) for key, values in params.items()})

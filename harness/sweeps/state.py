@@ -13,8 +13,9 @@ from typing import Any
 from harness.results import files
 from harness.results.lock import NAME as LOCK
 from harness.results.lock import is_locked
-from harness.results.provenance import now
+from harness.results.provenance import now, when
 from harness.results.records import StoreError
+from harness.results.store import EXAMPLES
 from harness.sweeps.jobs import distinct
 from harness.sweeps.ledger import Event, Log, Sweep, count_examples
 
@@ -101,7 +102,7 @@ def run_state(folder: Path) -> State:
         info = files.read_json(folder / "run.json")
     done, total, said = count_examples(folder), info.get("num_expected"), info.get("status")
     running = said != "complete" and is_locked(folder)
-    ended = now() if running else info.get("ended")
+    ended = now() if running else info.get("ended") or _last_written(folder)
     seconds = _between(info["started"], ended) if ended and "started" in info else None
     made = done - info.get("began_with", 0)
     return State(
@@ -116,6 +117,13 @@ def run_state(folder: Path) -> State:
         at=ended,
         **(_holder(folder) if running else {}),
     )
+
+
+def _last_written(folder: Path) -> str | None:
+    """When the last example came, for a run that was killed."""
+    with suppress(FileNotFoundError):
+        return when((folder / EXAMPLES).stat().st_mtime)
+    return None
 
 
 def other_runs(root: Path, known: Iterable[State]) -> list[State]:

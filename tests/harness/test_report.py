@@ -281,3 +281,17 @@ def test_folders_without_an_example_stand_apart_in_one_line(tmp_path: Path, caps
     assert "quest" not in out.replace(line, "")
     assert report.main([str(failed)]) == 0
     assert "without a single example" in capsys.readouterr().out
+
+
+def test_files_go_into_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", [record(output="a")], "full")
+    given = {f"--{kind}": tmp_path / "new" / kind / f"table.{kind}" for kind in ("md", "tex", "csv")}
+    assert report.main([str(tmp_path / "runs"), *(str(word) for pair in given.items() for word in pair)]) == 0
+    assert all(path.stat().st_size for path in given.values())
+
+
+@pytest.mark.parametrize("words", [["--html", "page.html"], ["--htm", "page"]])
+def test_what_is_nearly_an_option_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report.main(["runs", *words])
+    assert "takes a folder" in (err := capsys.readouterr().err) or "unrecognized arguments: --htm" in err

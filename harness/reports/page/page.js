@@ -99,12 +99,10 @@ function section(table, i) {
     el("h2", { id: `title-${i}` }, table.title),
     el("ul", { class: "conditions" }, table.conditions.map((line) => el("li", {}, line))),
     ...table.alarms.map(banner),
-    forest(table),
-    table.noise ? el("p", { class: "soft" }, table.noise) : "",
-    scores,
-    notesOf(table),
+    ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[beside.within, costs(table), beside.costs, beside.groups, beside.averages].filter(Boolean),
-    ...[heatMaps(table), layersChart(table), partsChart(table), beside.parts, outputsSection(table)].filter(Boolean),
+    ...[heatMaps(table), beside.causes, layersChart(table), partsChart(table), beside.parts].filter(Boolean),
+    ...[outputsSection(table)].filter(Boolean),
   );
   whenChanged(() => (node.hidden = hidden.tables.has(table.title)));
   return node;

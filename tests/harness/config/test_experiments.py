@@ -194,6 +194,7 @@ WRONG = {
     "setting": ("budgett: 0.5", "There is no setting budgett; did you mean budget?"),
     "parameter": ("method: {mm: 2}", "method=pqcache has no parameter mm"),
     "method": ("defaults: [{override /method: oracel}]", "There is no method 'oracel'; did you mean oracle?"),
+    "launcher": ("defaults: [{override /hydra/launcher: ray}]", "not where: type hydra/launcher=ray instead"),
     "grid key": ("hydra: {sweeper: {params: {budgett: '0.1,0.2'}}}", "There is no setting budgett"),
     "grid value": ("hydra: {sweeper: {params: {budget: '0.1,['}}}", "cannot read budget=0.1,["),
     "base": ("defaults: [pqcache_fig9]", "there is no experiment 'pqcache_fig9'; did you mean pqcache_fig9"),

@@ -252,6 +252,8 @@ def test_few_runs_make_a_page_too(
         write_run(tmp_path, [record(output="a")], method)
     found = Opened(browser, page_of(tmp_path))
     assert len(found.names()) == len(methods)
+    texts = "[...document.querySelector('section.table').childNodes].filter((one) => one.nodeType === 3)"
+    assert found.page.evaluate(f"{texts}.map((one) => one.data.trim()).filter(Boolean)") == []
     found.page.wait_for_function("window.Plotly")
     found.check()
     found.page.context.close()

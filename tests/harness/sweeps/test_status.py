@@ -87,6 +87,8 @@ def test_runs_without_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     made(tmp_path / "wrong", 0, status="failed", error="KeyError: 'no such head'")
     (part,) = seen(tmp_path, capsys, 1)
     assert (part["command"], part["counts"]) == (None, {"done": 1, "failed": 1, "interrupted": 1})
+    killed = next(one for one in part["jobs"] if one["label"] == "killed")
+    assert killed["seconds"] is not None, "up to its last example"
     assert {one["label"]: one["reason"] for one in part["jobs"]}["wrong"] == "KeyError: 'no such head'"
 
 
@@ -94,7 +96,7 @@ def test_nothing_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert status([str(tmp_path / "none")]) == 2
     assert status([str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "no such folder" in err
+    assert "error: no such folder" in err
     assert "give the folder that results.root named" in err
 
 
