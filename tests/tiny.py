@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 
 import torch
@@ -35,6 +36,13 @@ def tiny(architecture: str) -> PreTrainedModel:
     torch.manual_seed(7)
     config = AutoConfig.for_model(architecture, **SHAPE, **ARCHITECTURES[architecture], initializer_range=0.15)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def eager(architecture: str) -> PreTrainedModel:
+    """A copy that gives its attention weights: asked for them, transformers leaves hooks on the layers."""
+    model = deepcopy(tiny(architecture))
+    model.set_attn_implementation("eager")
+    return model
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

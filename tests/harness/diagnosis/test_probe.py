@@ -20,7 +20,7 @@ from methods.oracle import Oracle
 from methods.quest import Quest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
-from tests.tiny import prompt, tiny
+from tests.tiny import eager, prompt, tiny
 
 LENGTH, NEW = 240, 6
 IDS = prompt(LENGTH)[0].tolist()
@@ -94,15 +94,9 @@ def test_a_needle_is_held_where_it_was_kept() -> None:
 
 
 def test_mass_is_what_the_models_own_attention_gives() -> None:
-    model = tiny("llama")
     tokens = own_tokens(Full())
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            made = model(torch.tensor([IDS + tokens[:-1]]), output_attentions=True)
-    finally:
-        model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        made = eager("llama")(torch.tensor([IDS + tokens[:-1]]), output_attentions=True)
     found = torch.tensor(replayed(Full()).mass)
     steps = range(LENGTH, LENGTH + NEW - 1)
     theirs = torch.stack([layer[0, :, steps][..., list(MIDDLE)].sum(-1).mean(0) for layer in made.attentions])

@@ -18,7 +18,7 @@ from harness.observations.heavy_hitters import HeavyHitters
 from harness.observations.key_spectrum import KeySpectrum
 from harness.observations.observation import Layer, Observation
 from harness.observe import OBSERVATIONS, main
-from tests.tiny import prompt, tiny
+from tests.tiny import eager, prompt, tiny
 
 TOKENS = 300
 ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes", "task.lengths=[300]"]
@@ -35,17 +35,12 @@ def figures(observation: Observation) -> list[Layer]:
 @torch.no_grad()
 def plain() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Of each layer: keys before and after the rotation and values, [G N D], and weights [H N N], by transformers."""
-    model = tiny("llama")
+    model = eager("llama")
     before: list[Tensor] = []
     projections = [layer.self_attn.k_proj for layer in model.get_decoder().layers]
-    hooks = [one.register_forward_hook(lambda module, given, out: before.append(out)) for one in projections]
-    chosen, model.config._attn_implementation = model.config._attn_implementation, "eager"
-    try:
-        out = model(prompt(TOKENS), output_attentions=True, use_cache=True)
-    finally:
-        model.config._attn_implementation = chosen
-        for hook in hooks:
-            hook.remove()
+    for projection in projections:
+        projection.register_forward_hook(lambda module, given, out: before.append(out))
+    out = model(prompt(TOKENS), output_attentions=True, use_cache=True)
     cached = [(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers]
     unrotated = [keys[0].view(TOKENS, 2, -1).transpose(0, 1) for keys in before]
     return unrotated, [k for k, _ in cached], [v for _, v in cached], [weights[0] for weights in out.attentions]
