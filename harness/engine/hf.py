@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """What is known of each layer of the model, in order. A method is told of some (methods/layers/hybrid.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
+    rotary = deepcopy(model.get_decoder().rotary_emb)
     return [
         LayerSpec(
             index=index,
@@ -144,7 +146,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
-            rope=_Rope(model, module),
+            rope=_Rope(rotary, module, model.device),
             project_query=_QueryProjection(module, model.config.num_attention_heads),
             window=window,
             sink_logits=_sink_logits(module),
@@ -159,16 +161,28 @@ def _sink_logits(module: Any) -> Tensor | None:
 
 
 class _Rope:
-    """Positions [P] -> cos, sin of one attention module, [1 P D] fp32."""
+    """Positions [P] -> cos, sin of one attention module, [1 P D] fp32.
 
-    def __init__(self, model: PreTrainedModel, module: nn.Module) -> None:
-        self.rotary, self.device, self.module = model.get_decoder().rotary_emb, model.device, module
-        kinds = getattr(self.rotary, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
+    Angles of dynamic scaling depend on how far earlier calls reached. Here they follow from `positions` alone: `rotary`
+    is a copy, so nothing of the model's changes, and position 0 makes it forget what it was asked before.
+    """
+
+    def __init__(self, rotary: nn.Module, module: Any, device: torch.device) -> None:
+        self.rotary, self.device, self.module = rotary, device, module
+        kinds = getattr(rotary, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
         self.kind = () if kinds is None else (module.layer_type,)
+        kind: Any = rotary.rope_type
+        kind = kind if kinds is None else kind[module.layer_type]
+        self.remembers = "dynamic" in kind
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.remembers:
+            self._ask(torch.zeros(1, dtype=torch.long))
+        return _rotation(self.module, self._ask(positions))
+
+    def _ask(self, positions: Tensor) -> Any:
         like = torch.empty(0, dtype=torch.float32, device=self.device)
-        return _rotation(self.module, self.rotary(like, positions.to(self.device).unsqueeze(0), *self.kind))
+        return self.rotary(like, positions.to(self.device).unsqueeze(0), *self.kind)
 
 
 def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

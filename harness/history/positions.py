@@ -1,0 +1,91 @@
+"""Keys without the rotation of their positions, and with that of others (CachedAttention, ATC 2024, section 3.4).
+
+A history that has lost its oldest tokens, or those that a method evicted, goes on at positions 0 to H-1. Angles come
+from the model's own rotary module (`LayerSpec.rope`), so scaled, partial and per-layer rotations are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import rope
+
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P R]
+
+
+class RotationError(ValueError):
+    """These keys' rotations do not follow from their positions alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Of one layer. `dtype`: the model's, to which it rounds cos and sin; all arithmetic is in fp32.
+
+    Keys are [..., T, D]; positions are [T], or [..., T] where heads keep different tokens (-1 for a row that is
+    none, which stays as it is).
+
+    Dynamic and LongRoPE scaling turn every token of a forward by how far that forward reaches. `reach` says how far
+    it reached, in tokens from the start of the text; None: as far as the last of `positions`.
+    """
+
+    angles: Angles
+    dtype: torch.dtype
+
+    def off(self, keys: Tensor, positions: Tensor, reach: int | None = None) -> Tensor:
+        """Keys as before their rotation. -> fp32, for a rounding here would be one more"""
+        return self._turned(rope.unrotate, keys, positions, reach)
+
+    def on(self, rows: Tensor, positions: Tensor, reach: int | None = None) -> Tensor:
+        """What `off` gave, rotated to `positions`. -> the model's dtype"""
+        return self._turned(rope.rotate, rows, positions, reach).to(self.dtype)
+
+    def move(self, keys: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """Keys rotated to `source`, as they are at `target`. -> the model's dtype"""
+        return self.on(self.off(keys, source), target)
+
+    def steady(self, tokens: int) -> int:
+        """Up to how many tokens, `tokens` at most, a text may grow without a change of the angles at its start."""
+        if self._alike(tokens):
+            return tokens
+        known, changed = 1, tokens
+        while changed - known > 1:
+            middle = (known + changed) // 2
+            known, changed = (middle, changed) if self._alike(middle) else (known, middle)
+        return known
+
+    def check(self, tokens: int) -> None:
+        """Raises `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""
+        if (steady := self.steady(tokens)) < tokens:
+            raise RotationError(
+                f"This model's rotary scaling (dynamic or LongRoPE) changes all angles once a text exceeds {steady} "
+                f"tokens, so keys stored before do not fit those after: keep conversations to {steady} tokens, or "
+                "recompute their histories."
+            )
+
+    def _turned(
+        self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor, reach: int | None
+    ) -> Tensor:
+        cos, sin = self._at(positions.flatten().clamp(min=0), reach)
+        if positions.dim() == 1:
+            cos, sin = (part.to(rows.device).unsqueeze(0) for part in (cos, sin))
+            return way(rows.float().reshape(-1, 1, *rows.shape[-2:]), cos, sin).view(rows.shape)
+        flat = rows.float().reshape(-1, 1, *rows.shape[-2:])  # every head as a sequence of its own
+        cos, sin = (part.to(rows.device).view(flat.shape[0], flat.shape[2], -1) for part in (cos, sin))
+        turned = way(flat, cos, sin).view(rows.shape)
+        return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
+
+    def _at(self, positions: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
+        """cos and sin [P R] fp32, with the model's roundings."""
+        asked = positions if reach is None else torch.cat([positions, positions.new_tensor([reach - 1])])
+        cos, sin = (part[0, : len(positions)].to(self.dtype).float() for part in self.angles(asked))
+        return cos, sin
+
+    def _alike(self, reach: int) -> bool:
+        """Whether position 1 has the angles it has in the shortest text."""
+        ends = (torch.tensor([1]), torch.tensor([1, max(1, reach - 1)]))
+        short, long = (self.angles(end)[0][0, 0] for end in ends)
+        return torch.equal(short, long)
