@@ -19,6 +19,7 @@ class Full(Method):
     """
 
     uses_budget: ClassVar[bool] = False
+    rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="keeps and reads everything",

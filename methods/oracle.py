@@ -25,6 +25,7 @@ from methods.parts.windows import Windowed
 class Oracle(Windowed):
     """sinks, recent_ratio: how the budget is split, see `Windowed`."""
 
+    rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the tokens with the largest exact softmax weights over all stored tokens",

@@ -34,6 +34,7 @@ class PQCache(Windowed):
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
+    rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the tokens with the largest softmax weights of quantised keys, among the candidates alone",

@@ -48,6 +48,7 @@ class Quest(Method):
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
+    rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the pages with the largest upper bounds of q.k",

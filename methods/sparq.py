@@ -36,6 +36,7 @@ class SparQ(Windowed):
     """r channels of a key; mean_value and channel_copy: see above; the split of the budget: see `Windowed`."""
 
     offloads: ClassVar[bool] = True
+    rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="selects the tokens with the largest approximate logits, from {r} channels of the keys",

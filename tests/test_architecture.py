@@ -43,6 +43,7 @@ ROOMS = {
     "papers": {"reports", "results"},
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "history": {"terminal", "config", "results", "reports"},
+    "conversations": {"models", "prompts", "engine", "results", "history"},
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }

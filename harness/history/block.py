@@ -28,7 +28,7 @@ class DamagedBlock(ValueError):
 
 @dataclass(slots=True)
 class Block:
-    """`rows` is None where they lie on disk alone."""
+    """`rows` is None where they lie on disk alone. Without tokens: what belongs to all of a session's together."""
 
     name: str
     tokens: tuple[int, ...]
@@ -47,16 +47,22 @@ class File:
     bytes: int
 
 
-def blocks(tokens: Sequence[int], layers: Mapping[str, Tensor], length: int) -> Iterator[Block]:
-    """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter."""
+def blocks(
+    tokens: Sequence[int], layers: Mapping[str, Tensor], length: int, rest: Mapping[str, Tensor]
+) -> Iterator[Block]:
+    """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs to
+    all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
     for name, rows in layers.items():
         if rows.ndim < 2 or rows.shape[-2] != len(tokens):
             raise ValueError(
                 f"{name} is {list(rows.shape)}: it should have {len(tokens)} tokens in its last but one place"
             )
+    length = length if layers else max(1, len(tokens))
     for start in range(0, len(tokens), length):
         end = start + length
         yield block(tokens[start:end], {name: rows[..., start:end, :] for name, rows in layers.items()})
+    if rest:
+        yield block((), rest)
 
 
 def block(tokens: Sequence[int], rows: Mapping[str, Tensor]) -> Block:
@@ -71,9 +77,19 @@ def host_copy(rows: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Block]) -> Rows:
-    """The rows of all blocks, copied into one tensor per name."""
-    found = [part.rows or {} for part in parts]
+    """The rows of all blocks of tokens, copied into one tensor per name."""
+    found = [part.rows or {} for part in parts if part.tokens]
     return {name: torch.cat([rows[name] for rows in found], dim=-2) for name in found[0]} if found else {}
+
+
+def has_rest(parts: Sequence[Block]) -> bool:
+    """Whether something belongs to all of the blocks together."""
+    return bool(parts) and not parts[-1].tokens
+
+
+def rest_of(parts: Sequence[Block]) -> Rows:
+    """That, copied."""
+    return {name: one.clone() for name, one in (parts[-1].rows or {}).items()} if has_rest(parts) else {}
 
 
 def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:

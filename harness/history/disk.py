@@ -106,7 +106,7 @@ class Disk:
         """The blocks with their rows; raises `DamagedBlock`."""
         entry = self.entries[key]
         files = {block.name: file for block, file in zip(entry.blocks, entry.files, strict=True)}
-        return [block if block.rows else read(self._path(block), block, files[block.name]) for block in blocks]
+        return [read(self._path(one), one, files[one.name]) if one.rows is None else one for one in blocks]
 
     def touch(self, key: str) -> None:
         """It was used, wherever it was found."""

@@ -11,7 +11,8 @@ from harness.results.files import canonical
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
     """`model`, `weights`: whose rows they are. `tokenizer`: a hash of it. `rotary`: its settings, and whether keys lie
-    before the rotation. `codec`: how rows are encoded."""
+    before the rotation. `codec`: how rows are encoded. `method`: what else shapes them, for what a method lets a token
+    see is in the rows of those behind it."""
 
     model: str
     weights: str
@@ -19,6 +20,7 @@ class Fingerprint:
     rotary: str
     dtype: str
     codec: str = "plain"
+    method: str = "full"
 
     @property
     def digest(self) -> str:

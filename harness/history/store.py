@@ -4,8 +4,9 @@
         found = store.get("alice", tokens)  # the longest stored prefix, in blocks
         store.extend("alice", found.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
 
-Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. A store is
-for one thread.
+Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
+row of a token goes into `rest`, tensors of any shape: they come back with all tokens of the session or not at all. A
+store is for one thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Rows, blocks, covered, joined, length
+from harness.history.block import Block, Rows, blocks, covered, has_rest, joined, length, rest_of
 from harness.history.contents import LOST, Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import Fingerprint
@@ -29,6 +30,7 @@ from harness.history.policies import Policy, SchedulerAware
 from harness.history.statistics import Statistics
 
 Clock = Callable[[], float]
+NOTHING: Rows = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Found:
     tokens: int = 0
     tier: str | None = None
     layers: Rows = field(default_factory=dict)
+    rest: Rows = field(default_factory=dict)
 
 
 class HistoryStore:
@@ -73,10 +76,10 @@ class HistoryStore:
             self._restore(files, wall())
 
     def get(self, session: str, tokens: Sequence[int]) -> Found:
-        """The rows of the longest prefix of `tokens` that is stored, in whole blocks; rows are copies."""
+        """The rows of the longest prefix of `tokens` that is stored, in whole blocks; rows are copies. With a rest: all
+        of the session, or nothing."""
         key, now = self._fresh(session), self._clock()
-        tier = self.placement.tier(key)
-        count = covered(self.contents.sessions.get(key, ()), tokens)
+        tier, count = self.placement.tier(key), self._covered(key, tokens)
         found = Found()
         if tier and count:
             self.contents.carry_out(self.placement.use(key, now))
@@ -84,27 +87,43 @@ class HistoryStore:
         self.statistics.asked(found.tier, found.tokens, len(tokens))
         return found
 
-    def put(self, session: str, tokens: Sequence[int], layers: Mapping[str, Tensor]) -> None:
-        """All that the session is now. It replaces what was stored."""
-        self._hold(self._fresh(session), list(blocks(tokens, layers, self.block_tokens)))
+    def known(self, session: str, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
+        key = self._fresh(session)
+        return length(self.contents.sessions.get(key, [])[: self._covered(key, tokens)])
 
-    def extend(self, session: str, start: int, tokens: Sequence[int], layers: Mapping[str, Tensor]) -> bool:
-        """Appends `tokens` behind the first `start`, of which no row is touched. False where these are not stored (any
-        more): `put` the whole session then."""
+    def put(
+        self, session: str, tokens: Sequence[int], layers: Mapping[str, Tensor], rest: Mapping[str, Tensor] = NOTHING
+    ) -> None:
+        """All that the session is now. It replaces what was stored."""
+        self._hold(self._fresh(session), list(blocks(tokens, layers, self.block_tokens, rest)))
+
+    def extend(
+        self,
+        session: str,
+        start: int,
+        tokens: Sequence[int],
+        layers: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor] = NOTHING,
+    ) -> bool:
+        """Appends `tokens` behind the first `start`, of which no row is touched; `rest` replaces that of before. False
+        where these are not stored (any more): `put` the whole session then."""
         key = self._fresh(session)
         known = self.contents.sessions.get(key, [])
         count = next((n for n in range(len(known) + 1) if length(known[:n]) == start), None)
         if count is None:
             return False
-        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens)])
+        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest)])
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
-        """Drops the oldest tokens down to a share; returns how many. Rows that stay were computed in sight of them."""
+        """Drops the oldest tokens down to a share; returns how many. Rows that stay were computed in sight of them.
+        With a rest all of them go."""
         if not 0 <= keep <= 1:
             raise ValueError(f"keep={keep} should be a share, from 0 to 1")
         key = self._fresh(session)
         known = self.contents.sessions.get(key, [])
+        keep = 0.0 if has_rest(known) else keep
         drop = length(known) - int(length(known) * keep)
         try:
             kept = self._without_first(key, known, drop)
@@ -177,6 +196,12 @@ class HistoryStore:
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
 
+    def _covered(self, key: str, tokens: Sequence[int]) -> int:
+        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
+        known = self.contents.sessions.get(key, ())
+        count = covered(known, tokens)
+        return 0 if has_rest(known) and count < len(known) else count
+
     def _hold(self, key: str, parts: list[Block]) -> None:
         moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
         self.contents.hold(key, parts, moves)
@@ -190,7 +215,7 @@ class HistoryStore:
         except LOST as error:
             self.contents.lose(key, error)
             return Found()
-        return Found(length(parts), tier, joined(parts)) if parts else Found()
+        return Found(length(parts), tier, joined(parts), rest_of(parts)) if parts else Found()
 
     def _without_first(self, key: str, known: Sequence[Block], drop: int) -> list[Block]:
         for place, block in enumerate(known):

@@ -305,6 +305,18 @@ def test_a_turn_goes_on_in_another_cache(name: str, room: int) -> None:
             assert ours is None or other is None or torch.equal(ours.sort(-1).values, other.sort(-1).values)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if small(name).rows_stay])
+def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
+    """A store appends to what it has of them, and never writes it again."""
+    with attach(small(name), 0.4) as kv:
+        cache = kv.cache(capacity=120)
+        turn(kv, cache, prompt(61))
+        before = [{key: state[key].clone() for key in ("k0", "v0")} for state in cache.contents()]
+        turn(kv, cache, prompt(26, seed=1))
+        for old, now in zip(before, cache.contents(), strict=True):
+            assert all(torch.equal(now[key][:, :, : x.shape[2]], x) for key, x in old.items())
+
+
 @methods
 def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
     ids = prompt(71)

@@ -52,6 +52,32 @@ def test_the_longest_prefix_in_blocks_with_its_rows(tiers: dict[str, int], tmp_p
         assert store.statistics.lookups == 7
 
 
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_rest_comes_back_with_the_whole_session_or_not_at_all(by_token: bool, tmp_path: Path) -> None:
+    given, rest = rows("a", TOKENS) if by_token else {}, {"sums": torch.arange(5.0), "seen": torch.tensor(11)}
+    with opened(tmp_path, durable=True) as store:
+        store.put("a", TOKENS, given, rest)
+    with opened(tmp_path) as store:
+        assert store.get("a", TOKENS[:10]).tier is None
+        assert store.get("a", [*TOKENS[:10], 0]).tier is None
+        for tier in ("disk", "host"):
+            found = store.get("a", [*TOKENS, 5])
+            assert (found.tokens, found.tier) == (11, tier)
+            assert found.layers.keys() == given.keys()
+            assert found.rest.keys() == rest.keys()
+            assert all(torch.equal(found.rest[name], x) for name, x in rest.items())
+            found.rest["sums"].zero_()
+        new = [1, 2, 3]
+        start, more = store.known("a", [*TOKENS, *new]), {"sums": torch.ones(7)}
+        assert store.extend("a", start, new, rows("a", new, 11) if by_token else {}, more)
+        found = store.get("a", [*TOKENS, *new])
+        assert (found.tokens, found.rest["sums"].tolist()) == (14, [1.0] * 7)
+        assert right(found, "a", [*TOKENS, *new]) or not by_token
+        assert store.truncate("a") == 14
+        assert store.tier("a") is None
+        assert store.bytes_by_tier() == {"host": 0, "disk": 0}
+
+
 def test_rows_that_were_given_are_no_ones_but_the_stores() -> None:
     store = opened()
     given = rows("a", TOKENS)
