@@ -88,6 +88,9 @@ class H2OKeep(Keep, capturable=True):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.received[..., : self.store.length] = state["received"]
 
+    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        return {"received": state["received"][..., state["received"].shape[-1] - rows :]}
+
     def keep_generated(self, count: int, size: int) -> Tensor:
         """The latest, and of the others those with the largest sums."""
         plan = Plan(0, int(size * self.method.recent_ratio), 0)

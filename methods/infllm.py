@@ -26,7 +26,7 @@ from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Layer, Select, Storage
 from methods.parts import costs
-from methods.parts.hit_cache import token_rows
+from methods.parts.representatives import representatives, rotated_to, tokens_of_best
 from methods.parts.rope_table import RopeTable
 
 
@@ -139,7 +139,11 @@ class InfLLMRead(Select, capturable=True):
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def state(self) -> dict[str, Tensor]:
-        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives}
+        rotated = rotated_to(self._positions(0, self.layer.seen), self.method.n_init, self._after)
+        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
+
+    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        return {"mass": state["mass"][..., -rows:], "representatives": state["representatives"][:, :, :0]}  # made anew
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)
@@ -196,9 +200,7 @@ class InfLLMRead(Select, capturable=True):
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
-        scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
-        best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
-        return token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
+        return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
 
     @property
     def _after(self) -> int:
@@ -293,8 +295,6 @@ class InfLLMRead(Select, capturable=True):
             return
         start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
         self.store.k[:, :, start:end] = keys = self._moved(start, end)
-        per_head = keys.unflatten(2, (-1, size)).repeat_interleave(self.spec.group, dim=1)  # [B H N block D]
-        best = self.mass[:, :, start:end].unflatten(2, (-1, size)).topk(self.method.repr_topk).indices
-        means = per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
+        means = representatives(keys, self.mass[:, :, start:end], size, self.method.repr_topk)
         self.representatives = torch.cat([self.representatives, means], 2)
         self.blocks = filled

@@ -121,9 +121,11 @@ class LMInfiniteKeep(Keep, capturable=True):
 
     def _note_first(self) -> None:
         count = min(self.method.n_init, self.store.length)
-        self.first_keys = self.rope_table.unrotate(
-            self.store.k[:, :, :count], torch.arange(count, device=self.request.device)
-        )
+        self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
+
+    def _first_places(self, count: int) -> Tensor:
+        """Of the first stored tokens, which are those of the text until a history is truncated."""
+        return self.layer.stored_positions()[0, 0, :count]
 
     def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
         """Queries from position `start` on. -> [B H T D]"""
@@ -139,7 +141,7 @@ class LMInfiniteKeep(Keep, capturable=True):
         """Attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
-        distance = places.unsqueeze(1) - torch.arange(count, device=q.device)
+        distance = places.unsqueeze(1) - self._first_places(count)
         turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
         far = self._logits(self.rope_table.move(q, places, n_local), turned)
         logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))

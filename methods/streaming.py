@@ -71,12 +71,29 @@ class StreamingKeep(Keep, capturable=True):
     """Keeps sinks and recent tokens; the sinks are turned forward by what was evicted."""
 
     method: Streaming
+    turned = 0  # positions by which the sinks were turned forward
 
     def keep(self, size: int) -> Tensor:
         groups, device = self.spec.num_kv_heads, self.request.device
         return sinks_and_recent(self.request.batch, groups, self.method.sinks, size, self.store.length, device)
 
+    def state(self) -> dict[str, Tensor]:
+        """Where keys are rotated to, for of sinks that is not where they stood."""
+        if not self.turned:
+            return {}
+        rotated = self.layer.stored_positions().clone()
+        rotated[..., : self.method.sinks] += self.turned
+        return {"rotated": rotated}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        if "rotated" in state:
+            self.turned = int((state["rotated"] - self.layer.stored_positions()).max())
+
+    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        return {}
+
     def close(self, evicted: int) -> None:
         if self.method.positions == "cache" and evicted:
             sinks = self.store.k[:, :, : self.method.sinks]
             sinks.copy_(rotate_by(sinks, evicted, self.spec.rope))
+            self.turned += evicted

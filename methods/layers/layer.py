@@ -94,8 +94,14 @@ class Layer(Storage, capturable=True):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.refill(state)
         for number, policy in enumerate(self.policies):
-            prefix = f"{number}."
-            policy.restore({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
+            policy.restore(_within(state, number))
+
+    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
+        for number, policy in enumerate(self.policies):
+            own = policy.truncate(_within(state, number), rows)
+            kept |= {f"{number}.{name}": x for name, x in own.items()}
+        return kept
 
     def capture_refusal(self) -> str | None:
         if self.request.placement != "device":
@@ -144,3 +150,9 @@ class Layer(Storage, capturable=True):
         elif self.evicted:
             self.positions = self.stored_positions()
         keeps.close(self.evicted - before)
+
+
+def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """What the layer's policy of that number has put there."""
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

@@ -1,0 +1,32 @@
+"""Blocks of keys, represented by the mean of those that drew the most attention (InfLLM, arXiv 2402.04617)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from methods.parts.hit_cache import token_rows
+
+
+def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
+    """Per query head the mean key of the `top` tokens of each block.
+
+    keys [B G N*block D], drawn [B H N*block] -> [B H N D]
+    """
+    per_head = keys.unflatten(2, (-1, block)).repeat_interleave(drawn.shape[1] // keys.shape[1], dim=1)
+    best = drawn.unflatten(2, (-1, block)).topk(top).indices
+    return per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
+
+
+def tokens_of_best(q: Tensor, means: Tensor, groups: int, block: int, tokens: int) -> Tensor:
+    """Of blocks with representatives `means` [B H N D] the best for the mean query, the same for all heads: `tokens`
+    tokens in all. q [B H T D] -> rows [B G tokens]"""
+    scores = ops.row_scores(q.mean(2, keepdim=True), means).sum((1, 2))
+    best = ops.top_k(scores, tokens // block).unsqueeze(1)
+    return token_rows(best.expand(-1, groups, -1), block)
+
+
+def rotated_to(seen: Tensor, first: int, after: int) -> Tensor:
+    """Where keys at positions `seen` [S] are rotated to: those of blocks, from `first` up to `after`, to 0."""
+    return torch.where((seen >= first) & (seen < after), 0, seen)
