@@ -46,11 +46,13 @@ class TaskEnv:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user says once an answer is there. The conversation so far stays as it was, in the model's own words."""
+    """What the user says once an answer is there. The conversation so far stays as it was, in the model's own words
+    unless a `reply` takes their place."""
 
     question: str
     references: tuple[str, ...]
     prefix: str = ""  # first words of the answer
+    reply: str | None = None  # what the answer before this turn is taken to have been; None: what the model said
     max_new_tokens: int | None = None  # None: the example's
     data: Mapping[str, Any] = field(default_factory=dict)  # on top of the example's
 
@@ -69,6 +71,7 @@ class Example:
     context: str  # the long part
     question: str = ""  # what follows it in the same turn
     prefix: str = ""  # first words of the answer, put after the assistant header
+    reply: str | None = None  # of a further turn, as there
     system: str = ""
     references: tuple[str, ...]
     max_new_tokens: int
@@ -94,6 +97,7 @@ class Example:
             context="",
             question=turn.question,
             prefix=turn.prefix,
+            reply=turn.reply,
             system="",
             references=turn.references,
             max_new_tokens=turn.max_new_tokens or self.max_new_tokens,

@@ -104,6 +104,8 @@ class Talk:
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[Item]()  # of the example that is asked, those to come
+        self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
+        self._unread: list[int] = []  # tokens of the question that this cache has not read
         self.answer: Answer
 
     @property
@@ -117,8 +119,14 @@ class Talk:
             return self._turn(batch, self._turns.popleft())
         return self._question(batch, self._waiting.popleft()) if self._waiting else None
 
+    @torch.inference_mode()
     def ended(self, made: Generation) -> None:
+        """An answer that a given reply replaces leaves no trace in the cache."""
         self.answer.turns.append(made)
+        if self._unanswered is not None:
+            self._unanswered.restore()
+            self._unanswered = None
+            wait_for(self.cache.state.request.device)
 
     def _question(self, batch: RunningBatch, item: Item) -> Slot:
         """The first turn of an example."""
@@ -134,22 +142,38 @@ class Talk:
             slot.out.seal_s = self._shared.seal_s
         self.answer = Answer(item, self._usage if later is None else Usage(ids.device), usage, prefilled_by=later)
         self._turns.extend(item.further)
-        return slot
+        return self._kept(slot, question)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
         """A further turn: prefilled and sealed with all before it; under protocol=context read token by token on what
-        is sealed. What the model said last has not been fed yet; an EOS gives way to the template's end of a turn."""
-        before = self.answer.turns[-1]
-        [said], [stop] = before.tokens, before.stops
-        ids, began = self._tensor([*said[len(said) - (stop != "eos") :], *turn.prompt.ids]), perf_counter()
+        is sealed."""
+        ids, began = self._tensor([*self._not_fed(turn), *turn.prompt.ids]), perf_counter()
         with Usage(ids.device) as usage:
             if self._context is not None:
                 slot = batch.join(self.cache, None, ids, began=began, **self.ending(turn))
             else:
                 self.cache.open_turn()
-                logits = self.engine.prefill(self.cache, ids)
-                slot = batch.join(self.cache, logits, ids[:, :0], began=began, **self.ending(turn))
+                logits, ids = self.engine.prefill(self.cache, ids), ids[:, :0]
+                slot = batch.join(self.cache, logits, ids, began=began, **self.ending(turn))
         self.answer.prefill.add(usage)
+        return self._kept(slot, ids)
+
+    def _not_fed(self, turn: Item) -> list[int]:
+        """What belongs before `turn` and no step has fed: the last token said, where an EOS gives way to the template's
+        end of a turn; before a given reply, the question that was taken back with the answer."""
+        if turn.prompt.replaces_answer:
+            return self._unread
+        before = self.answer.turns[-1]
+        [said], [stop] = before.tokens, before.stops
+        return said[len(said) - (stop != "eos") :]
+
+    @torch.inference_mode()
+    def _kept(self, slot: Slot, unread: Tensor) -> Slot:
+        """`slot`, in no clock, its cache kept where a given reply follows. unread [1 Q]: waits to be read in steps."""
+        if self._turns and self._turns[0].prompt.replaces_answer:
+            self._unread = unread[0].tolist()
+            self._unanswered = None if slot.ended else Snapshot(self.cache)
+            wait_for(self.cache.state.request.device)
         return slot
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:

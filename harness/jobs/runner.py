@@ -208,7 +208,9 @@ class Runner:
     def _replies(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Fields of `Reply`, turn by turn."""
         context, history = answer.item.prompt.split if self.settings.protocol == "context" else None, 0
-        for turn, example, made in zip(answer.item.turns, answer.item.example.turns, answer.turns, strict=True):
+        item = answer.item
+        following = (*item.further, None)
+        for turn, example, made, later in zip(item.turns, item.example.turns, answer.turns, following, strict=True):
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
             score = self.task.score(example, output)
@@ -227,7 +229,9 @@ class Runner:
                 "data": dict(example.data),
                 **{name: getattr(made, name) for name in MEASURED},
             }
-            history += len(turn.prompt.ids) + len(tokens) - (stop == "eos")  # which makes room for the template's
+            history += len(turn.prompt.ids)
+            if not (later and later.prompt.replaces_answer):
+                history += len(tokens) - (stop == "eos")  # which makes room for the template's
 
 
 _loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}

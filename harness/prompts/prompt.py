@@ -45,6 +45,7 @@ class Prompt:
     bos_added: int  # 1 where the tokenizer's BOS was put before a text that has none
     template: bool
     text: str  # what was tokenised; the added BOS is not in it
+    replaces_answer: bool = False  # begins with a reply that takes the place of the model's answer before it
 
 
 class Shell(NamedTuple):
@@ -90,7 +91,7 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
     """What stands between the answer before `example`, a further turn, and its own: the end of that answer, the user's
-    text, the opening of the next. All of it is question."""
+    text, the opening of the next. Behind a given reply where the example has one. All of it is question."""
     template = chat == "template" and example.chat
     text = example.question
     if template:
@@ -98,8 +99,8 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
         _, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)]).rpartition(ANSWER_PROBE)
         if not answer:
             raise PromptError("The chat template leaves out earlier answers: set chat=none, or use another model.")
-    text += example.prefix
-    return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text)
+    text = (example.reply or "") + text + example.prefix
+    return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text, example.reply is not None)
 
 
 def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str:

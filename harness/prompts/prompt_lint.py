@@ -58,7 +58,7 @@ def _bos(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[Finding]:
 
 
 def _special_tokens(example: Example, tokenizer: Tokenizer) -> Iterator[Finding]:
-    user = "\n".join((example.system, example.context, example.question, example.prefix))
+    user = "\n".join((example.system, example.reply or "", example.context, example.question, example.prefix))
     names = sorted(str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in user)
     if names:
         yield Finding(

@@ -17,7 +17,7 @@ import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.longbench import LongBench
-from harness.config.settings import Data, Results, Settings, SettingsError
+from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
@@ -38,7 +38,9 @@ from harness.show import main as show
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
+from methods.h2o import H2O
 from methods.pools.codecs import IntCodec
+from methods.snapkv import SnapKV
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked
 from tests.tape import Tape
@@ -279,6 +281,51 @@ def test_a_conversation_beside_another_is_as_alone(tmp_path: Path, protocol: str
     alone, together = (run(tmp_path, PQ, task, protocol=protocol, batch=batch) for batch in (1, 2))
     tokens = [{record.id: record.tokens for record in made.records} for made in (alone, together)]
     assert tokens[0] == tokens[1]
+
+
+REPLIES = ("It has 74.", "It has 222.", "")
+
+
+@dataclass(frozen=True)
+class Given(Balances):
+    """Conversations whose history is given, whatever the model says in `new` tokens."""
+
+    talks: bool = True
+    new: int = 4
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        for one in super().examples(env):
+            turns = [replace(turn, reply=reply) for turn, reply in zip(one.further, REPLIES, strict=True)]
+            yield replace(one, further=tuple(turns), max_new_tokens=self.new)
+
+
+@pytest.mark.parametrize("protocol", ["prompt", "context"])
+def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, protocol: str) -> None:
+    """What was said in the record, and what the next turn read: the reply, as one prompt with all before it."""
+    made = run(tmp_path, Full(), Given(), protocol=protocol)
+    loaded = load(MODEL, "fp32", "cpu")
+    for record, item in zip(made.records, prepare(Given(), MODEL, Settings()), strict=True):
+        fed: list[int] = []
+        for turn, asked, reply in zip(record.turns or (), item.turns, ("", *REPLIES), strict=True):
+            assert asked.prompt.text.startswith(reply)
+            fed += asked.prompt.ids
+            assert turn.history_tokens + turn.prompt_tokens == len(fed)
+            with attached(loaded.model, Full()) as kv:
+                wanted = Engine(kv).generate(torch.tensor([fed]), max_new_tokens=len(turn.tokens))
+            assert wanted.tokens == [turn.tokens]
+
+
+@pytest.mark.parametrize("protocol", ["prompt", "context"])
+@pytest.mark.parametrize("method", [PQ, SnapKV(), H2O()], ids=lambda method: type(method).__name__)
+def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Method, protocol: str) -> None:
+    """Two tokens alone, or nine beside another: what follows is the same."""
+    how = {"protocol": protocol, "generation": GenerationSettings(force_length=True)}
+    runs = [run(tmp_path, method, Given(new=new), **how, batch=batch) for new, batch in ((2, 1), (9, 2))]
+    for short, long in zip(*(sorted(made.records, key=lambda record: record.id) for made in runs), strict=True):
+        for mine, their in zip(short.turns or (), long.turns or (), strict=True):
+            assert (len(mine.tokens), len(their.tokens)) == (2, 9)
+            assert mine.tokens == their.tokens[:2]
+            assert mine.history_tokens == their.history_tokens
 
 
 def test_the_record_of_a_conversation_is_that_of_its_turns(tmp_path: Path) -> None:
