@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels import ops, sink_logits
 from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
-from methods.layers import Keep, Layer, Storage, between_ends
+from methods.layers import Keep, Layer, Storage, between_ends, ends
 from methods.parts import costs
 from methods.parts.windows import Windowed
 
@@ -88,8 +88,8 @@ class H2OKeep(Keep, capturable=True):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.received[..., : self.store.length] = state["received"]
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        return {"received": state["received"][..., state["received"].shape[-1] - rows :]}
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"received": ends(state["received"], first, last)}
 
     def keep_generated(self, count: int, size: int) -> Tensor:
         """The latest, and of the others those with the largest sums."""

@@ -24,7 +24,7 @@ from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
-from methods.layers import Layer, Select, Storage
+from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
 from methods.parts.representatives import representatives, rotated_to, tokens_of_best
 from methods.parts.rope_table import RopeTable
@@ -142,8 +142,8 @@ class InfLLMRead(Select, capturable=True):
         rotated = rotated_to(self._positions(0, self.layer.seen), self.method.n_init, self._after)
         return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        return {"mass": state["mass"][..., -rows:], "representatives": state["representatives"][:, :, :0]}  # made anew
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)

@@ -89,7 +89,7 @@ class StreamingKeep(Keep, capturable=True):
         if "rotated" in state:
             self.turned = int((state["rotated"] - self.layer.stored_positions()).max())
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {}
 
     def close(self, evicted: int) -> None:

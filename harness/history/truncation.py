@@ -2,7 +2,8 @@
 
 What stays of a cache goes on at positions 0 to H-1. A method that evicts has shortened its history already: the rows
 it kept move together, as the paper lets a list of dropped tokens do, and only what is more than H leaves. What stays
-was computed in sight of what went, so it is not what a recomputation of the shorter text gives.
+was computed in sight of what went, so it is not what a recomputation of the shorter text gives. Nor has it the text's
+first tokens, at which heads look that need nothing else (StreamingLLM, arXiv 2309.17453), unless `sinks` keeps them.
 """
 
 from __future__ import annotations
@@ -15,40 +16,50 @@ from torch.nn.functional import pad
 
 from harness.history.positions import Rotation
 from methods.base import KVLayer
+from methods.layers import ends
 
 State = Mapping[str, Tensor]  # of one layer, as `KVLayer.state` gives it
 
 
 def truncated(
-    contents: Sequence[State], layers: Sequence[KVLayer], rotations: Sequence[Rotation], keep: int, naive: bool = False
+    contents: Sequence[State],
+    layers: Sequence[KVLayer],
+    rotations: Sequence[Rotation],
+    keep: int,
+    *,
+    sinks: int = 0,
+    naive: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """`contents` of a cache with the last `keep` tokens of every head at most, for `refill` of a fresh one.
+    """`contents` of a cache with `keep` tokens of every head at most, for `refill` of a fresh one: the last ones, or
+    the first `sinks` and the last.
 
     `layers`: of a cache of the same method, for what its policies hold. `naive`: keys stay rotated to where they stood
     (the paper's NKVT), though what follows goes on behind H-1.
     """
-    if keep < 1:
-        raise ValueError(f"keep={keep} leaves no history: give 1 or more, or start a fresh cache")
+    if not 0 <= sinks < keep:
+        raise ValueError(f"keep={keep} with sinks={sinks} leaves no recent history: keep more, or start a fresh cache")
     length = min(keep, max(rows for state in contents for rows in _rows(state)))
     if length == int(contents[0]["seen"]):
         return [dict(state) for state in contents]
     parts = zip(contents, layers, rotations, strict=True)
-    return [_shorter(state, layer, None if naive else rotation, length) for state, layer, rotation in parts]
+    return [_shorter(state, layer, None if naive else rotation, length, sinks) for state, layer, rotation in parts]
 
 
-def _shorter(state: State, layer: KVLayer, rotation: Rotation | None, length: int) -> dict[str, Tensor]:
+def _shorter(state: State, layer: KVLayer, rotation: Rotation | None, length: int, sinks: int) -> dict[str, Tensor]:
     names, counts = _names(state), _counts(_rows(state), length)
     found: dict[str, Tensor] = {}
     for (key, value), source, rows in zip(names, _sources(state), counts, strict=True):
-        keys, values = (state[name][..., state[name].shape[-2] - rows :, :] for name in (key, value))
+        first = 0 if "k" in state else min(sinks, rows)  # what slides has no first tokens
+        keys, values = (ends(state[name], first, rows - first, -2) for name in (key, value))
         if rotation is not None:
             target = torch.arange(length - rows, length, device=keys.device)
-            keys = rotation.move(keys, source[..., source.shape[-1] - rows :], target)
+            keys = rotation.move(keys, ends(source, first, rows - first), target)
         found |= {key: keys, value: values}
     if "k0" in found and min(counts) < length:
         heads = found["k0"].shape[:-2] if len(counts) == 1 else state["positions"].shape[:2]
         found["positions"] = _positions(counts, heads, length, found["k0"].device)
-    return found | layer.truncate(state, counts[0]) | {"seen": torch.tensor(length)}
+    first = min(sinks, counts[0])
+    return found | layer.truncate(state, first, counts[0] - first) | {"seen": torch.tensor(length)}
 
 
 def _names(state: State) -> list[tuple[str, str]]:
@@ -78,7 +89,9 @@ def _sources(state: State) -> list[Tensor]:
     places = stated[0]
     if places is None:
         return [torch.arange(seen - rows[0], seen)]
-    return [places] if len(rows) == 1 else list(places.flatten(0, 1))
+    if len(rows) == 1:
+        return [places]
+    return [one[one.shape[0] - count :] for one, count in zip(places.flatten(0, 1), rows, strict=True)]
 
 
 def _positions(counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device) -> Tensor:

@@ -92,10 +92,10 @@ class KVLayer(ABC):
         """Of a fresh layer: take over what `state` gave, so that a further turn may begin."""
         raise NotImplementedError(f"{type(self).__name__} cannot be restored: write `state` and `restore`.")
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Of a `state`, what beside keys, values and positions goes with the last `rows` tokens of every head, once
-        these stand at positions from 0 on. `state` names in `rotated` [B heads S] where keys are rotated to, if that
-        is not where their tokens stood."""
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        """Of a `state`, what beside keys, values and positions goes with the `first` and the `last` stored tokens of
+        every head, once these stand side by side. `state` names in `rotated` [B heads S] where keys are rotated to, if
+        that is not where their tokens stood."""
         return {}
 
     def capture_refusal(self) -> str | None:

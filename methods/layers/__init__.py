@@ -7,7 +7,7 @@ a pool. A layer may have both.
 
 from __future__ import annotations
 
-from methods.layers.indices import between_ends, gather_per_head, sinks_and_recent, union_per_kv_head
+from methods.layers.indices import between_ends, ends, gather_per_head, sinks_and_recent, union_per_kv_head
 from methods.layers.keep import Keep
 from methods.layers.layer import Layer
 from methods.layers.policy import Policy
@@ -25,6 +25,7 @@ __all__ = [
     "Select",
     "Storage",
     "between_ends",
+    "ends",
     "gather_per_head",
     "sinks_and_recent",
     "union_per_kv_head",

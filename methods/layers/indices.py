@@ -40,3 +40,10 @@ def union_per_kv_head(rows: Tensor, groups: int, stored: int) -> Tensor:
     found = torch.where(read, torch.arange(stored, device=rows.device), stored).sort(-1).values
     found = found[..., : int(read.sum(-1).max())]
     return found.masked_fill(found == stored, -1)
+
+
+def ends(x: Tensor, first: int, last: int, dim: int = -1) -> Tensor:
+    """The first and the last entries of a dimension."""
+    size = x.shape[dim]
+    tail = x.narrow(dim, max(0, size - last), min(last, size))
+    return torch.cat([x.narrow(dim, 0, first), tail], dim) if first else tail

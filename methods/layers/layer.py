@@ -96,10 +96,10 @@ class Layer(Storage, capturable=True):
         for number, policy in enumerate(self.policies):
             policy.restore(_within(state, number))
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
         for number, policy in enumerate(self.policies):
-            own = policy.truncate(_within(state, number), rows)
+            own = policy.truncate(_within(state, number), first, last)
             kept |= {f"{number}.{name}": x for name, x in own.items()}
         return kept
 

@@ -63,8 +63,8 @@ class Policy:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave; the layer holds its keys and values again."""
 
-    def truncate(self, state: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Of what `state` gave, what goes with the last `rows` stored tokens, once these stand at positions from 0 on:
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        """Of what `state` gave, what goes with the `first` and the `last` stored tokens, once these stand side by side:
         the history has been cut (harness/history/truncation.py). The default: all, as what is not kept by token."""
         return dict(state)
 

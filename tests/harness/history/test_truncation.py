@@ -51,11 +51,11 @@ def fed(kv: Attachment, ids: Tensor, decoded: int = 6) -> KVCache:
     return cache
 
 
-def shortened(kv: Attachment, cache: KVCache, keep: int, naive: bool = False) -> KVCache:
+def shortened(kv: Attachment, cache: KVCache, keep: int, **how: Any) -> KVCache:
     rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
     contents = [{name: x.clone() for name, x in state.items()} for state in cache.contents()]
     fresh = kv.start(KVCache, capacity=keep + 4 * NEW)
-    fresh.refill(truncated(contents, fresh.layers, rotations, keep, naive))
+    fresh.refill(truncated(contents, fresh.layers, rotations, keep, **how))
     return fresh
 
 
@@ -96,6 +96,22 @@ def test_what_stays_is_what_transformers_keeps(architecture: str) -> None:
     assert (naive - wanted).abs().max() > 20 * (ours - wanted).abs().max()
 
 
+def test_first_tokens_may_stay() -> None:
+    """Every head has its sinks and its last tokens, side by side."""
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        whole = fed(kv, ids).contents()
+        cut = shortened(kv, fed(kv, ids), KEEP, sinks=4)
+        assert answered(kv, cut).isfinite().all()
+        cut = shortened(kv, fed(kv, ids), KEEP, sinks=4)
+    for spec, state, old in zip(kv.model_specs, cut.contents(), whole, strict=True):
+        assert torch.equal(state["v0"], torch.cat([old["v0"][:, :, :4], old["v0"][:, :, 4 - KEEP :]], 2))
+        assert_close(state["k0"][:, :, :4], old["k0"][:, :, :4], **EXACT)
+        off = Rotation(spec.rope, model.dtype).off
+        last = off(old["k0"][:, :, 4 - KEEP :], torch.arange(SEEN + 4 - KEEP, SEEN))
+        assert_close(off(state["k0"][:, :, 4:], torch.arange(4, KEEP)), last, **EXACT)
+
+
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_windows_move_with_the_other_layers(architecture: str) -> None:
     """Kept at their places, with what follows at its true positions, keys give the same as moved to the start."""
@@ -117,12 +133,13 @@ def test_the_first_layer_is_that_of_the_shorter_text() -> None:
         assert not torch.allclose(last[name], other[name], atol=0.05)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("method", [*KEEPING, *EVICTING], ids=lambda method: type(method).__name__)
-def test_every_method_goes_on_behind_a_shorter_history(method: Method) -> None:
+def test_every_method_goes_on_behind_a_shorter_history(method: Method, sinks: int) -> None:
     model, ids = tiny("llama"), prompt(SEEN)
     with attached(model, method, budget=30, calibration=prompt(64)) as kv:
         before = fed(kv, ids)
-        cache = shortened(kv, before, 16)
+        cache = shortened(kv, before, 16, sinks=sinks)
         rows = [x for state in cache.contents() for name, x in state.items() if name[0] == "k"]
         assert cache.num_tokens == 16
         assert max(x.shape[-2] for x in rows) == 16
@@ -169,7 +186,7 @@ def test_a_history_that_fits_stays_as_it_is() -> None:
     with attached(model, Full()) as kv:
         cache = fed(kv, ids)
         before, after = cache.contents(), shortened(kv, cache, SEEN).contents()
-        with pytest.raises(ValueError, match="leaves no history"):
+        with pytest.raises(ValueError, match="leaves no recent history"):
             shortened(kv, cache, 0)
     for state, same in zip(before, after, strict=True):
         assert all(torch.equal(state[name], same[name]) for name in state)
