@@ -1,7 +1,8 @@
-"""A history store that is killed again and again: `python -m tests.killed_history FOLDER SEED KILLS HOST`.
+"""A history store that is killed again and again: `python -m tests.killed_history FOLDER SEED KILLS HOST THREADS`.
 
-Each kill is SIGKILL to a fork at a random line of harness/history. The next one opens what was left, and every
-session that had been saved must be found whole, with its own rows. A line of JSON says what came of it.
+Each kill is SIGKILL to a fork at a random line of harness/history, in any of its threads. The next one opens what was
+left, and every session that had been saved must be found whole, with its own rows, in a state that it was in since.
+Without threads it is saved when `put` is done, with threads when `flush` is. A line of JSON says what came of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -25,14 +27,14 @@ SESSIONS, STEPS = 6, 8
 CODE = f"{os.sep}harness{os.sep}history{os.sep}"
 
 
-def store(folder: Path, host_tokens: int) -> HistoryStore:
-    return opened(folder / "store", host=host_tokens * TOKEN_BYTES, durable=True)
+def store(folder: Path, host_tokens: int, threads: int) -> HistoryStore:
+    return opened(folder / "store", host=host_tokens * TOKEN_BYTES, durable=True, io_threads=threads)
 
 
-def work(folder: Path, seed: int, host_tokens: int, journal: int) -> None:
-    """Says what it begins and what it has done; the last line may be of something half done."""
+def work(folder: Path, seed: int, host_tokens: int, threads: int, journal: int) -> None:
+    """Says what it begins, and when all is saved that was begun; the last lines may be of something half done."""
     rng = random.Random(seed)
-    with store(folder, host_tokens) as history:
+    with store(folder, host_tokens, threads) as history:
         for _ in range(STEPS):
             session = f"s{rng.randrange(SESSIONS)}"
             known = last_of(folder).get(session, [[]])[-1]
@@ -42,20 +44,21 @@ def work(folder: Path, seed: int, host_tokens: int, journal: int) -> None:
             extends = whole is not new and history.extend(session, len(known), new, rows(session, new, len(known)))
             if not extends:
                 history.put(session, whole, rows(session, whole))
+            if threads and rng.random() < 0.7:
+                continue
+            if threads:
+                history.flush()
             os.write(journal, b"done\n")
 
 
 def last_of(folder: Path) -> dict[str, list[list[int]]]:
-    """The states in which each session may be: the last one that was done, and one that was begun after it."""
+    """The states in which each session may be: the last one that was saved, and those that were begun after it."""
     states: dict[str, list[list[int]]] = {}
-    begun: tuple[str, list[int]] | None = None
     for line in (folder / "journal").read_text().splitlines():
         if line == "done":
-            assert begun is not None
-            states[begun[0]] = [begun[1]]
+            states = {session: known[-1:] for session, known in states.items()}
         else:
             session, tokens = json.loads(line.partition(" ")[2])
-            begun = session, tokens
             states.setdefault(session, [[]]).append(tokens)
     return states
 
@@ -76,16 +79,17 @@ class Killer:
         return self
 
 
-def forked(folder: Path, seed: int, host_tokens: int, last: int) -> int:
+def forked(folder: Path, seed: int, host_tokens: int, threads: int, last: int) -> int:
     """The lines that ran; -1 if it was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         killer = Killer(last)
+        threading.settrace(killer)
         sys.settrace(killer)
         try:
-            work(folder, seed, host_tokens, journal)
+            work(folder, seed, host_tokens, threads, journal)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
@@ -104,7 +108,7 @@ def settled(folder: Path, host_tokens: int) -> dict[str, int]:
     """Looks at what a kill left, and writes the journal anew with what is there."""
     told = {"saved": 0, "found": 0, "wrong": 0, "files": 0, "left": 0}
     lines: list[str] = []
-    with store(folder, host_tokens) as history:
+    with store(folder, host_tokens, 0) as history:
         for session, states in last_of(folder).items():
             found = [history.get(session, tokens) for tokens in states]
             whole = [tokens for tokens, one in zip(states, found, strict=True) if tokens and one.tokens == len(tokens)]
@@ -119,16 +123,16 @@ def settled(folder: Path, host_tokens: int) -> dict[str, int]:
     return told
 
 
-def main(folder: Path, seed: int, kills: int, host_tokens: int) -> None:
+def main(folder: Path, seed: int, kills: int, host_tokens: int, threads: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # a kill damages nothing
     rng = random.Random(seed)
     (folder / "journal").touch()
-    lines = forked(folder, seed, host_tokens, 0)
+    lines = forked(folder, seed, host_tokens, threads, 0)
     total = {"kills": 0, "saved": 0, "found": 0, "wrong": 0, "orphans": 0}
     files = len(os.listdir("/proc/self/fd"))
     while total["kills"] < kills:
-        total["kills"] += forked(folder, rng.randrange(10**9), host_tokens, rng.randrange(1, lines)) < 0
+        total["kills"] += forked(folder, rng.randrange(10**9), host_tokens, threads, rng.randrange(1, lines)) < 0
         told = settled(folder, host_tokens)
         for name in ("saved", "found", "wrong"):
             total[name] += told[name]

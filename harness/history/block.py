@@ -1,50 +1,40 @@
-"""Consecutive tokens of a session with their rows, in memory or as one safetensors file.
-
-A block is never changed: a file is written once, under another name first, and checked whenever it is read.
-"""
+"""Consecutive tokens of a session with their rows. A block is never changed, only made anew under another name."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-Rows = dict[str, Tensor]  # name -> [..., tokens, width]
-TOKENS, ROWS = "tokens", "rows."
-PARTIAL = ".partial"
+Rows = dict[str, Tensor]  # name -> [..., tokens, width]; the name begins with the layer's number and a dot
 
 
-class DamagedBlock(ValueError):
-    """A block's file is missing, or is not what was written."""
+@dataclass(frozen=True, slots=True)
+class File:
+    """`sha256`: of its head, which holds those of the tensors."""
+
+    sha256: str
+    bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """`rows` is None where they lie on disk alone. Without tokens: what belongs to all of a session's together."""
+    """`rows` is None where they lie on disk alone. Without tokens: what belongs to all of a session's together. `file`:
+    how they were written, None if they were not."""
 
     name: str
     tokens: tuple[int, ...]
     size: int  # bytes of the rows
     rows: Rows | None
+    file: File | None = None
 
     def tail(self, drop: int) -> Block:
         """Without its first `drop` tokens, under a name of its own."""
         assert self.rows is not None
         return block(self.tokens[drop:], {name: rows[..., drop:, :] for name, rows in self.rows.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    sha256: str
-    bytes: int
 
 
 def blocks(
@@ -76,20 +66,23 @@ def host_copy(rows: Tensor) -> Tensor:
     return copy.copy_(rows.detach())
 
 
-def joined(parts: Sequence[Block]) -> Rows:
-    """The rows of all blocks of tokens, copied into one tensor per name."""
-    found = [part.rows or {} for part in parts if part.tokens]
-    return {name: torch.cat([rows[name] for rows in found], dim=-2) for name in found[0]} if found else {}
+def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
+    """Names without a layer's number come with layer 0."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        number = name.partition(".")[0]
+        found.setdefault(int(number) if number.isdigit() else 0, []).append(name)
+    return found
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of blocks of tokens, copied into one tensor per name."""
+    return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
 
 
 def has_rest(parts: Sequence[Block]) -> bool:
     """Whether something belongs to all of the blocks together."""
     return bool(parts) and not parts[-1].tokens
-
-
-def rest_of(parts: Sequence[Block]) -> Rows:
-    """That, copied."""
-    return {name: one.clone() for name, one in (parts[-1].rows or {}).items()} if has_rest(parts) else {}
 
 
 def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
@@ -106,35 +99,3 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 def length(parts: Sequence[Block]) -> int:
     """In tokens."""
     return sum(len(part.tokens) for part in parts)
-
-
-def write(path: Path, one: Block, about: Mapping[str, str]) -> File:
-    """Readers see the whole file or none; it has reached the disk when its name has."""
-    assert one.rows is not None
-    tensors = {f"{ROWS}{name}": host_copy(rows) if rows.is_cuda else rows for name, rows in one.rows.items()}
-    data = save(tensors | {TOKENS: torch.tensor(one.tokens)}, dict(about))
-    partial = path.with_suffix(PARTIAL)
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return File(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def read(path: Path, one: Block, file: File) -> Block:
-    """`one` with its rows in host memory."""
-    try:
-        data = path.read_bytes()
-        if len(data) != file.bytes or hashlib.sha256(data).hexdigest() != file.sha256:
-            raise DamagedBlock(f"{path} is not what was written")
-        tensors = load(data)
-    except (OSError, SafetensorError) as error:
-        raise DamagedBlock(f"{path} cannot be read: {error}") from error
-    if tuple(tensors.pop(TOKENS).tolist()) != one.tokens:
-        raise DamagedBlock(f"{path} holds other tokens")
-    return replace(one, rows={name.removeprefix(ROWS): rows for name, rows in tensors.items()})

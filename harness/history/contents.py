@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-import sqlite3
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from harness.history.block import Block, DamagedBlock
+from harness.history.block import Block
 from harness.history.disk import Disk, HistoryWarning
+from harness.history.overlap.fetch import Fetch
+from harness.history.overlap.loading import LOST
+from harness.history.overlap.saving import Saving
+from harness.history.overlap.threads import Threads
 from harness.history.placement import DEVICE, DISK, Move, Placement
 from harness.history.statistics import Statistics
 
-LOST = (OSError, sqlite3.Error, DamagedBlock)
+Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
 
 class Contents:
     """Carries out what `placement` decides. What fails on its way is lost: forgotten, with a warning.
 
-    Asynchronous saving and loading belong here: `write` and `load` are all that takes long."""
+    One thread decides, and `sessions` is its view: blocks have rows until these are known to lie on disk, so what waits
+    to be written is found. Others read files (`fetches`) and, in the order of the decisions, change the disk
+    (`saving`). Whatever needs the rows of a session that is being fetched waits for its end."""
 
-    def __init__(self, placement: Placement, disk: Disk | None, durable: bool, on: torch.device) -> None:
-        self.placement, self.disk, self.durable, self.on = placement, disk, durable, on
+    def __init__(
+        self,
+        placement: Placement,
+        disk: Disk | None,
+        threads: Threads,
+        *,
+        durable: bool,
+        on: torch.device,
+        write_buffer: int,
+    ) -> None:
+        self.placement, self.disk, self.threads, self.durable, self.on = placement, disk, threads, durable, on
         self.sessions: dict[str, list[Block]] = {}
         self.statistics = Statistics()
+        self.saving = Saving(threads.writing, write_buffer, self.statistics)
+        self.fetches: dict[str, Fetch] = {}
+        self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
+
+    def restore(self, key: str, parts: list[Block]) -> None:
+        """An earlier process has left it on disk."""
+        self.sessions[key] = parts
+        self._away[key] = None
+
+    def collect(self) -> None:
+        """What others have done by now."""
+        self.saving.collect()
+        for key in [key for key, fetch in self.fetches.items() if fetch.finished]:
+            self.attempt(key, self.arrive)
 
     def hold(self, key: str, parts: list[Block], moves: Sequence[Move]) -> None:
         """The session is `parts` now, and `moves` are those of its placement."""
@@ -38,8 +70,9 @@ class Contents:
             self.statistics.refused += 1
             self.forget(key)
 
-    def carry_out(self, moves: Sequence[Move]) -> None:
-        """What comes from disk first: its files may make room for what goes there."""
+    def carry_out(self, moves: Sequence[Move], reader: Executor | None = None) -> None:
+        """What comes from disk first: its files may make room for what goes there. `reader` brings it, by default one
+        that a job waits for."""
         for move in sorted(moves, key=lambda move: move.source != DISK or move.target is None):
             if move.session not in self.sessions:
                 continue
@@ -48,14 +81,16 @@ class Contents:
                 self.forget(move.session)
             else:
                 self.statistics.moved[move.source, move.target] += move.size
-                self.attempt(move.session, self.write if move.target == DISK else self.load)
+                action = self.write if move.target == DISK else partial(self.load, reader=reader)
+                self.attempt(move.session, action)
+        self.collect()
 
     def settle(self, key: str) -> None:
         """What is new of a session comes to where the session lies."""
         tier = self.placement.tier(key)
         self.attempt(key, self.write if tier == DISK else self.load)
         if tier != DISK and self.durable and self.disk and key in self.sessions:
-            self._spare_copy(key, self.disk)
+            self.attempt(key, self._spare_copy)
 
     def attempt(self, key: str, action: Callable[[str], None]) -> None:
         try:
@@ -64,28 +99,49 @@ class Contents:
             self.lose(key, error)
 
     def write(self, key: str) -> None:
-        """Into files; the rows in memory go."""
-        assert self.disk is not None
-        self.statistics.written_bytes += self.disk.write(key, self.sessions[key])
-        self.sessions[key] = list(self.disk.entries[key].blocks)
+        """Into files; the rows in memory go as soon as they are there."""
+        self.arrive(key)
+        self._away[key] = ticket = object()
+        self._save(key, ticket, sum(block.size for block in self.sessions[key] if block.rows is not None))
 
-    def load(self, key: str) -> None:
+    def load(self, key: str, reader: Executor | None = None) -> None:
         """Into memory, of the tier it lies in; the files become a spare copy."""
-        parts = self.read(key, self.sessions[key])
-        place = self.on if self.placement.tier(key) == DEVICE else torch.device("cpu")
-        for block in parts:
-            block.rows = {name: rows.to(place) for name, rows in (block.rows or {}).items()}
-        self.sessions[key] = parts
-        if self.disk:
-            self.disk.spare(key)
+        self._away.pop(key, None)
+        if any(block.rows is None for block in self.sessions[key]):
+            fetch = self.fetch(key, reader)
+            self._change(lambda disk: disk.spare(key), fetch)
+        else:
+            self.sessions[key] = self._placed(key, self.sessions[key])
+            self._change(lambda disk: disk.spare(key))
 
-    def read(self, key: str, parts: Sequence[Block]) -> list[Block]:
+    def fetch(self, key: str, reader: Executor | None = None) -> Fetch:
+        """Reads what lies on disk; others that a job waits for help with a fetch ahead of it."""
+        fetch = self.fetches.get(key)
+        if fetch is None:
+            parts = self.sessions[key]
+            fetch = Fetch(parts, self._path, self.on.type == "cuda")
+            self.fetches[key] = fetch
+            self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
+        if not fetch.finished:
+            for _ in range(1 if reader else self.threads.count):
+                (reader or self.threads.reading).submit(fetch.work)
+        return fetch
+
+    def arrive(self, key: str) -> None:
+        """Waits until a fetch of the session has ended; its rows stay if the session was brought into memory."""
+        fetch = self.fetches.pop(key, None)
+        if fetch is None:
+            return
+        blocks = {block.name: block for block in fetch.blocks()}
+        if key in self.sessions and key not in self._away:
+            self.sessions[key] = self._placed(key, [blocks.get(block.name, block) for block in self.sessions[key]])
+
+    def read(self, parts: Sequence[Block]) -> list[Block]:
         """The blocks with their rows, from wherever these lie; raises one of `LOST`."""
-        absent = [block.size for block in parts if block.rows is None]
-        if not self.disk or not absent:
-            return list(parts)
-        self.statistics.read_bytes += sum(absent)
-        return self.disk.read(key, parts)
+        fetch = Fetch(parts, self._path)
+        fetch.work()
+        self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
+        return fetch.blocks()
 
     def lose(self, key: str, error: Exception) -> None:
         self.statistics.lost += 1
@@ -96,14 +152,85 @@ class Contents:
 
     def forget(self, key: str) -> None:
         self.sessions.pop(key, None)
-        if self.disk:
-            self.disk.drop(key)
+        self._away.pop(key, None)
+        fetch = self.fetches.pop(key, None)
+        self._change(lambda disk: disk.drop(key), fetch)
+
+    def touch(self, key: str) -> None:
+        """It was used, wherever it was found."""
+        self._change(lambda disk: disk.touch(key))
+
+    def flush(self) -> None:
+        """Waits until all is on disk that is on its way there."""
+        for key in list(self.fetches):
+            self.attempt(key, self.arrive)
+        self.saving.drain()
 
     def close(self) -> None:
         """Leaves on disk what has room there, the most recently used first."""
-        if self.disk is None:
+        if self.disk is not None:
+            self.flush()
+            self._save_the_last(self.disk)
+            self.saving.drain()
+            self.disk.close()
+            self.disk = None
+        self.threads.close()
+
+    def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
+        """On the device of the tier that the session lies in."""
+        place = self.on if self.placement.tier(key) == DEVICE else torch.device("cpu")
+        return [replace(block, rows={name: x.to(place) for name, x in (block.rows or {}).items()}) for block in parts]
+
+    def _spare_copy(self, key: str) -> None:
+        self.arrive(key)
+        if self.disk and self.placement.items[key].size <= self.disk.capacity - self._on_disk():
+            self._save(key, None, sum(block.size for block in self.sessions[key] if block.file is None))
+            self._change(lambda disk: disk.spare(key))
+
+    def _save(self, key: str, ticket: object, size: int) -> None:
+        assert self.disk is not None
+        self.saving.submit(partial(self.disk.write, key, self.sessions[key]), partial(self._saved, key, ticket), size)
+
+    def _saved(self, key: str, ticket: object, future: Future[Saved]) -> None:
+        """`ticket`: of a session that was to leave memory; since then it may have been brought back or replaced."""
+        leaves = ticket is not None and self._away.get(key) is ticket
+        error = future.exception()
+        if error is None:
+            size, blocks = future.result()
+            self.statistics.written_bytes += size
+            if key in self.sessions:
+                self._filed(key, {block.name: block for block in blocks}, leaves)
+        elif not isinstance(error, LOST):
+            raise error
+        elif leaves:
+            self.lose(key, error)
+        elif key in self.sessions and key not in self._away:
+            _warn(f"session {_session(key)!r} lies in memory alone: {error}")
+
+    def _filed(self, key: str, written: Mapping[str, Block], leaves: bool) -> None:
+        """The files of `written` are there."""
+        self.sessions[key] = [
+            replace(block, rows=None if leaves else block.rows, file=written[block.name].file)
+            if block.name in written
+            else block
+            for block in self.sessions[key]
+        ]
+
+    def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
+        """`action`, once `fetch` reads no more of the files that it concerns."""
+        disk = self.disk
+        if disk is None:
             return
-        free = self.disk.capacity - self._on_disk()
+
+        def change() -> None:
+            if fetch is not None:
+                fetch.wait()
+            action(disk)
+
+        self.saving.submit(change, Future.result)
+
+    def _save_the_last(self, disk: Disk) -> None:
+        free = disk.capacity - self._on_disk()
         fits: list[str] = []
         for key, item in reversed(self.placement.items.items()):
             if self.placement.tier(key) != DISK and item.size <= free:
@@ -111,21 +238,14 @@ class Contents:
                 fits.insert(0, key)
         for key in fits:
             self.attempt(key, self.write)
-        self.disk.close()
-        self.disk = None
-
-    def _spare_copy(self, key: str, disk: Disk) -> None:
-        if self.placement.items[key].size > disk.capacity - self._on_disk():
-            return
-        try:
-            self.statistics.written_bytes += disk.write(key, self.sessions[key])
-        except LOST as error:
-            _warn(f"session {_session(key)!r} lies in memory alone: {error}")
-        disk.spare(key)
 
     def _on_disk(self) -> int:
         """Bytes of the sessions there, spare copies aside."""
         return sum(tier.bytes for tier in self.placement.tiers if tier.name == DISK)
+
+    def _path(self, block: Block) -> Path:
+        assert self.disk is not None
+        return self.disk.path(block)
 
 
 def _session(key: str) -> str:

@@ -1,5 +1,8 @@
 """The disk tier: a folder of block files and their index, of one process at a time.
 
+It is opened by one thread. Afterwards another one makes all changes, in their order, and any may read files whose
+blocks it was given: so the folder is always what it would have been a moment ago without threads.
+
 A session that moved into memory leaves its files as a spare copy: it costs nothing while there is room, saves the
 writing when the session comes back, and outlives a crash. Spare copies go first where room is needed.
 """
@@ -14,12 +17,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
 from harness.history import index
-from harness.history.block import Block, File, read, write
-from harness.history.index import Entry, Index
+from harness.history.block import Block
+from harness.history.file import write
+from harness.history.index import Entry, Index, OtherFormat
 from harness.results.lock import FolderInUse, FolderLock
 
 Wall = Callable[[], float]
@@ -61,7 +66,8 @@ class Disk:
         except sqlite3.OperationalError as error:
             raise HistoryError(f"cannot open {self.folder}: {error}") from error
         except (sqlite3.DatabaseError, TypeError, ValueError) as error:
-            _warn(f"the index of {self.folder} is damaged ({error}): all its sessions are dropped")
+            what = "of another version" if isinstance(error, OtherFormat) else "damaged"
+            _warn(f"the index of {self.folder} is {what} ({error}): all its sessions are dropped")
             index.remove(self.folder)
             return Index(self.folder), {}
 
@@ -69,28 +75,27 @@ class Disk:
         """Removes what a crash left: files that no session names, sessions that lack a file."""
         found = {path: path.stat().st_size for path in (self.folder / "blocks").glob("*/*")}
         for key, entry in list(self.entries.items()):
-            files = zip(entry.blocks, entry.files, strict=True)
-            if any(found.get(self._path(block)) != file.bytes for block, file in files):
+            if any(found.get(self.path(block)) != block.file.bytes for block in entry.blocks if block.file):
                 _warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
                 self._index.drop(key)
                 del self.entries[key]
-        named = {self._path(block) for entry in self.entries.values() for block in entry.blocks}
+        named = {self.path(block) for entry in self.entries.values() for block in entry.blocks}
         for path in found.keys() - named:
             path.unlink()
 
-    def write(self, key: str, blocks: Sequence[Block]) -> int:
-        """Makes `blocks` the session; returns the bytes written, which are those of blocks that it had not yet."""
-        entry = self.entries.get(key, Entry([], [], 0, 0.0))
-        known = {block.name: file for block, file in zip(entry.blocks, entry.files, strict=True)}
+    def write(self, key: str, blocks: Sequence[Block]) -> tuple[int, list[Block]]:
+        """Makes `blocks` the session. -> bytes written, which are those of blocks that it had not yet; all blocks, as
+        they lie on disk"""
+        entry = self.entries.get(key, Entry([], 0, 0.0))
+        known = {block.name: block for block in entry.blocks}
         new = [block for block in blocks if block.name not in known]
         names = {block.name for block in blocks}
         gone = [block for block in entry.blocks if block.name not in names]
         size = sum(block.size for block in new)
         self._make_room(size - sum(block.size for block in gone), key)
-        files = known | dict(self._written(new))
+        written = known | {block.name: block for block in self._written(new)}
         self._used += 1
-        bare = [Block(block.name, block.tokens, block.size, None) for block in blocks]
-        made = Entry(bare, [files[block.name] for block in blocks], self._used, self._wall())
+        made = Entry([written[block.name] for block in blocks], self._used, self._wall())
         try:
             self._index.replace(key, made, _same(entry.blocks, blocks))
         except sqlite3.Error:
@@ -100,19 +105,14 @@ class Disk:
         self.bytes += size - sum(block.size for block in gone)
         self.entries[key] = made
         self._spare.pop(key, None)
-        return size
-
-    def read(self, key: str, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks with their rows; raises `DamagedBlock`."""
-        entry = self.entries[key]
-        files = {block.name: file for block, file in zip(entry.blocks, entry.files, strict=True)}
-        return [read(self._path(one), one, files[one.name]) if one.rows is None else one for one in blocks]
+        return size, list(made.blocks)
 
     def touch(self, key: str) -> None:
-        """It was used, wherever it was found."""
+        """It was used, wherever it was found. A disk too full to say so forgets it."""
         if key in self.entries:
             self._used += 1
-            self._index.touch(key, self._used, self._wall())
+            with suppress(sqlite3.Error):
+                self._index.touch(key, self._used, self._wall())
 
     def spare(self, key: str) -> None:
         """The session lies in memory now."""
@@ -140,14 +140,14 @@ class Disk:
                 raise OSError(errno.ENOSPC, "no room in the disk tier", str(self.folder))
             self.drop(spare)
 
-    def _written(self, blocks: Sequence[Block]) -> Iterator[tuple[str, File]]:
+    def _written(self, blocks: Sequence[Block]) -> Iterator[Block]:
         folders = set()
         try:
             for block in blocks:
-                path = self._path(block)
+                path = self.path(block)
                 path.parent.mkdir(exist_ok=True)
                 folders.add(path.parent)
-                yield block.name, write(path, block, {"tokens": str(len(block.tokens))})
+                yield replace(block, rows=None, file=write(path, block))
             for folder in folders:
                 _sync(folder)
         except OSError:
@@ -156,9 +156,9 @@ class Disk:
 
     def _remove(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            self._path(block).unlink(missing_ok=True)
+            self.path(block).unlink(missing_ok=True)
 
-    def _path(self, block: Block) -> Path:
+    def path(self, block: Block) -> Path:
         return self.folder / "blocks" / block.name[:2] / f"{block.name}.safetensors"
 
 

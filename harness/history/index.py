@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.history.block import Block, File
 
-FORMAT = 1
+FORMAT = 2
 NAME = "index.sqlite"
 _TABLES = """
 create table if not exists sessions (key text primary key, used integer not null, used_at real not null);
@@ -25,21 +25,24 @@ create table if not exists blocks (
 """
 
 
+class OtherFormat(sqlite3.DatabaseError):
+    """Another version of the store wrote it."""
+
+
 @dataclass(slots=True)
 class Entry:
     """A session on disk. `used`: a count that grows with every use; `used_at`: the wall clock's seconds then."""
 
-    blocks: list[Block]
-    files: list[File]
+    blocks: list[Block]  # without rows, with files
     used: int
     used_at: float
 
 
 class Index:
-    """Raises sqlite3.Error where the file is damaged, or the disk full."""
+    """Raises sqlite3.Error where the file is damaged, or the disk full. Opened by one thread, then used by another."""
 
     def __init__(self, folder: Path) -> None:
-        self._connection = sqlite3.connect(folder / NAME)
+        self._connection = sqlite3.connect(folder / NAME, check_same_thread=False)
         try:
             self._prepare()
         except BaseException:
@@ -52,8 +55,10 @@ class Index:
         connection.execute("pragma synchronous = normal")
         (format_,) = connection.execute("pragma user_version").fetchone()
         (found,) = connection.execute("pragma quick_check").fetchone()
-        if found != "ok" or format_ not in (0, FORMAT):
-            raise sqlite3.DatabaseError(f"{NAME}: {found}, format {format_}")
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"{NAME}: {found}")
+        if format_ not in (0, FORMAT):
+            raise OtherFormat(f"{NAME} has format {format_}, this version reads and writes {FORMAT}")
         connection.executescript(_TABLES)
         connection.execute(f"pragma user_version = {FORMAT}")
 
@@ -63,8 +68,7 @@ class Index:
             rows = self._connection.execute(
                 "select name, tokens, size, sha256, bytes from blocks where key = ? order by place", (key,)
             ).fetchall()
-            blocks = [Block(name, tuple(array("q", tokens)), size, None) for name, tokens, size, _, _ in rows]
-            yield key, Entry(blocks, [File(*row[3:]) for row in rows], used, used_at)
+            yield key, Entry([_block(*row) for row in rows], used, used_at)
 
     def replace(self, key: str, entry: Entry, unchanged: int) -> None:
         """The first `unchanged` blocks are those that it has already."""
@@ -74,7 +78,7 @@ class Index:
             connection.execute("delete from blocks where key = ? and place >= ?", (key, unchanged))
             connection.executemany(
                 "insert into blocks values (?, ?, ?, ?, ?, ?, ?)",
-                [(key, place, *_plain(entry.blocks[place], entry.files[place])) for place in places],
+                [(key, place, *_plain(entry.blocks[place])) for place in places],
             )
 
     def touch(self, key: str, used: int, used_at: float) -> None:
@@ -102,5 +106,10 @@ def remove(folder: Path) -> None:
         path.unlink()
 
 
-def _plain(block: Block, file: File) -> Sequence[str | bytes | int]:
-    return block.name, array("q", block.tokens).tobytes(), block.size, file.sha256, file.bytes
+def _block(name: str, tokens: bytes, size: int, sha256: str, length: int) -> Block:
+    return Block(name, tuple(array("q", tokens)), size, None, File(sha256, length))
+
+
+def _plain(block: Block) -> Sequence[str | bytes | int]:
+    assert block.file is not None
+    return block.name, array("q", block.tokens).tobytes(), block.size, block.file.sha256, block.file.bytes

@@ -10,7 +10,11 @@ from typing import Any
 @dataclass
 class Statistics:
     """`dropped`: sessions that left for lack of room or by age; `refused`: too large or not worth a place when saved;
-    `lost`: to damaged files and errors of the disk."""
+    `lost`: to damaged files and errors of the disk.
+
+    `load_s`: in which rows were on their way to jobs, which waited for `exposed_s` of them. `saving_s`: in which the
+    disk was changed; callers waited for `write_wait_s` of them, `write_waits` times, as the write buffer was full.
+    """
 
     lookups: int = 0
     hits: Counter[str] = field(default_factory=Counter)  # by tier
@@ -22,13 +26,20 @@ class Statistics:
     moved: Counter[tuple[str | None, str]] = field(default_factory=Counter)  # bytes of sessions, by tiers
     written_bytes: int = 0  # to files; less than what moved there, for spare copies are not written again
     read_bytes: int = 0
+    load_s: float = 0.0
+    exposed_s: float = 0.0
+    saving_s: float = 0.0
+    write_waits: int = 0
+    write_wait_s: float = 0.0
 
-    def asked(self, tier: str | None, reused: int, tokens: int) -> None:
+    def asked(self, tokens: int) -> None:
         self.lookups += 1
         self.asked_tokens += tokens
-        self.reused_tokens += reused
-        if tier:
-            self.hits[tier] += 1
+
+    def found(self, tier: str, tokens: int, count: int = 1) -> None:
+        """`count` -1 takes it back."""
+        self.hits[tier] += count
+        self.reused_tokens += count * tokens
 
     def plain(self) -> dict[str, Any]:
         moved = {f"{source or 'new'}->{target}": size for (source, target), size in self.moved.items()}

@@ -6,7 +6,9 @@
 
 Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
 row of a token goes into `rest`, tensors of any shape: they come back with all tokens of the session or not at all. A
-store is for one thread.
+name begins with the number of its layer: `open` hands them over layer by layer.
+
+A store, and what it opens, belong to one thread. Threads of the store read files and write them behind its back.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +24,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Rows, blocks, covered, has_rest, joined, length, rest_of
-from harness.history.contents import LOST, Contents
+from harness.history.block import Block, Rows, blocks, covered, has_rest, length
+from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import Fingerprint
+from harness.history.overlap.loading import LOST, Accounts, HistoryLost, Loading
+from harness.history.overlap.speeds import Speeds
+from harness.history.overlap.threads import Threads
 from harness.history.placement import DEVICE, DISK, HOST, Placement
 from harness.history.policies import Policy, SchedulerAware
 from harness.history.statistics import Statistics
@@ -44,9 +50,11 @@ class Found:
 
 
 class HistoryStore:
-    """`device`, `host`, `disk`: bytes by tier. `durable`: what lies in memory is written to disk at once, as a spare
-    copy, where there is room. `ttl_s`: seconds since the last use. `wait` for another owner of the folder to end. `on`:
-    the device of the first tier. `clock` never jumps; `wall`, which dates what is on disk, may."""
+    """`device`, `host`, `disk`: bytes by tier. `durable`: what lies in memory is also written to disk, as a spare copy,
+    where there is room. `ttl_s`: seconds since the last use. `wait` for another owner of the folder to end. `on`: the
+    device of the first tier, and of rows that are handed out. `io_threads` read for jobs that wait; with 0 all is done
+    by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `clock` never jumps;
+    `wall`, which dates what is on disk, may."""
 
     def __init__(
         self,
@@ -62,6 +70,8 @@ class HistoryStore:
         durable: bool = False,
         wait: bool = False,
         on: str = "cpu",
+        io_threads: int = 2,
+        write_buffer: int = 2**28,
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:
@@ -69,22 +79,39 @@ class HistoryStore:
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
         self.fingerprint, self.block_tokens = fingerprint, block_tokens
         self.placement = Placement({DEVICE: device, HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
+        threads = Threads(io_threads)
         files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
-        self.contents = Contents(self.placement, files, durable, torch.device(on))
+        self.contents = Contents(
+            self.placement, files, threads, durable=durable, on=torch.device(on), write_buffer=write_buffer
+        )
+        self._accounts = Accounts(self.contents.statistics, Speeds())
         self._clock, self._closed = clock, False
         if files:
             self._restore(files, wall())
 
-    def get(self, session: str, tokens: Sequence[int]) -> Found:
-        """The rows of the longest prefix of `tokens` that is stored, in whole blocks; rows are copies. With a rest: all
-        of the session, or nothing."""
+    def open(self, session: str, tokens: Sequence[int], read_buffer: int | None = None) -> Loading | None:
+        """The longest stored prefix of `tokens`, in whole blocks, layer by layer; None on a miss. With a rest: all of
+        the session, or a miss. `read_buffer`: layers that come before the job begins, by default as many as the paper's
+        formula says (`Speeds`)."""
         key, now = self._fresh(session), self._clock()
+        self.statistics.asked(len(tokens))
         tier, count = self.placement.tier(key), self._covered(key, tokens)
-        found = Found()
-        if tier and count:
-            self.contents.carry_out(self.placement.use(key, now))
-            found = self._found(key, tier, count)
-        self.statistics.asked(found.tier, found.tokens, len(tokens))
+        if not (tier and count):
+            return None
+        self.contents.carry_out(self.placement.use(key, now))
+        parts = self.contents.sessions.get(key, [])[:count]  # none if it was lost on its way
+        return self._loading(key, parts, tier, len(tokens), read_buffer) if parts else None
+
+    def get(self, session: str, tokens: Sequence[int]) -> Found:
+        """The same, whole; rows are copies."""
+        loading = self.open(session, tokens)
+        if loading is None:
+            return Found()
+        try:
+            found = Found(loading.tokens, loading.tier, *loading.all_layers())
+        except HistoryLost:
+            return Found()
+        loading.account()
         return found
 
     def known(self, session: str, tokens: Sequence[int]) -> int:
@@ -149,7 +176,7 @@ class HistoryStore:
     def prefetch(self) -> None:
         """Brings the sessions of the next jobs into host memory, as far as the policy looks ahead."""
         for moves in self.placement.prefetch():
-            self.contents.carry_out(moves)
+            self.contents.carry_out(moves, self.contents.threads.ahead)
 
     def tier(self, session: str) -> str | None:
         return self.placement.tier(self._key(session))
@@ -161,8 +188,12 @@ class HistoryStore:
     def bytes_by_tier(self) -> dict[str, int]:
         return {tier.name: tier.bytes for tier in self.placement.tiers}
 
+    def flush(self) -> None:
+        """Waits until all is on disk that is on its way there: then it outlives the process, however that ends."""
+        self.contents.flush()
+
     def close(self) -> None:
-        """Leaves on disk what has room there, the most recently used first."""
+        """Leaves on disk what has room there, the most recently used first, and waits for it."""
         self._closed = True
         self.contents.close()
 
@@ -179,6 +210,7 @@ class HistoryStore:
         """Its key, after what is too old was dropped."""
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
+        self.contents.collect()
         self.contents.carry_out(self.placement.expire(self._clock()))
         return self._key(session)
 
@@ -190,7 +222,7 @@ class HistoryStore:
             youngest = min(youngest, now - max(0.0, wall - entry.used_at))
             used_s.insert(0, youngest)
         for (key, entry), at in zip(list(disk.entries.items()), used_s, strict=True):
-            self.contents.sessions[key] = entry.blocks
+            self.contents.restore(key, list(entry.blocks))
             size = sum(block.size for block in entry.blocks)
             moves = self.placement.save(key, size, at, fastest=DISK)
             self.contents.carry_out([move for move in moves if move.target is None])
@@ -206,21 +238,38 @@ class HistoryStore:
         moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
         self.contents.hold(key, parts, moves)
 
-    def _found(self, key: str, tier: str, count: int) -> Found:
-        parts = self.contents.sessions.get(key, [])[:count]  # none if it was lost on its way
+    def _loading(
+        self, key: str, parts: Sequence[Block], tier: str, asked: int, read_buffer: int | None
+    ) -> Loading | None:
+        self.contents.touch(key)
+        loading = Loading(
+            self.contents.fetch(key),
+            parts,
+            tier,
+            asked - length(parts),
+            on=self.contents.on,
+            copier=self.contents.threads.copying,
+            accounts=self._accounts,
+            lost=partial(self._lost, key),
+        )
+        self.statistics.found(tier, loading.tokens)
         try:
-            parts = self.contents.read(key, parts)
-            if self.contents.disk:
-                self.contents.disk.touch(key)
-        except LOST as error:
+            loading.preload(read_buffer)
+        except HistoryLost:
+            return None
+        return loading
+
+    def _lost(self, key: str, loading: Loading, error: Exception) -> HistoryLost:
+        """Once for each loading; the session goes, unless it was given up or replaced before."""
+        self.statistics.found(loading.tier, loading.tokens, -1)
+        if self.contents.fetches.get(key) is loading.fetch:
             self.contents.lose(key, error)
-            return Found()
-        return Found(length(parts), tier, joined(parts), rest_of(parts)) if parts else Found()
+        return HistoryLost(f"the stored history is damaged: {error}")
 
     def _without_first(self, key: str, known: Sequence[Block], drop: int) -> list[Block]:
         for place, block in enumerate(known):
             if drop < len(block.tokens):
-                first = self.contents.read(key, [block])[0].tail(drop) if drop else block
+                first = self.contents.read([block])[0].tail(drop) if drop else block
                 return [first, *known[place + 1 :]]
             drop -= len(block.tokens)
         return []

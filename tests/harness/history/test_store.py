@@ -247,8 +247,8 @@ def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], layers[name]) for name in layers)
 
 
-@pytest.mark.parametrize("policy", [SchedulerAware, LRU, FIFO])
-def test_the_simulator_and_the_store_find_and_drop_the_same(policy: type[Policy], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "threads"), [(SchedulerAware, 2), (LRU, 0), (FIFO, 2)])
+def test_the_simulator_and_the_store_find_and_drop_the_same(policy: type[Policy], threads: int, tmp_path: Path) -> None:
     """One trace through both: whatever the simulated server does, the store is asked to do."""
     capacities = {"host": 250 * TOKEN_BYTES, "disk": 900 * TOKEN_BYTES}
     model = Served(
@@ -259,7 +259,7 @@ def test_the_simulator_and_the_store_find_and_drop_the_same(policy: type[Policy]
     scenario = Scenario(model="toy", policy=policy.name, warmup=0, **capacities)  # type: ignore[arg-type]
     shape = {"think_s": 2.0, "question_share": 0.3, "correlation": 0.3}
     trace = [replace(one, turns=tuple(map(short, one.turns))) for one in drawn(40, 3.0, **shape)]  # type: ignore[arg-type]
-    with opened(tmp_path, policy=POLICIES[policy.name](), **capacities) as store:
+    with opened(tmp_path, policy=POLICIES[policy.name](), io_threads=threads, **capacities) as store:
         shadow = Shadow(scenario, costs, store)
         jobs = shadow.serve(trace)
     assert len(jobs) > 150

@@ -36,7 +36,7 @@ def filled(folder: Path, **settings: object) -> HistoryStore:
 
 def files_of(store: HistoryStore, name: str) -> list[Path]:
     assert store.contents.disk
-    return [store.contents.disk._path(block) for block in store.contents.sessions[store._key(name)]]
+    return [store.contents.disk.path(block) for block in store.contents.sessions[store._key(name)]]
 
 
 def found(store: HistoryStore) -> list[str]:
@@ -50,10 +50,11 @@ def found(store: HistoryStore) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "host"), [(15, 40), *(pytest.param(100, h, marks=pytest.mark.slow) for h in (0, 40))]
+    ("kills", "host", "threads"),
+    [(8, 40, 0), (15, 40, 2), *(pytest.param(100, h, t, marks=pytest.mark.slow) for h in (0, 40) for t in (0, 2))],
 )
-def test_kills_at_random_moments_of_saving(kills: int, host: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.killed_history", str(tmp_path), "1", str(kills), str(host)]
+def test_kills_at_random_moments_of_saving(kills: int, host: int, threads: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.killed_history", str(tmp_path), "1", str(kills), str(host), str(threads)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -249,14 +250,16 @@ def tensors() -> int:
     return sum(type(one) is Tensor for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("sessions", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sessions", "threads"), [(200, 2), *(pytest.param(10_000, threads, marks=pytest.mark.slow) for threads in (0, 2))]
+)
+def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, threads: int, tmp_path: Path) -> None:
     """Room for about 9 in memory and 27 on disk; nothing wrong, no file, tensor or descriptor more than they need."""
     rng = random.Random(0)
     known: dict[str, list[int]] = {}
     size = {"host": 100 * TOKEN_BYTES, "disk": 300 * TOKEN_BYTES, "policy": LRU(), "durable": True}
     hits = 0
-    with opened(tmp_path, **size) as store, warnings.catch_warnings():
+    with opened(tmp_path, **size, io_threads=threads) as store, warnings.catch_warnings():
         warnings.simplefilter("error")
         before, others = len(os.listdir("/proc/self/fd")), tensors()  # what other tests of this process left
         for number in range(sessions):
@@ -269,6 +272,7 @@ def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, 
             assert one.tokens in (0, len(known[again]))
             hits += bool(one.tokens)
         assert sessions * 0.5 < hits < sessions
+        store.flush()
         assert store.contents.disk
         blocks = sum(map(len, store.contents.sessions.values()))
         assert len(store.contents.sessions) == len(store.placement.items) < 60

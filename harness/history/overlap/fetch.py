@@ -1,0 +1,105 @@
+"""The blocks of one session on their way from disk into memory, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Condition
+from time import perf_counter
+
+from harness.history.block import Block, Rows, by_layer
+from harness.history.file import BlockFile
+
+Span = tuple[float, float]  # from, to, in seconds of perf_counter
+
+
+class Fetch:
+    """Any number of threads may `work` at it; they take the layers in order. Others wait for the rows of one layer or
+    for all blocks, and get the error that ended the work (`LOST` names those of a disk). Blocks that lie in memory are
+    taken as they are. `pin`: into memory that a GPU reads directly."""
+
+    def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], pin: bool = False) -> None:
+        self._parts, self._path, self._pin = list(parts), path, pin
+        self._changed = Condition()
+        self._files: list[BlockFile | None] = []  # None: lies in memory
+        self._names: list[dict[int, list[str]]] = []  # of each block, by layer
+        self._layers: list[int] | None = None  # once the files are open
+        self._left: Iterator[int] = iter(())
+        self._rows: dict[int, list[Rows]] = {}
+        self._error: Exception | None = None
+        self.spans: list[Span] = []  # in which a layer was read
+
+    def work(self) -> None:
+        """Until no layer is left to be taken."""
+        try:
+            while (layer := self._next()) is not None:
+                began = perf_counter()
+                rows = [self._read(place, layer) for place in range(len(self._parts))]
+                with self._changed:
+                    self.spans.append((began, perf_counter()))
+                    self._rows[layer] = rows
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    @property
+    def finished(self) -> bool:
+        return self._error is not None or (self._layers is not None and len(self._rows) == len(self._layers))
+
+    def layers(self) -> list[int]:
+        """Their numbers; waits for the heads of the files."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers is not None or self._error)
+            if self._layers is None:
+                raise self._failure()
+            return self._layers
+
+    def rows(self, layer: int) -> list[Rows]:
+        """Of one layer, block by block; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: layer in self._rows or self._error)
+            if layer not in self._rows:
+                raise self._failure()
+            return self._rows[layer]
+
+    def blocks(self) -> list[Block]:
+        """With all their rows; waits for the end."""
+        self.wait()
+        if self._error:
+            raise self._failure()
+        layers = [self._rows[layer] for layer in self._layers or ()]
+        return [
+            replace(part, rows={name: x for rows in layers for name, x in rows[place].items()})
+            for place, part in enumerate(self._parts)
+        ]
+
+    def wait(self) -> None:
+        """For the end, good or bad: no file is read any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.finished)
+
+    def _next(self) -> int | None:
+        with self._changed:
+            if self._layers is None and self._error is None:
+                self._open()
+            return None if self._error else next(self._left, None)
+
+    def _open(self) -> None:
+        """Finds missing, short and foreign files before anything is promised."""
+        self._files = [None if part.rows is not None else BlockFile(self._path(part), part) for part in self._parts]
+        both = zip(self._parts, self._files, strict=True)
+        self._names = [by_layer(file.names if file else part.rows or ()) for part, file in both]
+        self._layers = sorted({layer for names in self._names for layer in names})
+        self._left = iter(self._layers)
+        self._changed.notify_all()
+
+    def _read(self, place: int, layer: int) -> Rows:
+        names, file = self._names[place].get(layer, []), self._files[place]
+        return file.read(names, self._pin) if file else {name: (self._parts[place].rows or {})[name] for name in names}
+
+    def _failure(self) -> Exception:
+        assert self._error is not None
+        return self._error

@@ -1,0 +1,70 @@
+"""Changes on disk, made one after the other behind the caller's back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+from harness.history.statistics import Statistics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    future: Future[Any]
+    size: int
+    finished: Callable[[Future[Any]], None]
+
+
+class Saving:
+    """The write buffer: `capacity` bytes of rows may wait to be written, and what comes on top makes the caller wait.
+    What became of a change is told to the caller's own thread, when it asks."""
+
+    def __init__(self, writer: Executor, capacity: int, statistics: Statistics) -> None:
+        self._writer, self.capacity, self._statistics = writer, capacity, statistics
+        self._changes: deque[_Change] = deque()
+        self.held = 0
+
+    def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
+        """`action` runs after all that were submitted before. `size`: bytes that wait for it in memory."""
+        self._changes.append(_Change(self._writer.submit(self._timed, action), size, finished))
+        self.held += size
+        self.collect()
+        if self.held > self.capacity:
+            self._wait()
+
+    def collect(self) -> None:
+        """Tell what has been done by now."""
+        while self._changes and self._changes[0].future.done():
+            self._tell()
+
+    def drain(self) -> None:
+        """Wait for all."""
+        while self._changes:
+            self._tell()
+
+    def _wait(self) -> None:
+        began = perf_counter()
+        while self._changes and self.held > self.capacity:
+            self._tell()
+        self._statistics.write_waits += 1
+        self._statistics.write_wait_s += perf_counter() - began
+
+    def _tell(self) -> None:
+        """Of the oldest; `finished` may submit more."""
+        change = self._changes.popleft()
+        change.future.exception()  # waits
+        self.held -= change.size
+        change.finished(change.future)
+
+    def _timed(self, action: Callable[[], T]) -> T:
+        began = perf_counter()
+        try:
+            return action()
+        finally:
+            self._statistics.saving_s += perf_counter() - began

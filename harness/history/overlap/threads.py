@@ -1,0 +1,41 @@
+"""Who does the work of a store: threads of its own, or whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Inline(Executor):
+    """Does at once, in the thread that asks, what is submitted."""
+
+    def submit(self, action: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(action(*args, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Threads:
+    """`count` threads read what a job waits for. One more reads ahead of the jobs, one copies to the device, one makes
+    all changes on disk, in their order. 0: the caller does everything itself, at once."""
+
+    def __init__(self, count: int) -> None:
+        if count < 0:
+            raise ValueError(f"io_threads={count} should be 0, for none, or more")
+        self.count = max(1, count)
+        self.reading, self.ahead, self.copying, self.writing = (
+            ThreadPoolExecutor(number, f"history-{name}") if count else Inline()
+            for name, number in (("read", count), ("ahead", 1), ("copy", 1), ("write", 1))
+        )
+
+    def close(self) -> None:
+        """Once all that was submitted is done."""
+        for pool in (self.writing, self.ahead, self.reading, self.copying):
+            pool.shutdown()
