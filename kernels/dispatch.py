@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]  # name, arguments, the call itself -> its result
 
@@ -25,6 +25,11 @@ class BackendError(RuntimeError):
     """The requested backend cannot run; the message says why."""
 
 
+class Backend(NamedTuple):
+    run: Callable[..., Any]
+    refuses: Callable[..., str | None] | None  # none: it serves every call
+
+
 class Op:
     """One operation and its backends, in order of preference."""
 
@@ -33,15 +38,16 @@ class Op:
         self.name = name
         self.targets = targets
         self.used: set[str] = set()  # backends that ran since `forget_used`
-        self._loaded: dict[str, tuple[Callable[..., Any], Callable[..., str | None] | None] | str] = {}
+        self._loaded: dict[str, Backend] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
-        for backend in (forced,) if forced in self.targets else self.targets:
-            reason = self.refusal(backend, *args, **kwargs)
+        for name in (forced,) if forced in self.targets else self.targets:
+            run, refuses = self._loaded.get(name) or self._import(name)
+            reason = None if refuses is None else refuses(*args, **kwargs)
             if reason is None:
-                self.used.add(backend)
-                run, around = self._load(backend)[0], _around.get()
+                self.used.add(name)
+                around = _around.get()
                 return (
                     run(*args, **kwargs) if around is None else around(self.name, args, partial(run, *args, **kwargs))
                 )
@@ -49,25 +55,26 @@ class Op:
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
         """Why `backend` cannot serve this call, or None where it can."""
-        loaded = self._loaded.get(backend) or self._import(backend)
-        if isinstance(loaded, str):
-            return loaded
-        refuses = loaded[1]
-        return refuses(*args, **kwargs) if refuses else None
+        refuses = (self._loaded.get(backend) or self._import(backend)).refuses
+        return None if refuses is None else refuses(*args, **kwargs)
 
-    def _load(self, backend: str) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
-        loaded = self._loaded[backend]
-        assert not isinstance(loaded, str)
-        return loaded
-
-    def _import(self, backend: str) -> tuple[Callable[..., Any], Callable[..., str | None] | None] | str:
+    def _import(self, backend: str) -> Backend:
         try:
             module = import_module(self.targets[backend])
         except (ImportError, OSError) as error:
-            self._loaded[backend] = f"import failed: {error}"
+            self._loaded[backend] = _missing(f"import failed: {error}")
         else:
-            self._loaded[backend] = (getattr(module, self.name), getattr(module, f"{self.name}_refuses", None))
+            self._loaded[backend] = Backend(getattr(module, self.name), getattr(module, f"{self.name}_refuses", None))
         return self._loaded[backend]
+
+
+def _missing(reason: str) -> Backend:
+    """One that could not be imported: it refuses every call."""
+
+    def refuses(*args: Any, **kwargs: Any) -> str:
+        return reason
+
+    return Backend(refuses, refuses)
 
 
 @contextmanager

@@ -234,10 +234,9 @@ class InfiniGenRead(Pooled, capturable=True):
 
     def logits(self, q: Tensor) -> Tensor:
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
-        grouped = (
-            q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float() @ self.basis.float() * self.spec.scale
-        )
-        counters, grouped = self.cache.counters, grouped.to(q.dtype)
+        grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
+        grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
+        counters = self.cache.counters
         if not counters.running:
             return self.present(ops.row_scores(grouped, self.partial.filled))
         live = counters.tensor(self.partial.length, q.device)
@@ -270,7 +269,8 @@ class InfiniGenRead(Pooled, capturable=True):
         whole = super().attended
         if self.plan is None or self.rows is None:
             return whole
-        return whole._replace(prompt=torch.as_tensor(self.counts, dtype=torch.float64).mean().item())
+        counts = self.counts.tolist() if isinstance(self.counts, Tensor) else self.counts
+        return whole._replace(prompt=sum(counts) / len(counts))
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:

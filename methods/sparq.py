@@ -158,15 +158,15 @@ class SparQRead(Select, capturable=True):
         both = torch.cat([q.view_as(query), query], 2).view(batch, -1, 1, dim)
         outs, lse = ops.segment_attention_with_lse(both, segments, self.spec.scale)
         _, always = ops.segment_attention_with_lse(query.view_as(q), self.always_read(), self.spec.scale)
-        own, read = lse.view(batch, groups, 2, group).unbind(2)
-        every = torch.logaddexp(always.view_as(middle), middle)
-        self.covered = (self._with_sink(read) - self._with_sink(every)).exp().unsqueeze(-1)
+        lse = lse.view(batch, groups, 2 * group)
+        read, every = lse[..., group:], torch.logaddexp(always.view_as(middle), middle)
         out = outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
-        return with_sink(out, own.reshape(batch, -1), self.spec.sink_logits)
-
-    def _with_sink(self, lse: Tensor) -> Tensor:
-        """A sink logit is a token without a value that is always read. lse [B G g]"""
-        return lse_with_sink(lse.flatten(1), self.spec.sink_logits).view_as(lse)
+        if (sinks := self.spec.sink_logits) is not None:  # each a token without a value that is always read
+            own = lse[..., :group].flatten(1)
+            read, every = (lse_with_sink(one.flatten(1), sinks).view_as(one) for one in (read, every))
+            out = with_sink(out, own, sinks)
+        self.covered = (read - every).exp().unsqueeze(-1)
+        return out
 
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)

@@ -66,7 +66,8 @@ class Layer(Storage, capturable=True):
             self.store.resize(self.most_generated)
 
     def decode(self, x: AttnInput) -> Tensor:
-        self._make_room()
+        if self.most_generated is not None:
+            self._make_room(self.most_generated)
         self.take_in(x)
         return self.attends.decode(x)
 
@@ -133,10 +134,10 @@ class Layer(Storage, capturable=True):
         if self.most_generated is not None:
             self.store.resize(self.request.capacity - self.seen)
 
-    def _make_room(self) -> None:
+    def _make_room(self, most: int) -> None:
         """Before a token comes in: where the generated ones fill their budget, an eighth of them leaves at once."""
-        count, most = self.store.length - self.prompt_rows, self.most_generated
-        if most is None or count < most:
+        count = self.store.length - self.prompt_rows
+        if count < most:
             return
         rows = self.attends.keep_generated(count, most - max(1, most // 8))
         for policy in self.policies:

@@ -160,13 +160,13 @@ class Storage(KVLayer):
     def attend_all(self, q: Tensor) -> Tensor:
         """One query, over all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
         if isinstance(self.store, PerHeadStore):
-            return self.store.each(q, lambda q, store, head: self._attend(q, [store.since(0)], head))
+            return self.store.each(q, self._attend_head)
         away = [self.far.whole()] if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """One softmax over all of `segments`. q [B H 1 D] -> [B H 1 D]"""
-        return self._attend(q, segments)
+        return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
         """What one token gives each of a segment's, of the softmax that `lse` [B H] belongs to; 0 to one that is not
@@ -178,8 +178,8 @@ class Storage(KVLayer):
         """All KV heads, or the queries of one."""
         return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
 
-    def _attend(self, q: Tensor, segments: Sequence[Segment], head: int | None = None) -> Tensor:
-        return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sinks_of(head))
+    def _attend_head(self, q: Tensor, store: KVStore, head: int) -> Tensor:
+        return sink_logits.segment_attention(q, [store.since(0)], self.spec.scale, self.spec.sinks_of(head))
 
     def stored_positions(self) -> Tensor:
         """Where every stored token stood in the sequence. -> [B heads S], -1 where a head has fewer"""
