@@ -44,9 +44,12 @@ ROOMS = {
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "history": {"terminal", "config", "results", "reports"},
     "conversations": {"models", "prompts", "engine", "results", "history"},
+    "serve": {
+        "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
+    },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
-}
+}  # fmt: skip
 COMMANDS = {
     "__main__",
     "bands",

@@ -27,6 +27,8 @@ from harness.config.overrides import checked
 from harness.history.simulation.scenario import scenarios
 from harness.models import embedded
 from harness.models.random import Random
+from harness.serve import __main__ as serve
+from harness.serve.traffic import points as serve_points
 from tests import forks
 from tests.forks import Forked
 
@@ -192,6 +194,10 @@ def check_module(module: str, words: list[str]) -> None:
     elif module == "harness.bench":
         here = ["cpu" if word == "cuda" else word for word in words]  # a parser looks for the device
         import_module(f"{module}.{here[0]}").parser().parse_args(here[1:])
+    elif module == "harness.serve":
+        options = serve._parser().parse_intermixed_args(words)
+        for point in serve_points(options.overrides):
+            built(composed(point.words))
     elif module == "harness.doctor":
         assert import_module(module).main
         assert not words

@@ -1,11 +1,13 @@
-"""The command line of a search: `method.kernel=3,7,15` names values to try, every other word is as for one run."""
+"""Command lines with several values of a key: a search's, where `method.kernel=3,7,15` names values to try and every
+other word is as for one run, and those that run every combination."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override, QuotedString
 
@@ -46,6 +48,27 @@ def read(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Asked:
             raise SettingsError(f"{word} names several values: a search has one {key}; parameters alone have a grid.")
     chosen = checked([*words, *(f"method.{name}=null" for name in values)], config_dirs).chosen
     return Asked(words, values, {group: chosen[group][0] for group in GROUPS})
+
+
+class Word(NamedTuple):
+    text: str  # for one run
+    value: Any
+
+
+def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]]:
+    """Of all values, by key; those of `slowest` vary slowest. The last of two words for one key wins."""
+    given = {override.key_or_group: override for override in parse(words)}
+    keys = sorted(given, key=lambda key: key != slowest)
+    for point in product(*(_words(given[key]) for key in keys)):
+        yield dict(zip(keys, point, strict=True))
+
+
+def _words(override: Override) -> list[Word]:
+    if not override.is_sweep_override():
+        return [Word(str(override.input_line), _frozen(override.value()))]
+    key = str(override.input_line).partition("=")[0]
+    texts = [f"{key}={text}" for text in override.sweep_string_iterator()]
+    return [Word(*one) for one in zip(texts, _values(override), strict=True)]
 
 
 def _refuse_nothing(override: Override) -> None:

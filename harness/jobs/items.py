@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from evals.base import Example, Task, TaskEnv
@@ -57,8 +57,16 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
     """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
+    return itemised(task.examples(_task_env(settings, tokenizer, info.limit)), source, settings, strict=strict)
+
+
+def itemised(
+    examples: Iterable[Example], source: ModelSource, settings: Settings, *, strict: bool = True
+) -> list[Item]:
+    """`examples` as prompts of `source`."""
+    info, tokenizer = source.describe(), source.tokenizer()
     items = []
-    for example in task.examples(_task_env(settings, tokenizer, info.limit)):
+    for example in examples:
         items.append(_item(example, tokenizer, settings, info.limit))
         if strict:
             _refuse(items[-1])

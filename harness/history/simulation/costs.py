@@ -26,6 +26,11 @@ class Prices:
     dram_usd_per_gb_hour: float
     ssd_usd_per_gb_hour: float
 
+    def usd(self, hours: float, gpus: int, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
+        """GPUs, and the storage that is reserved beside them, for `hours`."""
+        storage = host_bytes / 1e9 * self.dram_usd_per_gb_hour + disk_bytes / 1e9 * self.ssd_usd_per_gb_hour
+        return hours * gpus * self.gpu_usd_per_hour, hours * storage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
@@ -51,10 +56,8 @@ class Costs:
         return self.models[name]
 
     def usd(self, hours: float, model: Served, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
-        """GPUs, and the storage that is reserved beside them, for `hours`."""
-        prices = self.prices
-        storage = host_bytes / 1e9 * prices.dram_usd_per_gb_hour + disk_bytes / 1e9 * prices.ssd_usd_per_gb_hour
-        return hours * model.gpus * prices.gpu_usd_per_hour, hours * storage
+        """Of a server, for `hours`."""
+        return self.prices.usd(hours, model.gpus, host_bytes, disk_bytes)
 
 
 def load(path: Path = FILE) -> Costs:

@@ -59,7 +59,7 @@ class Server:
         self.now_s = self._busy_s = self._disk_free_s = self._pcie_free_s = self._last_start_s = 0.0
         self._rng = Random(scenario.seed)
         self._steps = 0  # decode steps since the beginning
-        self._running: list[tuple[int, str]] = []  # (step of the last token, session)
+        self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
         self._ready_s: dict[str, float] = {}  # when a session that is fetched ahead will lie in host memory
         self.jobs: list[Job] = []
         self.moved: Counter[tuple[str | None, str | None]] = Counter()  # bytes, of the whole run
@@ -125,7 +125,7 @@ class Server:
         state.history = min(self.model.window, state.history + question + answer)
         state.turn += 1
         state.running = True
-        heappush(self._running, (self._steps + answer, session))
+        heappush(self._running, (self._steps + answer, len(self.jobs), session))
 
     def _fit(self, state: State, question: int) -> None:
         """Cuts the oldest tokens until the question fits the window."""
@@ -164,15 +164,14 @@ class Server:
 
     def _decode(self) -> None:
         """To the end of an answer, or until a job comes that finds a slot."""
-        last, session = self._running[0]
-        steps = last - self._steps
+        steps = self._running[0][0] - self._steps
         if self._coming and len(self._running) < self.model.batch:
             steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)
         self._steps += steps
         self._advance(steps * self.model.decode_step_s)
-        if self._steps == last:
-            heappop(self._running)
-            self._answered(self.states[session])
+        self._arrivals()  # before anything is saved: who waits is exempt
+        while self._running and self._running[0][0] == self._steps:
+            self._answered(self.states[heappop(self._running)[2]])
 
     def _answered(self, state: State) -> None:
         session = state.conversation.name

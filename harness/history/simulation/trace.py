@@ -55,7 +55,7 @@ def drawn(
     counts, totals = _turns(norm.cdf(first)), _tokens(second)
     parts = [_split(int(total), int(count), rng) for total, count in zip(totals, counts, strict=True)]
     turns = [[_turn(part, question_share) for part in session] for session in parts]
-    return _timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
+    return timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
 
 
 def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: float) -> list[Conversation]:
@@ -72,7 +72,7 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
     if len(named) < sessions:
         raise TraceError(f"{path} holds {len(named)} conversations with answers: ask for at most sessions={len(named)}")
     chosen = [list(named)[place] for place in rng.permutation(len(named))[:sessions]]
-    return _timed(chosen, [named[name] for name in chosen], rate, think_s, rng)
+    return timed(chosen, [named[name] for name in chosen], rate, think_s, rng)
 
 
 def statistics(trace: Sequence[Conversation]) -> dict[str, float]:
@@ -119,9 +119,10 @@ def _turn(tokens: int, question_share: float) -> Turn:
     return Turn(question, int(tokens) - question)
 
 
-def _timed(
+def timed(
     names: Sequence[str], turns: Sequence[Sequence[Turn]], rate: float, think_s: float, rng: np.random.Generator
 ) -> list[Conversation]:
+    """With times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
     return [
         Conversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))

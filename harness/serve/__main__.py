@@ -1,0 +1,64 @@
+"""`python -m harness.serve method=full history=store,recompute rate=0.2,0.5,1.0`: conversations that arrive and wait.
+
+Sessions come as a Poisson process, their turns wait for a slot, first come, first served, and run side by side; after
+an answer the user thinks. Every combination of values is a run on the same conversations. All figures go to
+serving.json and serving.csv in --out, each run's turns and trace to a folder there; a run that is there is not made
+again. --limit p90=2s goes on to the highest rate at which TTFT stays below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.config.errors import is_known, one_sentence
+from harness.terminal.notices import say_once
+
+INTERRUPTED = 130
+OUT = Path("results/runs/serving")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_intermixed_args(arguments)
+    say_once.cache_clear()
+    try:
+        _serve(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on behind the runs that are finished", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        print(f"error: {one_sentence(error)}", file=sys.stderr)
+        return 2 if is_known(error) else 1
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from harness.history.simulation import costs
+    from harness.serve.runs import Runs
+    from harness.serve.search import Limit
+    from harness.serve.traffic import points
+
+    limit = Limit.read(options.limit) if options.limit else None
+    prices = (costs.load(options.costs) if options.costs else costs.load()).prices
+    runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
+    runs.serve()
+    print(f"\n{runs.text()}")
+    print("\nwrote " + ", ".join(str(path) for path in runs.write()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.serve", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/serving.md; a key may have several values"
+    )
+    parser.add_argument("--limit", metavar="p90=2s", help="of TTFT: search the highest rate that keeps it")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="yaml with prices, in place of the paper's")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="for all files (default: %(default)s)")
+    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

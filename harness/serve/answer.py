@@ -1,0 +1,41 @@
+"""What is recorded of one turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question."""
+
+    session: str
+    turn: int  # from 1
+    arrived_s: float  # from the loop's start
+    queue_s: float  # until there was a slot
+    load_s: float  # from then until the history was in a cache, as far as it was stored
+    token_s: list[float]  # each token
+    save_s: float  # behind the last, until the history was handed over
+    tier: str | None  # where the history was found; null: nowhere
+    reused_tokens: int  # of the prompt, history included
+    new_tokens: int  # those that were computed
+    tokens: list[int]  # the answer's
+    stop: str
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0]
+
+    @property
+    def prefill_s(self) -> float:
+        """From the start of the job to the first token, loading included."""
+        return self.ttft_s - self.queue_s
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.reused_tokens + self.new_tokens
+
+    @property
+    def finished_s(self) -> float:
+        """From the loop's start."""
+        return self.arrived_s + self.token_s[-1]

@@ -1,0 +1,81 @@
+"""A point of the command line, checked before any weights are loaded: its job, its conversations, its identity."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.config.compose import built, composed
+from harness.config.settings import SettingsError
+from harness.jobs.items import itemised
+from harness.jobs.job import Job
+from harness.results.files import canonical
+from harness.serve import trace
+from harness.serve.kept import STORE
+from harness.serve.trace import Session
+from harness.serve.traffic import Point
+
+VERSION = 1  # of the loop: goes up when its times mean something else
+
+
+@dataclass(frozen=True)
+class Plan:
+    point: Point
+    job: Job
+    sessions: list[Session]
+    rate: float  # new sessions per second
+
+    @classmethod
+    def of(cls, point: Point, config_dirs: Sequence[Path] = ()) -> Plan:
+        traffic = point.traffic
+        config = composed(point.words, config_dirs)
+        recorded = trace.read(Path(traffic.replay)) if traffic.replay else None
+        method, task, model, settings = built(config | ({"task": recorded.task} if recorded else {}))
+        settings = replace(settings, batch=traffic.slots)
+        items = itemised(recorded.examples, model, settings) if recorded else None
+        job = Job.plan(method, task, model, settings, items)
+        _check(point, job)
+        if recorded:
+            sessions, rate = recorded.sessions(job.items), recorded.rate
+        else:
+            sessions, rate = trace.drawn(job.items, seed=settings.seed, think_s=traffic.think_s), 1.0
+        return cls(point, job, sessions, rate).at(traffic.rate or rate)
+
+    def at(self, rate: float) -> Plan:
+        """The same conversations at another rate."""
+        return replace(
+            self, point=self.point.at(rate), sessions=trace.stretched(self.sessions, self.rate / rate), rate=rate
+        )
+
+    @property
+    def trace(self) -> str:
+        """Names the times and texts of the conversations."""
+        times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]
+        return hashlib.sha256(canonical({"sessions": times}).encode()).hexdigest()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """A finished run of the same identity is not made again."""
+        traffic = self.point.traffic
+        shape: dict[str, Any] = {key: getattr(traffic, key) for key in ("history", "slots", "interleave", "clock")}
+        if traffic.history == STORE:
+            shape["store"] = asdict(traffic.store)
+        return {"version": VERSION, "trace": self.trace, **shape, "job": self.job.identity}
+
+    @property
+    def folder(self) -> str:
+        digest = hashlib.sha256(canonical(self.identity).encode()).hexdigest()
+        return f"{type(self.job.method).__name__.lower()}_{self.point.traffic.history}_{self.rate:.4g}_{digest[:8]}"
+
+
+def _check(point: Point, job: Job) -> None:
+    traffic, settings = point.traffic, job.settings
+    if any(turn.prompt.replaces_answer for item in job.items for turn in item.turns):
+        raise SettingsError("A server goes on with its own answers, and this task puts others in their place.")
+    if traffic.interleave and settings.prefill_chunk is None:
+        raise SettingsError("interleave=true steps between the chunks of a prefill: set prefill_chunk, as to 512.")
+    if traffic.clock == "cpu" and (settings.device != "cpu" or settings.threads != 1):
+        raise SettingsError("clock=cpu adds up the seconds of all threads and sees no GPU: set device=cpu threads=1.")

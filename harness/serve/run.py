@@ -1,0 +1,79 @@
+"""A planned run of the loop, from the model to the files of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from harness.engine.hf import routed
+from harness.jobs.runner import Runner, load
+from harness.results.files import read_json, write_json, write_lines
+from harness.results.provenance import provenance
+from harness.serve import trace
+from harness.serve.answer import Answer
+from harness.serve.clock import CLOCKS
+from harness.serve.figures import figures
+from harness.serve.kept import STORE, kept, statistics
+from harness.serve.loop import Loop
+from harness.serve.plan import Plan
+
+SCHEMA = 1
+RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
+Row = dict[str, Any]
+
+
+def served(plan: Plan, out: Path) -> tuple[Row, bool]:
+    """What serving.json holds of the run, and whether it was there already."""
+    folder = out / plan.folder
+    if (folder / RUN).is_file():
+        return read_json(folder / RUN), True
+    folder.mkdir(parents=True, exist_ok=True)
+    row = _serve(plan, folder)
+    write_json(folder / RUN, row)  # last: what holds it is finished
+    return row, False
+
+
+def _serve(plan: Plan, folder: Path) -> Row:
+    job, traffic = plan.job, plan.point.traffic
+    job.refuse_memory()
+    if job.settings.threads is not None:
+        torch.set_num_threads(job.settings.threads)
+    loaded = load(job.model, job.settings.dtype, job.settings.device)
+    with routed(loaded.model):
+        runner = Runner(job.task, job.settings, folder, job.attachment(loaded, {}), loaded)
+        runner.warm_up(job.items)
+        clock, engine = CLOCKS[traffic.clock](), runner.engine
+        with kept(traffic.history, traffic.store, engine.attachment, loaded, folder) as histories:
+            loop = Loop(
+                engine, histories, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave
+            )
+            answers = loop.serve(plan.sessions)
+            totals, stored = figures(answers, clock.now(), clock.idle_s), statistics(histories)
+    lines = list(_lines(plan, answers, runner))
+    write_lines(folder / TURNS, lines)
+    trace.write(folder / TRACE, plan.sessions, job.config["task"], plan.rate)
+    return {
+        "schema": SCHEMA,
+        "settings": job.config | asdict(traffic) | {"rate": plan.rate},
+        "identity": plan.identity,
+        "figures": totals | {"score": fmean(line["score"] for line in lines)},
+        "reserved": traffic.store.capacities if traffic.history == STORE else {},
+        "store": stored,
+        "provenance": provenance(job.settings.device),
+    }
+
+
+def _lines(plan: Plan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:
+    """Of turns.jsonl: what was recorded of a turn, with its text and score."""
+    items = {one.name: one.item.turns for one in plan.sessions}
+    for answer in answers:
+        item = items[answer.session][answer.turn - 1]
+        output = runner.output(item, answer.tokens)
+        score = plan.job.task.score(item.example, output).value
+        times = {name: getattr(answer, name) for name in ("ttft_s", "prefill_s", "prompt_tokens")}
+        yield asdict(answer) | times | {"output": output, "score": score}

@@ -1,0 +1,111 @@
+"""All runs of one command: the points that were given, and under a limit those that a search adds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.history.simulation.costs import Prices
+from harness.results.files import write_atomically, write_json
+from harness.serve import table
+from harness.serve.figures import cost
+from harness.serve.plan import Plan
+from harness.serve.run import RUN, SCHEMA, served
+from harness.serve.search import Limit, Search
+from harness.serve.traffic import Point
+from harness.terminal.tables import digits, percent
+
+Row = Mapping[str, Any]
+
+
+class Runs:
+    """`points`: of the command line; planned at once, so that nothing wrong with the last is found after the first."""
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        out: Path,
+        prices: Prices,
+        limit: Limit | None = None,
+        config_dirs: Sequence[Path] = (),
+    ) -> None:
+        self.out, self.prices, self.limit = out, prices, limit
+        self.systems: dict[str, Plan] = {}
+        self.plans = [self._plan(point, config_dirs) for point in points]
+        self.rows: list[tuple[Plan, Row]] = []
+        rates = sorted({plan.rate for plan in self.plans})
+        self.searches = {system: Search(rates) for system in self.systems} if limit else {}
+
+    def _plan(self, point: Point, config_dirs: Sequence[Path]) -> Plan:
+        if point.system not in self.systems:
+            self.systems[point.system] = Plan.of(point, config_dirs)
+        known = self.systems[point.system]
+        return known.at(point.traffic.rate or known.rate)
+
+    def serve(self) -> None:
+        for plan in self.plans:
+            self._serve(plan)
+        while added := list(self._added()):
+            for plan in added:
+                self._serve(plan)
+
+    def _added(self) -> Iterator[Plan]:
+        """The next step of every search, so that the systems take turns."""
+        for system, search in self.searches.items():
+            if (rate := search.next()) is not None:
+                yield self.systems[system].at(rate)
+
+    def _serve(self, plan: Plan) -> None:
+        found, known = served(plan, self.out)
+        figures = found["figures"]
+        row = {**found, "figures": figures | cost(figures["busy_s"], self.prices, found["reserved"])}
+        self.rows.append((plan, row))
+        if self.limit:
+            self.searches[plan.point.system].learn(plan.rate, figures[self.limit.key] <= self.limit.seconds)
+        print(_said(plan, row, known), file=sys.stderr, flush=True)
+
+    @property
+    def lines(self) -> list[table.Line]:
+        """By rate, so that the systems stand below each other."""
+        order = list(self.systems)
+        rows = sorted(self.rows, key=lambda one: (one[0].rate, order.index(one[0].point.system)))
+        return [table.Line(plan.point.others, plan.rate, row["figures"]) for plan, row in rows]
+
+    def text(self) -> str:
+        return "\n\n".join([table.table(self.lines), *self._findings()])
+
+    def _findings(self) -> Iterator[str]:
+        if self.limit:
+            yield "\n".join([f"{self.limit}:", *(f"  {_found(*one)}" for one in self.searches.items())])
+
+    def write(self) -> list[Path]:
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_json(self.out / RUN, {"schema": SCHEMA, "limit": self._limit(), "runs": [row for _, row in self.rows]})
+        write_atomically(self.out / "serving.csv", table.spreadsheet(self.lines))
+        job, traffic = self.plans[0].job, self.plans[0].point.traffic
+        title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
+        drawn = table.draw(self.lines, self.out / "ttft.png", title, self.limit)
+        return [self.out / RUN, self.out / "serving.csv", *drawn]
+
+    def _limit(self) -> dict[str, Any] | None:
+        if self.limit is None:
+            return None
+        found = {name: {"highest": one.highest, "broken": one.broken} for name, one in self.searches.items()}
+        return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
+
+
+def _said(plan: Plan, row: Row, known: bool) -> str:
+    """A run in a line."""
+    figures, system = row["figures"], plan.point.system
+    told = f"p90 of TTFT {digits(figures['ttft_p90_s'])} s, hits {percent(figures['hit_rate'])} %"
+    return f"{system}{' ' * bool(system)}rate={plan.rate:.4g}: {told}{' (was there already)' * known}"
+
+
+def _found(system: str, search: Search) -> str:
+    name = f"{system}: " if system else ""
+    if search.highest is None:
+        return f"{name}kept at no rate down to {search.lowest_broken:.3g} sessions per second"
+    broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ""
+    return f"{name}kept up to {search.highest:.3g} sessions per second{broken}"

@@ -1,0 +1,126 @@
+"""The command line of `python -m harness.serve`: keys of its own beside those of `python -m harness`.
+
+Every key may have several values, and every combination is a run. The rate varies slowest, so that the systems that are
+compared take turns at each rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from harness.config.catalogue import GROUPS
+from harness.config.grids import Word, combinations
+from harness.config.overrides import settings as known_settings
+from harness.config.plugins import TARGET, build
+from harness.config.settings import SettingsError
+from harness.serve.clock import CLOCKS
+from harness.serve.kept import HISTORIES, STORE, Tiers
+
+READ = (  # of a run's keys
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
+    "budget_generated", "placement", "codec", "disk", "chat", "dtype", "device", "prefill_chunk", "seed", "threads",
+    "warmup", "graphs", "memory_check", "generation", "data",
+)  # fmt: skip
+INSTEAD = {"batch": "slots=N says how many turns run side by side", "trace": "replay=FILE reads a trace of arrivals"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Who comes, and how they are served."""
+
+    rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
+    think_s: float = 5.0  # mean, from an answer to the next question
+    replay: str | None = None  # a trace that an earlier command wrote, in place of task, think_s and seed
+    history: str = STORE  # recompute: computed in every turn; device_prefix: caches stay on the device, all of them
+    store: Tiers = field(default_factory=Tiers)
+    slots: int = 4  # turns that run side by side
+    interleave: bool = False  # the others make a step between two chunks of a prefill
+    clock: str = "wall"  # busy: idle time is skipped; cpu: so, and seconds are those of this process on its CPU
+
+    def __post_init__(self) -> None:
+        for name, choices in (("clock", CLOCKS), ("history", HISTORIES)):
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
+        if self.rate is not None and self.rate <= 0:
+            raise SettingsError(f"rate={self.rate} should be above 0.")
+        if self.slots < 1:
+            raise SettingsError(f"slots={self.slots} must be at least 1.")
+        if self.think_s < 0:
+            raise SettingsError(f"think_s={self.think_s} should not be negative.")
+
+
+TIERS = tuple(f"{STORE}.{one.name}" for one in fields(Tiers))
+OWN = (*(one.name for one in fields(Traffic) if one.name != STORE), *TIERS)
+OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run. `words`: those of `python -m harness`; `named`: the keys that vary, with their values here."""
+
+    traffic: Traffic
+    words: tuple[str, ...]
+    named: Mapping[str, str]
+
+    @property
+    def system(self) -> str:
+        """What is compared."""
+        return " ".join(f"{key}={value}" for key, value in self.others.items())
+
+    @property
+    def others(self) -> dict[str, str]:
+        """What varies beside the rate."""
+        return {key: value for key, value in self.named.items() if key != "rate"}
+
+    def at(self, rate: float) -> Point:
+        return replace(self, traffic=replace(self.traffic, rate=rate))
+
+
+def points(words: Sequence[str]) -> list[Point]:
+    """All combinations of the values."""
+    found = list(combinations(words, slowest="rate"))
+    for key in found[0]:
+        _refuse_unread(key)
+    _refuse_twice(found[0])
+    varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
+    made = [_point(point, varied) for point in found]
+    if all(one.traffic.history != STORE for one in made):
+        for key in (key for key in found[0] if key in TIERS):
+            raise SettingsError(f"{key} changes nothing without history={STORE}.")
+    return made
+
+
+def _point(chosen: Mapping[str, Word], varied: Sequence[str]) -> Point:
+    own = {key: word.value for key, word in chosen.items() if key in OWN}
+    of_store = {key.partition(".")[2]: own.pop(key) for key in TIERS if key in own}
+    traffic = _built(Traffic, "serve", store=_built(Tiers, STORE, **of_store), **own)
+    others = tuple(word.text for key, word in chosen.items() if key not in OWN)
+    return Point(traffic, others, {key: chosen[key].text.partition("=")[2] for key in varied})
+
+
+def _built(kind: type, name: str, **values: Any) -> Any:
+    return build({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, name)
+
+
+def _refuse_unread(key: str) -> None:
+    first = key.partition(".")[0]
+    if key in OWN or first in (*READ, *GROUPS):
+        return
+    if first in INSTEAD:
+        raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
+    if first in known_settings():
+        raise SettingsError(f"{key} changes nothing for harness.serve, which reads {', '.join((*OWN, *READ))}.")
+    near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
+    raise SettingsError(
+        f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/serving.md.")
+    )
+
+
+def _refuse_twice(given: Mapping[str, Word]) -> None:
+    """What a trace brings cannot be chosen beside it."""
+    for key in given if "replay" in given else ():
+        if key.partition(".")[0] in OF_TRACE:
+            raise SettingsError(f"{key} changes nothing beside replay: the trace has its own. Leave one out.")

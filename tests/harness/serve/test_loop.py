@@ -1,0 +1,153 @@
+"""The serving loop on a clock that its own work sets forward: 0.1 s per prompt token, 1 s per step of all slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from harness.conversations.histories import DevicePrefix, Histories, Recompute, Resumed
+from harness.engine.attach import attached
+from harness.engine.cache import KVCache
+from harness.serve.answer import Answer
+from harness.serve.clock import Clock
+from harness.serve.loop import Loop
+from harness.serve.trace import Session
+from methods.base import Method
+from methods.full import Full
+from methods.snapkv import SnapKV
+from tests.talks import session
+from tests.timed import Time, Timed, ending
+from tests.tiny import tiny
+
+
+@contextmanager
+def server(
+    kind: type[Histories] = Recompute, method: Method | None = None, chunk: int | None = None, **how: Any
+) -> Iterator[Loop]:
+    time = Time()
+    with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
+        histories = kind(lambda capacity: kv.start(KVCache, capacity=capacity))  # type: ignore[call-arg, arg-type]
+        engine = Timed(kv, time, chunk)
+        yield Loop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
+
+
+def served(*sessions: Session, **how: Any) -> dict[tuple[str, int], Answer]:
+    with server(**how) as loop:
+        return {(one.session, one.turn): one for one in loop.serve(sessions)}
+
+
+def test_two_turns_by_hand() -> None:
+    """Turn 1: 10 tokens in 1 s, then 3 steps. Turn 2 comes 5 s later with 6 new tokens behind 14 of history."""
+    made = served(session("a", 2.0, (10, 4), (6, 3)))
+    first, second = made["a", 1], made["a", 2]
+    assert first.arrived_s == 2.0
+    assert first.token_s == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert first.finished_s == pytest.approx(6.0)
+    assert second.arrived_s == pytest.approx(11.0)
+    assert (second.reused_tokens, second.new_tokens, second.tier) == (0, 20, None)
+    assert second.ttft_s == pytest.approx(2.0)
+    alive = served(session("a", 2.0, (10, 4), (6, 3)), kind=DevicePrefix)["a", 2]
+    assert (alive.reused_tokens, alive.new_tokens, alive.tier) == (13, 7, "device")  # a last token was never fed
+    assert alive.ttft_s == pytest.approx(0.7)
+
+
+def test_turns_wait_first_come_first_served_and_ttft_counts_it() -> None:
+    """Two slots: the third waits until the first has left, and the fourth behind it."""
+    made = served(*(session(name, start, (10, 5)) for name, start in zip("abcd", (0.0, 0.5, 0.6, 0.7), strict=True)))
+    order = sorted(made.values(), key=lambda one: one.arrived_s + one.queue_s)
+    assert [one.session for one in order] == ["a", "b", "c", "d"]
+    # a prefills to 1, b to 2 (a halts), both step to 6 and leave; c and d prefill one after the other
+    assert [one.queue_s for one in order] == pytest.approx([0.0, 0.5, 5.4, 6.3])
+    assert [one.ttft_s for one in order] == pytest.approx([1.0, 1.5, 6.4, 7.3])
+
+
+def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
+    made = served(session("a", 0.0, (10, 2)), session("b", 0.0, (10, 9)), session("c", 0.0, (10, 2)))
+    assert made["a", 1].finished_s == pytest.approx(3.0)  # b's prefill lies between its two tokens
+    assert made["c", 1].queue_s == pytest.approx(3.0)
+    assert made["b", 1].finished_s > made["c", 1].finished_s
+
+
+def test_an_answer_of_one_token_takes_no_slot_further() -> None:
+    made = served(session("a", 0.0, (10, 1)), session("b", 0.0, (10, 1)), slots=1)
+    assert [one.token_s for one in made.values()] == [pytest.approx([1.0]), pytest.approx([2.0])]
+
+
+def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
+    """b's 30 tokens come in three chunks while a answers."""
+    sessions = session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2))
+    halted = served(*sessions, chunk=10)
+    gaps = [after - before for before, after in pairwise(halted["a", 1].token_s)]
+    assert max(gaps) == pytest.approx(4.0)  # b's prefill, and the step
+    assert halted["b", 1].prefill_s == pytest.approx(3.0)
+    shared = served(*sessions, chunk=10, interleave=True)
+    gaps = [after - before for before, after in pairwise(shared["a", 1].token_s)]
+    assert max(gaps) == pytest.approx(2.0)  # a chunk, and the step
+    assert shared["b", 1].prefill_s == pytest.approx(5.0)  # two steps lie between its chunks
+    for key, answer in halted.items():
+        assert answer.tokens == shared[key].tokens
+
+
+@pytest.mark.parametrize("kind", [Recompute, DevicePrefix])
+@pytest.mark.parametrize("method", [Full(), SnapKV(window=4, kernel=3)], ids=["full", "snapkv"])
+def test_tokens_are_those_of_each_conversation_alone(kind: type[Histories], method: Method) -> None:
+    sessions = [
+        session(str(place), 0.7 * place, (20 + place, 5), (9, 4), (7, 6), think_s=(3.0, 0.0), seed=place)
+        for place in range(5)
+    ]
+    together = served(*sessions, kind=kind, method=method, slots=3)
+    for one in sessions:
+        alone = served(one, kind=kind, method=method, slots=1)
+        assert {key: answer.tokens for key, answer in alone.items()} == {
+            key: answer.tokens for key, answer in together.items() if key[0] == one.name
+        }
+    assert len(together) == 15
+
+
+def test_idle_time_is_no_work_and_may_be_skipped() -> None:
+    for sleeps in (True, False):
+        time = Time()
+        with attached(tiny("llama"), Full()) as kv:
+            clock = Clock(time, time.passes if sleeps else None)
+            histories = Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
+            loop = Loop(Timed(kv, time), histories, clock, ending=ending, slots=2)
+            [first, second] = loop.serve([session("a", 2.0, (10, 4), (6, 3))])
+        assert (first.arrived_s, second.arrived_s) == pytest.approx((2.0, 11.0))
+        assert clock.idle_s == pytest.approx(7.0)
+        assert clock.now() == pytest.approx(15.0)
+        assert time.now == pytest.approx(15.0 if sleeps else 8.0)
+
+
+class Queue(Recompute):
+    """Notes what it is told of waiting turns."""
+
+    def __init__(self, start: Any) -> None:
+        super().__init__(start)
+        self.told: list[str] = []
+
+    def enqueue(self, session: str) -> None:
+        self.told.append(f"+{session}")
+
+    def dequeue(self, session: str) -> None:
+        self.told.append(f"-{session}")
+
+    def prefetch(self) -> None:
+        self.told.append("look ahead")
+
+    def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+        self.told.append(f"resume {session}")
+        return super().resume(session, tokens, capacity)
+
+
+def test_histories_hear_of_each_turn_that_waits() -> None:
+    with server(Queue, slots=1) as loop:
+        loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))])
+        assert isinstance(loop.histories, Queue)
+        assert loop.histories.told == [
+            "+a", "look ahead", "-a", "resume a", "look ahead",
+            "+b", "look ahead", "-b", "resume b", "look ahead",
+        ]  # fmt: skip

@@ -1,0 +1,183 @@
+"""`python -m harness.serve` with a tiny model, from its words to its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history.simulation import costs
+from harness.serve.__main__ import main
+from harness.serve.answer import Answer
+from harness.serve.figures import cost, figures
+from harness.serve.traffic import points
+from tests.fast import MODEL_ARGS
+from tests.talks import configured
+
+Serve = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Serve:
+    """Runs the command in this process; exit code, stdout, stderr."""
+    folder = configured(tmp_path / "conf")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main([*MODEL_ARGS, *words, "clock=busy", "--config-dir", str(folder), "--out", str(tmp_path / "out")])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def turns(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "turns.jsonl").read_text().splitlines()]
+    return {(line["session"], line["turn"]): line for line in lines}
+
+
+def test_every_history_says_the_same_and_all_figures_are_written(serve: Serve, tmp_path: Path) -> None:
+    words = ("task=talks", "method=full", "history=store,recompute,device_prefix", "rate=50", "think_s=0.01")
+    code, out, err = serve(*words, "store.block_tokens=16")
+    assert (code, err.count("p90 of TTFT")) == (0, 3), err
+    made = json.loads((tmp_path / "out" / "serving.json").read_text())
+    folders = {run["settings"]["history"]: place for place, run in _folders(tmp_path / "out")}
+    told = {history: turns(folder) for history, folder in folders.items()}
+    assert len(told["store"]) == 4 + 1 + 2
+    for history in ("store", "device_prefix"):
+        assert {key: one["tokens"] for key, one in told[history].items()} == {
+            key: one["tokens"] for key, one in told["recompute"].items()
+        }
+    tiers = {history: {one["tier"] for key, one in lines.items() if key[1] > 1} for history, lines in told.items()}
+    assert tiers == {"store": {"host"}, "recompute": {None}, "device_prefix": {"device"}}
+    with open(tmp_path / "out" / "serving.csv", newline="") as file:
+        rows = {row["history"]: row for row in csv.DictReader(file)}
+    assert float(rows["store"]["hit_rate"]) == pytest.approx(3 / 7)
+    assert float(rows["recompute"]["hit_rate"]) == 0
+    assert {run["figures"]["turns"] for run in made["runs"]} == {7}
+    assert (tmp_path / "out" / "ttft.png").stat().st_size > 0
+    assert "host" in out
+
+
+def _folders(out: Path) -> list[tuple[Path, dict[str, Any]]]:
+    return [(file.parent, json.loads(file.read_text())) for file in sorted(out.glob("*/serving.json"))]
+
+
+def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, tmp_path: Path) -> None:
+    first = ("task=talks", "task.conversations=2", "method=full", "rate=50", "think_s=0.01")
+    assert serve(*first)[0] == 0
+    [(folder, _)] = _folders(tmp_path / "out")
+    before = (folder / "turns.jsonl").read_bytes()
+    code, _, err = serve(*first)
+    assert (code, "was there already" in err) == (0, True)
+    assert (folder / "turns.jsonl").read_bytes() == before
+    replay = f"replay={folder / 'trace.jsonl'}"
+    code, _, err = serve("method=full", replay)  # the same arrivals and words: the same run
+    assert (code, "was there already" in err) == (0, True)
+    code, _, err = serve("method=full", replay, "history=recompute", "rate=100")
+    assert code == 0, err
+    [other] = [one for one in _folders(tmp_path / "out") if one[1]["settings"]["history"] == "recompute"]
+    assert other[1]["settings"]["rate"] == 100
+    assert {key: one["tokens"] for key, one in turns(other[0]).items()} == {
+        key: one["tokens"] for key, one in turns(folder).items()
+    }
+    code, _, err = serve("task=talks", "method=full", replay)
+    assert (code, "leave one out" in err.lower()) == (2, True)
+
+
+def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.serve.search.MOST", 2)
+    words = ("task=talks", "task.conversations=2", "method=full", "history=store,recompute", "think_s=0.01")
+    code, out, err = serve(*words, "rate=1000", "--limit", "p90=1000s")
+    assert code == 0, err
+    found = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert found["limit"]["systems"] == {
+        f"history={history}": {"highest": 4000.0, "broken": []} for history in ("store", "recompute")
+    }
+    order = [run["settings"]["history"] for run in found["runs"]]
+    assert order == ["store", "recompute"] * 3  # they take turns at each rate
+    assert "history=store: kept up to" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rat=1"], "did you mean rate"),
+        (["store.hots=1GB"], "did you mean store.host"),
+        (["batch=4"], "slots=N"),
+        (["trace=on"], "replay=FILE"),
+        (["fidelity=4"], "changes nothing"),
+        (["history=recompute", "store.host=1GB"], "without history=store"),
+        (["history=stored"], "choose one of store"),
+        (["clock=sun"], "choose one of wall"),
+        (["rate=0"], "above 0"),
+        (["slots=0"], "at least 1"),
+        (["slots=two"], "whole number"),
+        (["store.policy=lur"], "did you mean lru"),
+        (["store.host=0"], "no room"),
+        (["store.host=1XB"], "no size"),
+        (["rate"], "write key=value"),
+    ],
+)
+def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        points(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["methd=full"], "did you mean method"),
+        (["method=ful"], "full"),
+        (["interleave=true"], "prefill_chunk"),
+        (["clock=cpu"], "threads=1"),
+        (["replay=nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(
+    words: list[str], told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = [] if words[0].startswith("replay") else ["task=talks"]
+    given = [*MODEL_ARGS, *task, *words, "--config-dir", str(configured(tmp_path)), "--out", str(tmp_path / "out")]
+    assert main(given) == 2
+    assert told in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rates_vary_slowest_and_the_last_word_wins() -> None:
+    made = points(["history=store,recompute", "rate=9", "method=full", "rate=0.5,1"])
+    assert [(one.traffic.rate, one.traffic.history) for one in made] == [
+        (0.5, "store"), (0.5, "recompute"), (1, "store"), (1, "recompute"),
+    ]  # fmt: skip
+    assert {one.system for one in made} == {"history=store", "history=recompute"}
+    assert {one.words for one in made} == {("method=full",)}
+
+
+def test_totals_by_hand() -> None:
+    """Two sessions: one turn of 10 tokens, and two turns of which the second finds 12 of 16."""
+    shape = {"save_s": 0.0, "load_s": 0.25, "tokens": [1, 2, 3], "stop": "length"}
+    answers = [
+        Answer(session="a", turn=1, arrived_s=0.0, queue_s=0.0, token_s=[1.0, 2.0, 2.5], tier=None, reused_tokens=0,
+               new_tokens=10, **shape),
+        Answer(session="b", turn=1, arrived_s=1.0, queue_s=2.0, token_s=[3.0, 4.0, 4.5], tier=None, reused_tokens=0,
+               new_tokens=14, **shape),
+        Answer(session="b", turn=2, arrived_s=9.0, queue_s=0.0, token_s=[0.5, 1.0, 2.0], tier="host", reused_tokens=12,
+               new_tokens=4, **shape),
+    ]  # fmt: skip
+    told = figures(answers, elapsed_s=20.0, idle_s=8.0)
+    assert (told["sessions"], told["turns"], told["answer_tokens"]) == (2, 3, 9)
+    assert told["hit_rate"] == told["hit_rate_host"] == told["returning"] == pytest.approx(1 / 3)
+    assert told["reused_tokens"] == pytest.approx(12 / 40)
+    assert (told["ttft_s"], told["ttft_p50_s"], told["ttft_p90_s"]) == pytest.approx((1.5, 1.0, 2.6))
+    assert told["queue_s"] == pytest.approx(2 / 3)
+    assert told["prefill_tok_s"] == pytest.approx(40 / (1.0 + 1.0 + 0.5))
+    assert told["tpot_p50_s"] == 0.5
+    assert (told["busy_s"], told["turns_per_s"]) == pytest.approx((12.0, 0.15))
+    prices = costs.load().prices
+    paid = cost(3600.0, prices, {"host": 128 * 10**9, "disk": 10**13})
+    assert paid["cost_usd"] == pytest.approx(5.0 + 128 * 0.0088 + 10_000 * 0.000082)
+    assert paid["storage_share"] == pytest.approx(1 - 5.0 / paid["cost_usd"])
+    assert cost(3600.0, prices, {}) == {"cost_usd": 5.0, "storage_share": 0.0}

@@ -1,0 +1,122 @@
+"""One small trace through the simulator and through the loop with a real store: the same hits, the same evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from harness.conversations.stored import StoredHistories
+from harness.engine.attach import attached
+from harness.engine.cache import KVCache
+from harness.history.fingerprint import Fingerprint
+from harness.history.placement import Move, Placement
+from harness.history.policies import POLICIES, SchedulerAware
+from harness.history.simulation.costs import Costs, Hardware, Prices, Served
+from harness.history.simulation.scenario import Scenario
+from harness.history.simulation.server import Server
+from harness.history.simulation.trace import Conversation, Turn
+from harness.history.store import HistoryStore
+from harness.serve.clock import Clock
+from harness.serve.loop import Loop
+from harness.serve.trace import Session
+from methods.full import Full
+from tests.talks import session
+from tests.timed import STEP_S, Time, Timed, ending
+from tests.tiny import tiny
+
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # of tests/tiny.py's llama
+TOKEN_S = 0.125  # as all times here, so that both sides add them up without rounding
+SLOTS = 2
+SESSIONS = [
+    session(
+        str(place), 3.25 * place, *[(8 + (5 * place + 3 * turn) % 17, 3 + (place + turn) % 5) for turn in range(turns)],
+        think_s=[4.0 + (7 * place + 11 * turn) % 23 for turn in range(turns - 1)], seed=place,
+    )
+    for place, turns in enumerate((4, 3, 5, 1, 4, 3, 2, 5, 3, 4))
+]  # fmt: skip
+
+
+class Told(NamedTuple):
+    """What both say of a turn."""
+
+    session: str
+    turn: int
+    tier: str | None
+    reused_tokens: int
+    queue_s: float
+
+
+def conversation(one: Session) -> Conversation:
+    """As the simulator counts: the last token of an answer, which is never fed, is the next question's first."""
+    turns = [Turn(len(turn.prompt.ids) + (place > 0), turn.new_tokens - 1) for place, turn in enumerate(one.item.turns)]
+    return Conversation(one.name, one.start_s, tuple(turns), one.think_s)
+
+
+def simulated(policy: str, host: int, disk: int) -> tuple[list[Told], list[Move]]:
+    """Loading takes no time, as on the loop's clock."""
+    model = Served(
+        kv_bytes_per_token=TOKEN_BYTES, window=4096, gpus=1, batch=SLOTS, prefill_s_per_token=TOKEN_S,
+        decode_step_s=STEP_S,
+    )  # fmt: skip
+    prices = Prices(gpu_usd_per_hour=1, dram_usd_per_gb_hour=1, ssd_usd_per_gb_hour=1)
+    costs = Costs(Hardware(pcie_bytes_per_s=1e30, disk_bytes_per_s=1e30), prices, {"tiny": model})
+    server = Server(Scenario(model="tiny", policy=policy, host=host, disk=disk, preload="off"), costs)
+    jobs = server.serve([conversation(one) for one in SESSIONS])
+    return [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs], server.moves
+
+
+class Logged(Placement):
+    """A store's, which remembers its moves."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.moves: list[Move] = []
+
+    def save(self, *given: Any, **named: Any) -> list[Move]:
+        return self._noted(super().save(*given, **named))
+
+    def use(self, *given: Any) -> list[Move]:
+        return self._noted(super().use(*given))
+
+    def prefetch(self) -> Iterator[list[Move]]:
+        return map(self._noted, super().prefetch())
+
+    def _noted(self, moves: list[Move]) -> list[Move]:
+        self.moves += [replace(move, session=move.session.partition("/")[2]) for move in moves]
+        return moves
+
+
+def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told], list[Move]]:
+    time = Time()
+    who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
+    with attached(tiny("llama"), Full()) as kv:
+        store = HistoryStore(
+            who, host=host, disk=disk, folder=folder, policy=POLICIES[policy](), block_tokens=8, clock=time
+        )
+        histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
+        engine = Timed(kv, time, token_s=TOKEN_S)
+        answers = Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS)
+        assert isinstance(store.placement, Logged)
+        histories.close()
+    answers.sort(key=lambda one: one.arrived_s + one.queue_s)
+    return [Told(a.session, a.turn, a.tier, a.reused_tokens, a.queue_s) for a in answers], store.placement.moves
+
+
+@pytest.mark.parametrize(
+    ("policy", "host", "disk"), [*((policy, 60, 150) for policy in POLICIES), (SchedulerAware.name, 150, 400)]
+)
+def test_simulator_and_store_agree(
+    policy: str, host: int, disk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for `host` and `disk` tokens: sessions are evicted to disk, dropped from there, and fetched ahead."""
+    monkeypatch.setattr("harness.history.store.Placement", Logged)
+    sizes = host * TOKEN_BYTES, disk * TOKEN_BYTES
+    jobs, moves = simulated(policy, *sizes)
+    assert served(policy, *sizes, tmp_path) == (jobs, moves)
+    assert {None, "host"} <= {job.tier for job in jobs}
+    ways = {(move.source, move.target) for move in moves}
+    assert {("host", "disk"), ("disk", "host"), ("disk", None)} <= ways

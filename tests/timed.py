@@ -1,0 +1,47 @@
+"""Time that passes as a test says: 0.1 s per prompt token, 1 s per step of all slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from harness.engine.attach import Attachment
+from harness.engine.batch.generation import never
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from harness.jobs.items import Item
+
+TOKEN_S, STEP_S = 0.1, 1.0
+
+
+class Time:
+    """Stands still until somebody lets it pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Timed(Engine):
+    """An engine whose forwards take the seconds they are given."""
+
+    def __init__(
+        self, attachment: Attachment, time: Time, chunk: int | None = None, *, token_s: float = TOKEN_S
+    ) -> None:
+        super().__init__(attachment, prefill_chunk=chunk)
+        self.time, self.token_s = time, token_s
+
+    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
+        decodes = cache.members[0].sealed
+        self.time.passes(STEP_S if decodes else self.token_s * ids.shape[1])
+        return super().run(ids, cache)
+
+
+def ending(item: Item) -> dict[str, Any]:
+    """Every answer has the length that the trace says."""
+    return {"max_new_tokens": item.new_tokens, "stops": [never], "sampler": None}
