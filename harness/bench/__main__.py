@@ -1,11 +1,11 @@
-"""`python -m harness.bench layer | decode | ops | generate | kvpress | busy | calibrate`: see each one's `--help`."""
+"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, busy or calibrate."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-KINDS = ("layer", "decode", "ops", "generate", "kvpress", "busy", "calibrate")
+KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "busy", "calibrate")
 
 
 def main(arguments: list[str]) -> int:

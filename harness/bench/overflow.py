@@ -1,0 +1,211 @@
+"""`python -m harness.bench overflow`: what a history that has outgrown the window is worth, by what was done about it.
+
+Every text fills the window and goes on in turns; whenever a turn does not fit, a share of the history stays. Perplexity
+is that of the turns' tokens, prefilled turn by turn; differences are text by text, from the shorter text computed again
+(TT). `truncate_cache` is CachedAttention (ATC 2024, section 4.3.5), `truncate_rotated` its NKVT: keys stay rotated to
+where they stood, and what follows goes on behind the shorter history. Two rows are ablations: positions that go on, as
+if nothing had left, and a window that does not overflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from evals import stats
+from harness.bench.common import arguments, output
+from harness.bench.common.measure import estimate
+from harness.config.compose import built, composed
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.history.positions import Rotation
+from harness.history.truncation import truncated
+from harness.jobs.items import prepare
+from harness.models.base import ModelSource
+from harness.terminal.tables import Column
+from methods.full import Full
+
+MOST = 32.0  # nats per token that no model costs: evals/stats.py knows values up to 1
+TT = "truncate_tokens"
+
+
+class Way(NamedTuple):
+    """What is done where a turn does not fit. By default the cache is truncated and its keys are rotated again."""
+
+    recompute: bool = False
+    sinks: int = 0
+    naive: bool = False
+    growing: bool = False  # positions go on as if nothing had left
+    never: bool = False
+
+
+class Read(NamedTuple):
+    nll: float  # nats per token
+    seconds: float  # until the shorter history was there
+
+
+def ways(sinks: int) -> dict[str, Way]:
+    return {
+        TT: Way(recompute=True),
+        "truncate_cache": Way(),
+        f"truncate_cache, {sinks} sinks": Way(sinks=sinks),
+        "truncate_rotated": Way(naive=True),
+        "rotated, positions go on": Way(naive=True, growing=True),
+        "no overflow": Way(never=True),
+    }
+
+
+class Reader:
+    """Reads texts under an attached Full, by its model's own forward."""
+
+    def __init__(self, kv: Attachment, window: int, ratio: float, turn: int) -> None:
+        self.kv, self.window, self.ratio, self.turn = kv, window, ratio, turn
+        self.rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
+
+    @torch.inference_mode()
+    def read(self, text: Tensor, chosen: Mapping[str, Way]) -> dict[str, Read]:
+        """text [1 S] with the window's tokens first, which are read once."""
+        full = self._fresh(text.shape[1])
+        self._logits(full, text[:, : self.window])
+        return {name: self._read(full, text, way) for name, way in chosen.items()}
+
+    def _read(self, cache: KVCache, text: Tensor, way: Way) -> Read:
+        held, costs, seconds = self.window, list[Tensor](), 0.0
+        if way.never:
+            cache = self._copy(cache, text.shape[1])
+        for start in range(self.window, text.shape[1], self.turn):
+            new = text[:, start : start + self.turn]
+            if held + new.shape[1] > self.window and not way.never:
+                began, keep = perf_counter(), int(held * self.ratio)
+                cache, held = self._shorter(cache, text[:, :start], keep, way), keep
+                seconds += perf_counter() - began
+            logits = self._logits(cache, new)
+            costs.append(cross_entropy(logits[0, :-1].float(), new[0, 1:], reduction="none"))
+            held += new.shape[1]
+        return Read(float(torch.cat(costs).mean()), seconds)
+
+    def _shorter(self, cache: KVCache, text: Tensor, keep: int, way: Way) -> KVCache:
+        fresh = self._fresh(self.window)
+        if way.recompute:
+            self._logits(fresh, text[:, -keep:])
+            return fresh
+        how: dict[str, Any] = {"sinks": way.sinks, "naive": way.naive}
+        fresh.refill(truncated(cache.contents(), fresh.layers, self.rotations, keep, **how))
+        if way.growing:
+            fresh.num_tokens = cache.num_tokens
+        return fresh
+
+    def _copy(self, cache: KVCache, capacity: int) -> KVCache:
+        fresh = self._fresh(capacity)
+        fresh.refill(cache.contents())
+        return fresh
+
+    def _fresh(self, capacity: int) -> KVCache:
+        return self.kv.start(KVCache, capacity=capacity)
+
+    def _logits(self, cache: KVCache, ids: Tensor) -> Tensor:
+        cache.open_turn()
+        model: Any = self.kv.model
+        logits: Tensor = model(ids.to(model.device), past_key_values=cache).logits
+        return logits
+
+
+def row(name: str, read: Sequence[Read], recomputed: Sequence[Read]) -> dict[str, Any]:
+    """Of all texts so far, with 95 % intervals."""
+    nll, base = ([one.nll / MOST for one in some] for some in (read, recomputed))
+    own, same = stats.interval(nll, [""] * len(nll)), stats.paired(nll, base, [""] * len(nll))
+    assert own is not None
+    mean = sum(nll) / len(nll)
+    return {
+        "way": name,
+        "texts": len(nll),
+        "ln_perplexity": [MOST * value for value in (mean, own.low, own.high)],
+        "difference": None if name == TT else [MOST * value for value in (same.diff, same.ci.low, same.ci.high)],
+        "seconds": None if not any(one.seconds for one in read) else list(estimate([one.seconds for one in read])),
+        "nll": [one.nll for one in read],
+    }
+
+
+def table(rows: Sequence[output.Row]) -> list[Column]:
+    return [
+        output.column("at an overflow", "", rows, lambda row: row["way"], left=True),
+        output.column("perplexity", "", rows, lambda row: f"{exp(row['ln_perplexity'][0]):.2f}"),
+        output.column("ln perplexity", "95 % CI", rows, lambda row: _span(row["ln_perplexity"])),
+        output.column("minus TT's", "95 % CI", rows, lambda row: _span(row["difference"])),
+        output.column("perplexity / TT's", "", rows, lambda row: _times(row["difference"])),
+        output.column("overflow", "s per text", rows, lambda row: row["seconds"]),
+        output.column("texts", "", rows, lambda row: str(row["texts"])),
+    ]
+
+
+def _span(values: Sequence[float] | None) -> str | None:
+    return None if values is None else f"{values[0]:.4f} ({values[1]:.4f} to {values[2]:.4f})"
+
+
+def _times(values: Sequence[float] | None) -> str | None:
+    return None if values is None else f"{exp(values[0]):.3f} ({exp(values[1]):.3f} to {exp(values[2]):.3f})"
+
+
+def texts(source: ModelSource, words: Sequence[str], tokens: int) -> Iterator[Tensor]:
+    """Windows of WikiText-2 [1 S], the first `tokens` of each."""
+    _, task, _, settings = built(composed(words))
+    task.require(settings.data.folder())
+    for item in prepare(task, source, settings):
+        yield torch.tensor([[*item.prompt.ids, *item.forced][:tokens]])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(words)
+    if not 0 < options.ratio < 1 or int(options.window * options.ratio) + options.turn > options.window:
+        raise ValueError(f"--ratio {options.ratio} leaves no room for a turn of {options.turn}: choose a smaller one.")
+    tokens = options.window + options.new
+    task = [f"task.window={tokens}", f"task.stride={options.new}", f"task.samples={options.texts}"]
+    place = [f"data.root={options.data_root}"] if options.data_root else []
+    chosen = [*options.model, "task=wikitext2", *task, *place]
+    _, _, source, _ = built(composed(chosen))
+    loaded = source.load(options.dtype, options.device)
+    title = (
+        f"Perplexity behind an overflow: {loaded.name}, {options.dtype}, WikiText-2, window {options.window}, "
+        f"ratio {options.ratio:g}, {options.new} tokens in turns of {options.turn}"
+    )
+    report = output.Report("overflow", title, options, table, model=loaded.name)
+    found: dict[str, list[Read]] = {name: [] for name in ways(options.sinks)}
+    with attached(loaded.model, Full()) as kv:
+        reader = Reader(kv, options.window, options.ratio, options.turn)
+        for number, text in enumerate(texts(source, chosen, tokens), start=1):
+            if report.out_of_time(f"text {number}"):
+                continue
+            for name, read in reader.read(text, ways(options.sinks)).items():
+                found[name].append(read)
+            rows = [row(name, read, found[TT]) for name, read in found.items()]
+            line = ", ".join(f"{one['way']} {exp(one['ln_perplexity'][0]):.2f}" for one in rows)
+            report.show(rows, f"text {number}: perplexity {line}")
+    shown = report.finish()
+    if not options.no_plot:
+        bars = {"label": "way", "y": "ln_perplexity", "unit": "ln perplexity"}
+        output.bars(report.folder / "plot.png", shown, title=title, **bars)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overflow", description=__doc__)
+    parser.add_argument("--model", nargs="*", default=["model=smollm2"], help="as of a run: model=hf model.name=...")
+    parser.add_argument("--texts", type=int, default=24, help="windows of the test split")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of history and turn together, at most")
+    parser.add_argument("--ratio", type=float, default=0.5, help="share of the history that stays")
+    parser.add_argument("--new", type=int, default=1024, help="tokens of a text behind the first overflow")
+    parser.add_argument("--turn", type=int, default=512, help="tokens of a turn")
+    parser.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--device", default="cpu", type=arguments.device)
+    parser.add_argument("--data-root", type=Path, help="folder with data sets")
+    arguments.add_out(parser)
+    return parser
