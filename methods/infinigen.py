@@ -226,7 +226,8 @@ class InfiniGenRead(Pooled, capturable=True):
             self.guessed = self.fetches(self.guessed_query(before))
 
     def guessed_query(self, before: AttnInput) -> Tensor:
-        return rotate(self.spec.project_query(before.hidden), before.cos, before.sin)
+        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
+        return rotate(self.spec.project_query(hidden), cos, sin)
 
     def fetches(self, q: Tensor) -> Fetch:
         assert self.plan is not None
@@ -236,10 +237,9 @@ class InfiniGenRead(Pooled, capturable=True):
         """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
         grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
         grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
-        counters = self.cache.counters
-        if not counters.running:
+        if not self.cache.counters.running:
             return self.present(ops.row_scores(grouped, self.partial.filled))
-        live = counters.tensor(self.partial.length, q.device)
+        live = self.cache.counters.tensor(self.partial.length, q.device)
         return without_missing(ops.row_scores(grouped, self.partial.stored), live, float("-inf"))
 
     def choose(self, logits: Tensor, limit: int) -> Fetch:

@@ -146,7 +146,8 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
-            rope=_Rope(rotary, module, model.device),
+            rope=_Rope(rotary, module, next(model.parameters()).device),
+            device=next(module.parameters()).device,
             project_query=_QueryProjection(module, model.config.num_attention_heads),
             window=window,
             sink_logits=_sink_logits(module),

@@ -25,7 +25,7 @@ class KVLayer(ABC):
     """Keys and values of one layer for one batch, and attention over them.
 
     Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; for a further turn the same again. The
-    phase is said, never guessed from a shape. All inputs and outputs are on `request.device`.
+    phase is said, never guessed from a shape. All inputs and outputs are on `self.request.device`.
 
     `class MyLayer(KVLayer, capturable=True)` says that a decode step can be captured in a graph and replayed. A
     subclass does not inherit this: what it overrides may count in Python, or wait for the device.
@@ -40,8 +40,8 @@ class KVLayer(ABC):
 
     def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
         self.spec = spec
-        self.cache = cache
-        self.request = cache.request
+        self.cache = cache.on(spec.device)
+        self.request = self.cache.request
         self.fallback: str | None = None  # what this layer does in place of its method, and why
 
     @abstractmethod

@@ -35,6 +35,7 @@ class LayerSpec:
     project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
     window: int | None = None  # a token sees so many, itself included; None: all. A method's layers have none
     sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
+    device: torch.device | None = None  # of its weights; None: the request's
 
     @property
     def group(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from methods.base.counters import StepCounters
 from methods.base.request import Request
 
@@ -32,6 +34,12 @@ class CacheState:
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
     counters: StepCounters = field(default_factory=StepCounters)
+
+    def on(self, device: torch.device | None) -> CacheState:
+        """The same cache for a layer that lies on `device`; None where all do."""
+        if device is None or device == self.request.device:
+            return self
+        return replace(self, request=replace(self.request, device=device))
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
         """The same cache, with a budget that leaves `layers` whole as well."""

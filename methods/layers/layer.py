@@ -60,7 +60,7 @@ class Layer(Storage, capturable=True):
             away = self.reads.away(self.reads.plan) if self.reads.plan is not None else None
             if away is not None and self.request.pooled:
                 self.reads.sent_away(self.send_away(*away))
-        self.prompt_rows = self.store.length
+        self.prompt_rows, self.closed = self.store.length, True
         room = self.request.capacity - self.seen
         if self.most_generated is not None and self.most_generated < room:
             self.store.resize(self.most_generated)
@@ -121,12 +121,14 @@ class Layer(Storage, capturable=True):
             policy.count_replayed(steps)
 
     def _open(self, x: AttnInput) -> None:
-        if self.sealed:
-            self._reopen()
+        self._reopen()
         self.take_in(x)
 
     def _reopen(self) -> None:
         """Before a further turn everything returns to the store."""
+        if not self.closed:
+            return
+        self.closed = False
         for policy in self.policies:
             policy.reopen()
         self.bring_back()

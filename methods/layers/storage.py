@@ -30,7 +30,8 @@ class Storage(KVLayer):
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
         self.method = method
-        self.store = KVStore(spec, cache, cache.request.capacity)
+        self.store = KVStore(spec, self.cache, self.request.capacity)
+        self.closed = False  # sealed, and no further turn has begun
         self.sealed = 0  # stored tokens that belong to the sealed prompt
         self.prompt_rows = 0  # of them, in `store`
         self.seen = 0  # tokens taken in so far
@@ -123,7 +124,7 @@ class Storage(KVLayer):
         if self.far is None:
             return
         resident, first = self.store, self.first_far
-        self.store = KVStore(self.spec, self.cache, self.request.capacity)
+        self.store = KVStore(self.spec, self.cache, self.stored + self.request.capacity - self.seen)
         self.store.append(resident.k[:, :, :first], resident.v[:, :, :first])
         self.store.append(*self.far.whole()[:2])
         self.store.append(resident.k[:, :, first:], resident.v[:, :, first:])

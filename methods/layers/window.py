@@ -22,7 +22,7 @@ class WindowLayer(KVLayer, capturable=True):
     def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
         super().__init__(spec, cache)
         assert spec.window is not None
-        self.window, request = spec.window, cache.request
+        self.window, request = spec.window, self.request
         self.size = min(self.window, request.capacity)  # rows of the ring
         shape = (request.batch, spec.num_kv_heads, self.size, spec.head_dim)
         self.k, self.v = (torch.empty(shape, dtype=request.dtype, device=request.device) for _ in "kv")  # [B G W D]

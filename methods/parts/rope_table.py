@@ -66,7 +66,8 @@ class RopeTable:
         return self._apply(both, x, positions).to(x.dtype)
 
     def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.cos[positions].float(), self.sin[positions].float()
+        at = positions.to(self.cos.device)  # of the first layer: a model may lie on several devices
+        cos, sin = (part[at].to(x.device).float() for part in (self.cos, self.sin))
         if positions.dim() == 1:
             return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))
         rows = x.float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own

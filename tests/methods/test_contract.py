@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -315,6 +315,16 @@ def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
         turn(kv, cache, prompt(26, seed=1))
         for old, now in zip(before, cache.contents(), strict=True):
             assert all(torch.equal(now[key][:, :, : x.shape[2]], x) for key, x in old.items())
+
+
+@methods
+def test_a_layer_keeps_what_it_holds_on_its_own_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a large model lie on several devices. Here the model's first is one that holds no numbers."""
+    method, ids = small(name), prompt(71)
+    wanted, request = run(method, ids, 0.4), Attachment.request
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr(Attachment, "request", lambda self, **size: replace(request(self, **size), device=elsewhere))
+    assert_same(run(method, ids, 0.4), wanted)
 
 
 @methods

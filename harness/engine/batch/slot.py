@@ -161,7 +161,7 @@ class Slot:
         prompt, generated = zip(*(layer.reading for layer in self.cache.method_layers), strict=True)
         self._prompt_reads.append(sum(count for count in prompt if not isinstance(count, Tensor)))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
-            self._device_reads.append(torch.stack(unread))  # a copy
+            self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
         self._other_reads.append(sum(generated) / len(generated))
 
     def _mean_prompt_reads(self) -> float:
