@@ -35,7 +35,7 @@ ROOMS = {
     "engine": {"models", "prompts"},
     "results": {"terminal", "config", "engine"},
     "diagnosis": {"terminal", "config", "prompts", "engine", "results"},
-    "jobs": {"terminal", "config", "models", "prompts", "engine", "results", "diagnosis"},
+    "jobs": {"terminal", "config", "models", "prompts", "engine", "results", "diagnosis", "conversations"},
     "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
@@ -43,7 +43,7 @@ ROOMS = {
     "papers": {"reports", "results"},
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "history": {"terminal", "config", "results", "reports"},
-    "conversations": {"models", "prompts", "engine", "results", "history"},
+    "conversations": {"config", "models", "prompts", "engine", "results", "history"},
     "serve": {
         "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
     },

@@ -11,14 +11,39 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union
 
+from harness.config.groups import (
+    CommonWindows,
+    Data,
+    GenerationSettings,
+    Results,
+    SettingsError,
+    StoreSettings,
+    TensorBoardSettings,
+    WandbSettings,
+)
 from harness.config.plugins import suggestion
 
+__all__ = [
+    "CommonWindows",
+    "Data",
+    "GenerationSettings",
+    "Results",
+    "RunConfig",
+    "Settings",
+    "SettingsError",
+    "StoreSettings",
+    "TensorBoardSettings",
+    "WandbSettings",
+    "is_budget",
+    "settings_of",
+]
 CHOICES = {
     "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
     "placement": ("device", "host", "disk"),
     "protocol": ("prompt", "context"),
     "questions": ("separate", "shared"),
+    "history": ("device_prefix", "store", "recompute"),
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -41,6 +66,7 @@ WITHOUT_EFFECT = (
     "workers",
     "triage",
     "disk",
+    "store.folder",
 )
 # may differ among jobs that share a prefill
 OWN = {
@@ -54,10 +80,6 @@ CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a ra
 TRACKERS = ("tensorboard", "wandb")
 
 
-class SettingsError(ValueError):
-    """A setting has a value it cannot have; the message names it and what it may be."""
-
-
 def is_budget(asked: object) -> bool:
     """Whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
     if isinstance(asked, bool):
@@ -65,55 +87,9 @@ def is_budget(asked: object) -> bool:
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
 
 
-@dataclass
-class GenerationSettings:
-    """How tokens are picked. temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int | None = None  # in place of the task's
-    force_length: bool = False  # ignore EOS and stop strings: for speed claims
-
-
-@dataclass
-class CommonWindows:
-    """In place of the methods' own; null leaves them."""
-
-    sinks: int | None = None
-    recent_ratio: float | None = None  # of the budget behind the sinks
-
-
-@dataclass
-class Data:
-    root: str | None = None
-
-    def folder(self) -> Path | None:
-        root = Path(self.root).expanduser() if self.root else None
-        if root is not None and not root.is_dir():
-            raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
-        return root
-
-
-@dataclass
-class Results:
-    root: str = "results/runs"
-    save_prompts: bool = False
-
-
-@dataclass
-class WandbSettings:
-    project: str = "kv-harness"
-    entity: str | None = None
-
-
-@dataclass
-class TensorBoardSettings:
-    folder: str | None = None
-
-
 NESTED = {
     "windows": CommonWindows,
+    "store": StoreSettings,
     "generation": GenerationSettings,
     "data": Data,
     "results": Results,
@@ -141,6 +117,8 @@ class Settings:
     disk: str | None = None
     protocol: str = "prompt"
     questions: str = "separate"
+    history: str = "device_prefix"
+    store: StoreSettings = field(default_factory=StoreSettings)
     chat: str = "template"
     dtype: str = "auto"
     device: str = "auto"
@@ -201,6 +179,7 @@ class Settings:
                 f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
             )
         self._check_windows(self.windows)
+        self._check_history()
         self._check_texts()
         self._check_trackers()
         self._check_generation(self.generation)
@@ -238,12 +217,19 @@ class Settings:
         if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
             raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
 
+    def _check_history(self) -> None:
+        if self.history == "store":
+            self.store.check()
+        elif self.store != StoreSettings():
+            raise SettingsError(f"history={self.history} has no store: set history=store, or leave its settings out.")
+
     def _check_texts(self) -> None:
         """An empty text is a slip, as when a shell variable was not set."""
         texts = {
             "results.root": self.results.root,
             "data.root": self.data.root,
             "disk": self.disk,
+            "store.folder": self.store.folder,
             "wandb.project": self.wandb.project,
             "wandb.entity": self.wandb.entity,
             "tensorboard.folder": self.tensorboard.folder,

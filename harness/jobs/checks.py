@@ -56,6 +56,11 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
     """Refuse what is measured of single turns alone, where an example has several."""
     if not any(item.further for item in items):
         return
+    if settings.questions == "shared" and settings.history != "device_prefix":
+        raise SettingsError(
+            f"history={settings.history} lets a cache go between turns, and questions=shared goes back to one: set "
+            "history=device_prefix, or questions=separate."
+        )
     for key, value, off in (("fidelity", settings.fidelity, 0), ("triage", settings.triage, "off")):
         if value != off:
             raise SettingsError(

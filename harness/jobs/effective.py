@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.config.settings import CommonWindows, Settings
+from harness.config.settings import CommonWindows, Settings, StoreSettings
 from harness.jobs.alignment import aligned, per_token
 from harness.jobs.items import Item
 from harness.jobs.questions import by_context
@@ -68,6 +68,14 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
         return settings
     say_once("questions=shared changes nothing here: no two examples have the same context")
     return replace(settings, questions="separate")
+
+
+def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
+    """history is left out where no example has a second turn, and said to be."""
+    if settings.history == "device_prefix" or any(item.further for item in items):
+        return settings
+    say_once(f"history={settings.history} changes nothing here: no example has a second turn")
+    return replace(settings, history="device_prefix", store=StoreSettings())
 
 
 def codec_of(settings: Settings) -> Codec | None:

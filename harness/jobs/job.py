@@ -16,7 +16,15 @@ from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.capacity import Need, needed, refuse, size
 from harness.jobs.checks import check_budget, check_fit, check_turns
-from harness.jobs.effective import budget_of, codec_of, effective, method_of, with_contexts, without_effect
+from harness.jobs.effective import (
+    budget_of,
+    codec_of,
+    effective,
+    method_of,
+    with_contexts,
+    with_turns,
+    without_effect,
+)
 from harness.jobs.items import Item, prepare
 from harness.jobs.progress import announce
 from harness.jobs.runner import is_loaded
@@ -82,7 +90,7 @@ class Job:
         budget = budget_of(settings, method, info)
         items = list(items or prepare(task, model, settings))
         check_turns(items, settings)
-        settings = with_contexts(settings, items)
+        settings = with_turns(with_contexts(settings, items), items)
         check_budget(items, method, budget, settings, info.num_whole_layers)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.conversations.histories import Histories, Resumed
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot, seal
@@ -34,6 +35,7 @@ class Answer:
     prefill: Usage
     decode: Usage
     turns: list[Generation] = field(default_factory=list)
+    reuse: list[dict[str, Any]] = field(default_factory=list)  # of each turn of a conversation: fields of a reply
     prefilled_by: str | None = None  # id of the example whose prefill and seal it used
 
     @property
@@ -95,17 +97,26 @@ class Talk:
     """One cache in a running batch. `next` lets the next turn run, once the one before has ended."""
 
     def __init__(
-        self, engine: Engine, items: Sequence[Item], prefilled: Prefilled, context: int | None, ending: Ending
+        self,
+        engine: Engine,
+        histories: Histories,
+        items: Sequence[Item],
+        prefilled: Prefilled,
+        context: int | None,
+        ending: Ending,
     ) -> None:
         """`items` have one context. `context`: tokens of the first that were prefilled; None for its whole prompt."""
-        self.engine, self.ending = engine, ending
+        self.engine, self.histories, self.ending = engine, histories, ending
+        self.cache: KVCache | None  # None between two turns
         self.cache, self._logits, self._began, self._usage = prefilled
+        self._capacity = self.cache.capacity
+        self._text: list[int] = []  # of the conversation so far
+        self._fed = 0  # of it, tokens that the cache held between the last two turns
         self._context, self._waiting = context, deque(items)
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[Item]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
-        self._unread: list[int] = []  # tokens of the question that this cache has not read
         self.answer: Answer
 
     @property
@@ -121,18 +132,38 @@ class Talk:
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
-        """An answer that a given reply replaces leaves no trace in the cache."""
+        """An EOS gives way to the template's end of a turn; an answer that a given reply replaces leaves no trace."""
         self.answer.turns.append(made)
+        if not self._turns:
+            return
+        assert self.cache is not None
         if self._unanswered is not None:
             self._unanswered.restore()
             self._unanswered = None
             wait_for(self.cache.state.request.device)
+        if not self._turns[0].prompt.replaces_answer:
+            [said], [stop] = made.tokens, made.stops
+            self._text += said[: len(said) - (stop == "eos")]
+        self._save(self.cache, made)
+
+    def _save(self, cache: KVCache, made: Generation) -> None:
+        """The cache goes where the next turn finds it. A last token has not been fed, nor what was taken back."""
+        self._fed = cache.num_tokens
+        save_s = self.histories.save(self._session, self._text[: self._fed], cache)
+        self.cache = None
+        self.answer.reuse[-1]["save_s"] = save_s
+        made.share_s += save_s
+
+    @property
+    def _session(self) -> str:
+        return self.answer.item.example.id
 
     def _question(self, batch: RunningBatch, item: Item) -> Slot:
         """The first turn of an example."""
         ids = self._tensor(item.prompt.ids)
         question = ids[:, ids.shape[1] if self._context is None else self._context :]
         later = self._first if item.example.id != self._first else None
+        assert self.cache is not None
         with Usage(ids.device) as usage:
             if self._several and later is None:
                 self._shared = SealedContext(self.cache, self._began)
@@ -142,39 +173,43 @@ class Talk:
             slot.out.seal_s = self._shared.seal_s
         self.answer = Answer(item, self._usage if later is None else Usage(ids.device), usage, prefilled_by=later)
         self._turns.extend(item.further)
-        return self._kept(slot, question)
+        self._text = list(item.prompt.ids)
+        if item.further:
+            self.answer.reuse.append({"reused_tokens": 0, "new_tokens": len(self._text)})
+        return self._kept(slot, self.cache)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
-        """A further turn: prefilled and sealed with all before it; under protocol=context read token by token on what
-        is sealed."""
-        ids, began = self._tensor([*self._not_fed(turn), *turn.prompt.ids]), perf_counter()
+        """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
+        what was fed before, which is sealed anew where the cache did not stay."""
+        self._text += turn.prompt.ids
+        prefilled = len(self._text) if self._context is None else self._fed
+        ids, began = self._tensor(self._text), perf_counter()
         with Usage(ids.device) as usage:
-            if self._context is not None:
-                slot = batch.join(self.cache, None, ids, began=began, **self.ending(turn))
-            else:
-                self.cache.open_turn()
-                logits, ids = self.engine.prefill(self.cache, ids), ids[:, :0]
-                slot = batch.join(self.cache, logits, ids, began=began, **self.ending(turn))
+            asked = self._text[: min(prefilled, len(self._text) - 1)]
+            found = self.histories.resume(self._session, asked, self._capacity)
+            logits = self._prefilled(found, ids[:, found.reused : prefilled])
+            slot = batch.join(found.cache, logits, ids[:, prefilled:], began=began, **self.ending(turn))
+        self.cache = found.cache
         self.answer.prefill.add(usage)
-        return self._kept(slot, ids)
-
-    def _not_fed(self, turn: Item) -> list[int]:
-        """What belongs before `turn` and no step has fed: the last token said, where an EOS gives way to the template's
-        end of a turn; before a given reply, the question that was taken back with the answer."""
-        if turn.prompt.replaces_answer:
-            return self._unread
-        before = self.answer.turns[-1]
-        [said], [stop] = before.tokens, before.stops
-        return said[len(said) - (stop != "eos") :]
+        new = len(self._text) - found.reused
+        reuse = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new, "load_s": found.load_s}
+        self.answer.reuse.append(reuse)
+        return self._kept(slot, found.cache)
 
     @torch.inference_mode()
-    def _kept(self, slot: Slot, unread: Tensor) -> Slot:
-        """`slot`, in no clock, its cache kept where a given reply follows. unread [1 Q]: waits to be read in steps."""
-        if self._turns and self._turns[0].prompt.replaces_answer:
-            self._unread = unread[0].tolist()
-            self._unanswered = None if slot.ended else Snapshot(self.cache)
-            wait_for(self.cache.state.request.device)
+    def _kept(self, slot: Slot, cache: KVCache) -> Slot:
+        """`slot`, in no clock, its cache kept where a given reply follows."""
+        if self._turns and self._turns[0].prompt.replaces_answer and not slot.ended:
+            self._unanswered = Snapshot(cache)
+            wait_for(cache.state.request.device)
         return slot
+
+    def _prefilled(self, found: Resumed, ids: Tensor) -> Tensor | None:
+        """-> logits of the last token, where there is one"""
+        if not ids.shape[1]:
+            return None
+        found.cache.open_turn()
+        return self.engine.prefill(found.cache, ids)
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], device=self.engine.model.device)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from evals.base import Task
 from harness.config.settings import Settings
+from harness.conversations.histories import Histories
+from harness.conversations.opening import histories
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Stop, after, never
 from harness.engine.batch.running import RunningBatch
@@ -59,7 +61,7 @@ class Runner:
     def __init__(
         self, task: Task, settings: Settings, folder: Path, attachment: Attachment, loaded: LoadedModel
     ) -> None:
-        self.task, self.settings, self.loaded = task, settings, loaded
+        self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
         self.device = loaded.model.device
         self.engine = Engine(
             attachment,
@@ -86,11 +88,11 @@ class Runner:
         shared = self.settings.questions == "shared"
         waiting = deque(by_context(items) if shared else ([item] for item in items))
         batch, running = RunningBatch(self.engine), dict[Slot, Talk]()
-        while waiting or running:
-            while waiting and len(running) < self.settings.batch:
-                asked = waiting.popleft()
-                self._go_on(self._talk(asked, (prefilled or {}).pop(asked[0].example.id, None)), batch, running)
-            yield from self._answered(batch, running)
+        with histories(self.settings, self.engine.attachment, self.loaded, self.folder.name) as kept:
+            while waiting or running:
+                while waiting and len(running) < self.settings.batch:
+                    self._go_on(self._talk(kept, waiting.popleft(), prefilled or {}), batch, running)
+                yield from self._answered(batch, running)
 
     def _answered(self, batch: RunningBatch, running: dict[Slot, Talk]) -> Iterator[Answer]:
         """A generator of its own, so that nothing here holds a cache that has been asked everything."""
@@ -99,10 +101,11 @@ class Runner:
                 yield talk.answer
             self._go_on(talk, batch, running)
 
-    def _talk(self, items: Sequence[Item], prefilled: Prefilled | None) -> Talk:
-        """With a prefill of its own unless it is `prefilled`."""
+    def _talk(self, kept: Histories, items: Sequence[Item], prefilled: dict[str, Prefilled]) -> Talk:
+        """With a prefill of its own unless it is one of `prefilled`."""
         context = items[0].prompt.split if self.settings.protocol == "context" else None
-        return Talk(self.engine, items, prefilled or self._prefill(items), context, self.ending)
+        ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
+        return Talk(self.engine, kept, items, ready, context, self.ending)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -209,8 +212,8 @@ class Runner:
         """Fields of `Reply`, turn by turn."""
         context, history = answer.item.prompt.split if self.settings.protocol == "context" else None, 0
         item = answer.item
-        following = (*item.further, None)
-        for turn, example, made, later in zip(item.turns, item.example.turns, answer.turns, following, strict=True):
+        turns = item.turns, item.example.turns, answer.turns, (*item.further, None), answer.reuse or [{}]
+        for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
             score = self.task.score(example, output)
@@ -228,6 +231,7 @@ class Runner:
                 "kv_disk_bytes": made.kv.disk_bytes,
                 "data": dict(example.data),
                 **{name: getattr(made, name) for name in MEASURED},
+                **reuse,
             }
             history += len(turn.prompt.ids)
             if not (later and later.prompt.replaces_answer):

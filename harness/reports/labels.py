@@ -45,6 +45,7 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
     settings = [flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
+    settings = [{key: value for key, value in flat.items() if key not in NOT_NAMED} for flat in settings]
     told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
     full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
     seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from harness.config.settings import Settings
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
-from harness.terminal.tables import SECONDS, Column, percent, scaled
+from harness.terminal.tables import SECONDS, Column, number, percent, quantity, scaled
 
-Value = Callable[[dict[str, Any]], float | None]  # of what summary.json says of a turn
+DEFAULT = Settings().history
+TurnSummary = dict[str, Any]  # what summary.json says of a turn
+Value = Callable[[TurnSummary], float | None]
 Cells = Callable[[Sequence[float | None]], tuple[list[str], str]]  # values of a table -> cells, and their unit
 
 
@@ -43,6 +46,33 @@ def turn_times(comparison: Comparison) -> list[Column]:
     return _by_turn("TTFT\nby turn", comparison, lambda turn: turn["ttft_s"], lambda values: scaled(values, SECONDS))
 
 
+def turn_reuse(comparison: Comparison) -> list[Column]:
+    """Where each turn found its history, what it computed, loaded and saved; empty where all caches stayed on the
+    device."""
+    kept = [entry for entry in comparison.entries if entry.run.config.get("history", DEFAULT) != DEFAULT]
+    runs = [entry.summary["turns"] or {} for entry in kept]
+    turns = max(runs, key=len, default={})
+    columns = _heads("history\nby turn", turns)
+    for entry, run in zip(kept, runs, strict=True):
+        told = [run.get(turn) or {} for turn in turns]
+        columns += [
+            Column(entry.label, "found in", ["", *map(_found, told[1:])], left=True),
+            number("reused", "tokens", [turn.get("reused_tokens") for turn in told]),
+            number("computed", "tokens", [turn.get("new_tokens") for turn in told]),
+            quantity("load", [turn.get("load_s") for turn in told], SECONDS),
+            quantity("save", [turn.get("save_s") for turn in told], SECONDS),
+        ]
+    return columns if turns else []
+
+
+def _found(turn: TurnSummary) -> str:
+    """Tiers, with how many histories where there are several."""
+    counts = dict(turn.get("hits") or {})
+    if missed := turn.get("n", 0) - sum(counts.values()):
+        counts["nowhere"] = missed
+    return ", ".join(counts if len(counts) == 1 else (f"{tier} {count}" for tier, count in counts.items()))
+
+
 def _by_turn(head: str, comparison: Comparison, value: Value, written: Cells) -> list[Column]:
     runs = [entry.summary["turns"] or {} for entry in comparison.entries]
     turns = max(runs, key=len, default={})
@@ -50,13 +80,17 @@ def _by_turn(head: str, comparison: Comparison, value: Value, written: Cells) ->
     if not turns or all(one is None for one in values):
         return []
     cells, unit = written(values)
-    columns = [
-        Column(head, "", list(turns), left=True),
-        Column("n", "", [str(turn["n"]) for turn in turns.values()], values=[turn["n"] for turn in turns.values()]),
-        Column("tokens\nso far", "", [f"{turn['tokens']:.0f}" for turn in turns.values()]),
-    ]
+    columns = _heads(head, turns)
     for place, entry in enumerate(comparison.entries):
         own = slice(place * len(turns), (place + 1) * len(turns))
         title = " ".join(filter(None, (budget(entry.summary), unit)))
         columns.append(Column(entry.label, title, cells[own], values=values[own]))
     return columns
+
+
+def _heads(head: str, turns: dict[str, TurnSummary]) -> list[Column]:
+    return [
+        Column(head, "", list(turns), left=True),
+        Column("n", "", [str(turn["n"]) for turn in turns.values()], values=[turn["n"] for turn in turns.values()]),
+        Column("tokens\nso far", "", [f"{turn['tokens']:.0f}" for turn in turns.values()]),
+    ]

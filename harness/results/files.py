@@ -1,7 +1,12 @@
-"""Reading and writing the small files of a run folder so that a crash leaves none of them in pieces."""
+"""Reading and writing the small files of a run folder so that a crash leaves none of them in pieces; lines of a run.
+
+Every stored line names the run that it belongs to and has a checksum over all that it holds: records copied from
+another folder and numbers changed by hand are found on reading. Not a signature: it guards against mistakes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +16,10 @@ from typing import Any
 
 import yaml
 
-from harness.results.records import StoreError
+from harness.results.records import RecordError, StoreError
+
+RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
+ADVICE = "restore the line, or delete it to have the example run again"
 
 
 def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
@@ -110,3 +118,44 @@ def _read(path: Path, parse: Any, refusal: type[Exception]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise StoreError(f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong")
     return plain
+
+
+def parse(line: str | bytes, where: str) -> dict[str, Any]:
+    """The mapping that one line holds; `where` names file and line in the error."""
+    try:
+        plain = json.loads(line)
+    except ValueError as error:
+        raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
+    if not isinstance(plain, dict):
+        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
+    return plain
+
+
+def seal(plain: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """`plain` with the identity of its run and the checksum of both."""
+    bound = {**plain, RUN: run}
+    return bound | {CHECKSUM: _checksum(bound)}
+
+
+def unseal(line: Mapping[str, Any], run: str, where: str, *, required: bool = True) -> dict[str, Any]:
+    """What was sealed. Raises `RecordError`, which begins with `where`, for a line of another run or a changed one;
+    for one without a seal where that is `required`: runs from before there were seals have none."""
+    plain = dict(line)
+    checksum = plain.pop(CHECKSUM, None)
+    owner = plain.get(RUN)
+    if checksum is None and owner is None and not required:
+        return plain
+    name = f"{where}: example {plain.get('id')!r}"
+    if checksum is None or owner is None:
+        raise RecordError(f"{name} lacks its run or its checksum; {ADVICE}")
+    if checksum != _checksum(plain):
+        raise RecordError(f"{name} was changed after it was written; {ADVICE}")
+    if owner != run:
+        raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]}); {ADVICE}")
+    del plain[RUN]
+    return plain
+
+
+def _checksum(plain: Mapping[str, Any]) -> str:
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -50,7 +50,8 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         if key in NESTED or key in GROUPS:
-            value = {name: one for name, one in value.items() if not _same(name, value, usual[key])}
+            kept = [name for name in value if f"{key}.{name}" not in WITHOUT_EFFECT]
+            value = {name: value[name] for name in kept if not _same(name, value, usual[key])}
         if key not in WITHOUT_EFFECT and value != {} and not _same(key, config, usual):
             found[key] = value
     return found

@@ -1,12 +1,7 @@
-"""One line of `examples.jsonl`: what was asked, what came out, when each token came, and what it cost.
-
-Every stored line names the run that it belongs to and has a checksum over all that it holds: records copied from
-another folder and numbers changed by hand are found on reading. Not a signature: it guards against mistakes.
-"""
+"""One line of `examples.jsonl`: what was asked, what came out, when each token came, and what it cost."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -15,8 +10,6 @@ from statistics import fmean
 from typing import Any
 
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
-RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
-ADVICE = "restore the line, or delete it to have the example run again"
 STOPS = ("eos", "stop_string", "length", "forced")
 
 
@@ -42,7 +35,7 @@ class Reply:
     score: float  # [0, 1]
     details: dict[str, Any]
     token_s: list[float]  # one per token: from the start of prefill until each token was on the host
-    share_s: float | None = None  # of the machine's time: own prefill and seal, an equal part of each step it was in
+    share_s: float | None = None  # of the machine's time: own load, prefill, seal and save, an equal part of its steps
     decode_share_s: float | None = None  # the same of the steps behind the second token
     seal_s: float | None
     question_s: float | None
@@ -60,6 +53,11 @@ class Reply:
     trace: dict[str, Any] | None
     capture_s: float | None = None  # capturing the decode step as a CUDA graph, within the second token's time
     data: dict[str, Any]  # what the task said of the example: depth, length ...
+    hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
+    reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
+    new_tokens: int | None = None  # that were computed, the history's too where it was not found
+    load_s: float | None = None  # until the cache was there, within the first token's time
+    save_s: float | None = None  # behind the last token; null where no turn follows
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -220,7 +218,8 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "from_disk_bytes_per_step",
         "hit_rate",
     )
-    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s")
+    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "load_s", "save_s")
+    counts = ("reused_tokens", "new_tokens")
     return {
         "turns": list(turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
@@ -236,7 +235,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "trace": None,
         "data": dict(first.data),
         **{name: _over(fmean, [getattr(turn, name) for turn in turns]) for name in means},
-        **{name: _over(sum, [getattr(turn, name) for turn in turns]) for name in sums},
+        **{name: _over(sum, [getattr(turn, name) for turn in turns]) for name in (*sums, *counts)},
     }
 
 
@@ -250,47 +249,6 @@ def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
 def _over(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return reduce(known) if known else None
-
-
-def parse(line: str | bytes, where: str) -> dict[str, Any]:
-    """The mapping that one line holds; `where` names file and line in the error."""
-    try:
-        plain = json.loads(line)
-    except ValueError as error:
-        raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
-    if not isinstance(plain, dict):
-        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
-    return plain
-
-
-def seal(plain: Mapping[str, Any], run: str) -> dict[str, Any]:
-    """`plain` with the identity of its run and the checksum of both."""
-    bound = {**plain, RUN: run}
-    return bound | {CHECKSUM: _checksum(bound)}
-
-
-def unseal(line: Mapping[str, Any], run: str, where: str, *, required: bool = True) -> dict[str, Any]:
-    """What was sealed. Raises `RecordError`, which begins with `where`, for a line of another run or a changed one;
-    for one without a seal where that is `required`: runs from before there were seals have none."""
-    plain = dict(line)
-    checksum = plain.pop(CHECKSUM, None)
-    owner = plain.get(RUN)
-    if checksum is None and owner is None and not required:
-        return plain
-    name = f"{where}: example {plain.get('id')!r}"
-    if checksum is None or owner is None:
-        raise RecordError(f"{name} lacks its run or its checksum; {ADVICE}")
-    if checksum != _checksum(plain):
-        raise RecordError(f"{name} was changed after it was written; {ADVICE}")
-    if owner != run:
-        raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]}); {ADVICE}")
-    del plain[RUN]
-    return plain
-
-
-def _checksum(plain: Mapping[str, Any]) -> str:
-    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 RENAMED = {"graph_s": "capture_s"}  # key of older lines -> its name today

@@ -20,9 +20,10 @@ from typing import Any, Self
 
 from harness.config.renamed import with_new_names
 from harness.results import files
+from harness.results.files import parse, seal, unseal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import now, when
-from harness.results.records import Record, StoreError, parse, seal, unseal
+from harness.results.records import Record, StoreError
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
 

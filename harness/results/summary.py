@@ -17,7 +17,7 @@ from harness.results.identity import model_name
 from harness.results.pairs import columns, group_means, paired
 from harness.results.records import PEAKS, Record, Reply
 
-SCHEMA = 9
+SCHEMA = 10
 
 
 def summarise(
@@ -165,9 +165,10 @@ def _later(records: Sequence[Record]) -> Iterator[Reply]:
         yield from record.replies[record.prefilled_by is None :]
 
 
-def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, float | None]] | None:
-    """By turn: mean score, median seconds to the first token from the turn's own start, tokens when it was asked; null
-    where no example has several."""
+def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
+    """By turn: mean score, median seconds to the first token from the turn's own start, tokens when it was asked; where
+    how many histories were found, medians of tokens reused and computed, and of seconds to load and to save; null where
+    no example has several."""
     found: dict[str, list[Reply]] = defaultdict(list)
     for record in records:
         for number, reply in enumerate(record.turns or (), 1):
@@ -175,13 +176,17 @@ def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, float 
     return {number: _turn(replies, timed) for number, replies in found.items()} or None
 
 
-def _turn(replies: Sequence[Reply], timed: bool) -> dict[str, float | None]:
+def _turn(replies: Sequence[Reply], timed: bool) -> dict[str, Any]:
     times = timing.quantiles(reply.ttft_s for reply in replies if timed)
+    clocked = replies if timed else []
     return {
         "n": len(replies),
         "score": fmean(reply.score for reply in replies),
         "ttft_s": times["p50"],
         "tokens": median(reply.history_tokens + reply.prompt_tokens for reply in replies),
+        "hits": dict(sorted(Counter(reply.hit_tier for reply in replies if reply.hit_tier).items())),
+        **{name: _known(median, [getattr(one, name) for one in replies]) for name in ("reused_tokens", "new_tokens")},
+        **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "save_s")},
     }
 
 

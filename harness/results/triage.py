@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from harness.results import files
-from harness.results.records import Record, parse, seal, unseal
+from harness.results.files import parse, seal, unseal
+from harness.results.records import Record
 
 NAME = "triage.jsonl"
 # cause -> (head of its column, what is said of such answers)

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from harness.config.groups import SettingsError, size
 from harness.config.plugins import suggestion
-from harness.config.settings import SettingsError
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
 from harness.conversations.stored import StoredHistories
@@ -19,7 +19,6 @@ from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.history.placement import DEVICE, DISK, HOST, TIERS
 from harness.history.policies import POLICIES
-from harness.history.simulation.scenario import size
 from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -12,15 +11,13 @@ from typing import Any, Literal
 
 import yaml
 
+from harness.config.groups import SettingsError, size
 from harness.config.plugins import TARGET, build, suggestion
-from harness.config.settings import SettingsError
 from harness.history.placement import TIERS
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
 
 RECOMPUTE = "recompute"
-UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +70,6 @@ class Scenario:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def size(key: str, value: str | int) -> int:
-    """Bytes: 128GB and 10TB are decimal, 128GiB is binary."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
-    if not found:
-        raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.results.files import read_json, write_json
+from harness.results.files import CHECKSUM, RUN, parse, read_json, write_json
 from harness.results.lock import is_locked
-from harness.results.records import CHECKSUM, RUN, Record, RecordError, parse
+from harness.results.records import Record, RecordError
 from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
 from tests.fake_records import config, record, write_run
 

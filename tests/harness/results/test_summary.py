@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from evals import stats
-from harness.results.records import PEAKS, Record, Reply, parse, whole
+from harness.results.files import parse
+from harness.results.records import PEAKS, Record, Reply, whole
 from harness.results.summary import against, detectable, summarise
 from tests.fake_records import config, record, records
 
@@ -207,11 +208,15 @@ def talk(name: str, *turns: Reply) -> Record:
 
 def test_a_conversation_counts_turn_by_turn() -> None:
     first, second = (turn(score=1.0, prompt_tokens=100), turn(score=0.5, history_tokens=104, token_s=[0.1, 0.2, 0.4]))
-    row = summary([talk("a", first, second), talk("b", first, turn(score=0.0, history_tokens=104, token_s=[0.3]))])
+    third = turn(score=0.0, history_tokens=104, token_s=[0.3], hit_tier="disk", reused_tokens=103, load_s=0.1)
+    row = summary([talk("a", first, second), talk("b", first, third)])
     assert row["score"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
+    unknown = {"reused_tokens": None, "new_tokens": None, "load_s": None, "save_s": None}
     assert row["turns"] == {
-        "1": {"n": 2, "score": 1.0, "ttft_s": 1.0, "tokens": 100},
-        "2": {"n": 2, "score": 0.25, "ttft_s": pytest.approx(0.2), "tokens": 114},
+        "1": {"n": 2, "score": 1.0, "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
+        "2": {"n": 2, "score": 0.25, "ttft_s": pytest.approx(0.2), "tokens": 114, "hits": {"disk": 1}}
+        | unknown
+        | {"reused_tokens": 103, "load_s": 0.1},
     }
     assert (row["ttft_s"]["p50"], row["ttft_later_s"]["p50"]) == (1.0, pytest.approx(0.2))
     assert row["tpot_s"]["mean"] == pytest.approx((2 * 0.1 + 2 * 0.1 + 0.2) / 5)  # no gap between two turns is one

@@ -1,0 +1,112 @@
+"""Settings that belong together, and the error that all settings raise. Imports neither torch nor hydra."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Union
+
+from harness.config.plugins import suggestion
+
+UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
+UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
+TIERS = ("device", "host", "disk")
+POLICIES = ("scheduler_aware", "lru", "fifo")
+
+
+class SettingsError(ValueError):
+    """A setting has a value it cannot have; the message names it and what it may be."""
+
+
+def size(key: str, value: str | int) -> int:
+    """Bytes: 128GB and 10TB are decimal, 128GiB is binary."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
+    if not found:
+        raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+@dataclass
+class GenerationSettings:
+    """How tokens are picked. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None  # in place of the task's
+    force_length: bool = False  # ignore EOS and stop strings: for speed claims
+
+
+@dataclass
+class CommonWindows:
+    """In place of the methods' own; null leaves them."""
+
+    sinks: int | None = None
+    recent_ratio: float | None = None  # of the budget behind the sinks
+
+
+@dataclass
+class StoreSettings:
+    """Of history=store. Sizes by tier; one of 0 bytes does not exist."""
+
+    device: Union[int, str] = 0  # noqa: UP007 (OmegaConf reads this form)
+    host: Union[int, str] = "8GB"  # noqa: UP007
+    disk: Union[int, str] = 0  # noqa: UP007
+    folder: str | None = None
+    policy: str = "scheduler_aware"
+    ttl_s: float | None = None
+    block_tokens: int = 256
+    durable: bool = False
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in TIERS}
+
+    @property
+    def seconds_to_live(self) -> float:
+        return inf if self.ttl_s is None else self.ttl_s
+
+    def check(self) -> None:
+        if not any(self.capacities.values()):
+            raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
+        if not self.capacities["disk"]:
+            for name, off in (("folder", None), ("durable", False)):
+                if getattr(self, name) != off:
+                    raise SettingsError(f"store.{name} is about the disk tier, which has no bytes: set store.disk too.")
+        if self.policy not in POLICIES:
+            raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, POLICIES)}")
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise SettingsError(f"store.ttl_s={self.ttl_s} should be above 0, or null for no end.")
+        if self.block_tokens < 1:
+            raise SettingsError(f"store.block_tokens={self.block_tokens} must be at least 1.")
+
+
+@dataclass
+class Data:
+    root: str | None = None
+
+    def folder(self) -> Path | None:
+        root = Path(self.root).expanduser() if self.root else None
+        if root is not None and not root.is_dir():
+            raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
+        return root
+
+
+@dataclass
+class Results:
+    root: str = "results/runs"
+    save_prompts: bool = False
+
+
+@dataclass
+class WandbSettings:
+    project: str = "kv-harness"
+    entity: str | None = None
+
+
+@dataclass
+class TensorBoardSettings:
+    folder: str | None = None

@@ -1,0 +1,145 @@
+"""Runs whose conversations are stored between turns, or computed again: tokens, records, tables, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.groups import POLICIES, TIERS
+from harness.config.settings import Settings, SettingsError, StoreSettings
+from harness.history import placement, policies
+from harness.jobs.job import Evaluation
+from harness.reports.compare import comparisons
+from harness.reports.turns import turn_reuse
+from harness.results.store import load
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from tests.fast import niah
+from tests.harness.jobs.test_questions import Balances, Given, run
+
+TALKS = Balances(talks=True)
+DISK = StoreSettings(host=0, disk="1GB")
+
+
+def tokens(made: Evaluation) -> dict[str, list[int]]:
+    return {record.id: record.tokens for record in made.records}
+
+
+def talked(folder: Path, method: Method, **changes: Any) -> Evaluation:
+    return run(folder, method, TALKS, **{"protocol": "prompt", "baseline": "off", "warmup": 0} | changes)
+
+
+@pytest.mark.parametrize("protocol", ["prompt", "context"])
+def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str) -> None:
+    stayed = talked(tmp_path, Full(), protocol=protocol)
+    for changes in (
+        {"history": "recompute"},
+        {"history": "store", "batch": 2, "store": DISK},
+        {"history": "store", "store": StoreSettings(device="1GB"), "prefill_chunk": 50},
+    ):
+        assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
+
+
+def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
+    stayed = talked(tmp_path, H2O())
+    for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
+        assert tokens(talked(tmp_path, H2O(), history="store", **changes)) == tokens(stayed)
+
+
+@pytest.mark.parametrize("protocol", ["prompt", "context"])
+def test_a_given_reply_is_read_behind_what_was_stored(tmp_path: Path, protocol: str) -> None:
+    made = [
+        run(tmp_path, Full(), Given(), protocol=protocol, history=history) for history in ("device_prefix", "store")
+    ]
+    assert tokens(made[0]) == tokens(made[1])
+    assert [turn.hit_tier for turn in made[1].records[0].turns or ()] == [None, "host", "host", "host"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiers"),
+    [
+        ({"history": "store", "batch": 2}, [None, "host", "host", "host"]),
+        ({"history": "store", "store": DISK}, [None, "disk", "disk", "disk"]),
+        ({"history": "recompute"}, [None] * 4),
+        ({}, [None, "device", "device", "device"]),
+    ],
+    ids=str,
+)
+def test_a_turn_says_what_it_found_and_what_it_computed(
+    tmp_path: Path, changes: dict[str, Any], tiers: list[str | None]
+) -> None:
+    made = talked(tmp_path, Full(), **changes)
+    for record in made.records:
+        turns = record.turns or []
+        assert [turn.hit_tier for turn in turns] == tiers
+        for turn, tier in zip(turns, tiers, strict=True):
+            assert turn.reused_tokens is not None
+            assert turn.new_tokens == turn.history_tokens + turn.prompt_tokens - turn.reused_tokens
+            assert (turn.reused_tokens > 0) == (tier is not None)
+            assert (turn.load_s is None) == (turn is turns[0])
+            assert (turn.save_s is None) == (turn is turns[-1])
+            assert turn.ttft_s > (turn.load_s or 0)
+        assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)
+    told = made.summary["turns"]["3"]
+    assert told["hits"] == ({tiers[2]: 2} if tiers[2] else {})
+    assert told["load_s"] > 0
+
+
+def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
+    runs = [load(talked(tmp_path, Full(), history=history).folder) for history in ("store", "recompute")]
+    [table] = comparisons([*runs, load(talked(tmp_path, Full()).folder)])
+    found = [column.cells for column in turn_reuse(table) if column.unit == "found in"]
+    assert sorted(found) == [["", "host", "host", "host"], ["", "nowhere", "nowhere", "nowhere"]]
+    assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
+
+
+def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    store = StoreSettings(host="1GB", disk="1GB", folder=str(tmp_path / "store"))
+    first = talked(tmp_path, Full(), history="store", store=store)
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [first.folder.name]
+    assert list((tmp_path / "store").rglob("*.safetensors"))
+    moved = replace(store, folder=str(tmp_path / "elsewhere"))
+    assert talked(tmp_path, Full(), history="store", store=moved).folder == first.folder
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, plain = (run(tmp_path, task=niah(depths=2), history=how) for how in ("store", "device_prefix"))
+    assert one.folder == plain.folder
+    assert "history=store changes nothing here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"store": DISK}, "set history=store"),
+        ({"history": "store", "store": StoreSettings(host=0)}, "store.host=8GB"),
+        ({"history": "store", "store": StoreSettings(host="8 gigs")}, "store.host=8 gigs is no size"),
+        ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
+        ({"history": "store", "store": StoreSettings(durable=True)}, "set store.disk"),
+        ({"history": "store", "store": StoreSettings(policy="lur")}, "lru"),
+        ({"history": "store", "store": StoreSettings(ttl_s=0)}, "above 0"),
+        ({"history": "store", "store": StoreSettings(block_tokens=0)}, "at least 1"),
+        ({"history": "stores"}, "device_prefix, store, recompute"),
+    ],
+    ids=str,
+)
+def test_what_a_store_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Settings(**changes)
+
+
+def test_questions_on_one_context_keep_their_cache(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="questions=separate"):
+        talked(tmp_path, Full(), protocol="context", questions="shared", history="recompute")
+
+
+def test_settings_name_the_stores_own_tiers_and_policies() -> None:
+    assert TIERS == placement.TIERS
+    assert set(POLICIES) == set(policies.POLICIES)
