@@ -111,7 +111,7 @@ def _refuse_unread(key: str) -> None:
         return
     if first in INSTEAD:
         raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
-    if first in known_settings():
+    if first in known_settings() and first != STORE:
         raise SettingsError(f"{key} changes nothing for harness.serve, which reads {', '.join((*OWN, *READ))}.")
     near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
     raise SettingsError(
