@@ -1,8 +1,8 @@
 """Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
 
-    found = histories.resume("alice", text_so_far, capacity)
-    logits = engine.prefill(found.cache, prompt[:, found.reused :])
-    ...                                                             # seal, decode
+    found = histories.resume("alice", text[:-1], capacity)  # its layers may still be on their way
+    found, logits = histories.compute(found, text, prefill)
+    ...                                                     # seal, decode
     histories.save("alice", fed, found.cache)
 
 The last token of an answer has not been fed, so it has no keys and values: `fed` ends before it, and the next turn's
@@ -13,24 +13,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
+
+from torch import Tensor
 
 from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
+from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.placement import DEVICE
 
+Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]
 Start = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss."""
+    """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss.
+
+    `load_s`: seconds that the turn has waited for it, a fresh one too; `hidden_s`: those in which its layers were on
+    their way while it computed. Both are complete behind `compute`.
+    """
 
     cache: KVCache
     reused: int = 0
     tier: str | None = None
-    load_s: float = 0.0  # until the cache was there, a fresh one too
+    load_s: float = 0.0
+    hidden_s: float = 0.0
+    loading: Loading | None = None
 
 
 class Histories(ABC):
@@ -40,19 +50,34 @@ class Histories(ABC):
         self.start = start
 
     def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
-        """A cache for the next turn, with as many of `tokens` as are to be had.
+        """A cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their way:
+        each is waited for when it is used, and may turn out to be damaged (`HistoryLost`, which `compute` handles).
 
         `tokens`: the text so far, without what must be fed in any case, as a prompt's last token for its logits. A
         cache that `save` was given alive comes back as it is: `open_turn` before a prefill.
         """
         began = perf_counter()
-        cache, reused, tier = self._find(session, tokens, capacity)
-        wait_for(cache.state.request.device)
-        return Resumed(cache, reused, tier, perf_counter() - began)
+        found = self._find(session, tokens, capacity)
+        wait_for(found.cache.state.request.device)
+        return replace(found, load_s=perf_counter() - began)
+
+    def compute(self, found: Resumed, tokens: Sequence[int], prefill: Prefill) -> tuple[Resumed, Tensor | None]:
+        """`prefill` what `found` lacks of the text. -> what there was to be had; logits of the last token, None where
+        nothing was lacking. A history that turns out to be damaged on its way is computed again, in a fresh cache."""
+        try:
+            logits = _computed(found.cache, tokens[found.reused :], prefill)
+        except HistoryLost:
+            found = Resumed(self.start(found.cache.capacity), load_s=found.load_s)
+            logits = _computed(found.cache, tokens, prefill)
+        if found.loading is not None:
+            wait_for(found.cache.state.request.device)
+            overlap = found.loading.finish()
+            waited_s = found.load_s + overlap.exposed_s
+            found = replace(found, load_s=waited_s, hidden_s=overlap.hidden_s, loading=None)
+        return found, logits
 
     @abstractmethod
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> tuple[KVCache, int, str | None]:
-        """-> cache, tokens reused, tier"""
+    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed: ...
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now. -> seconds"""
@@ -80,6 +105,9 @@ class Histories(ABC):
     def prefetch(self) -> None:  # noqa: B027
         """Move the sessions of the turns that wait closer to the device."""
 
+    def ahead(self, session: str, tokens: Sequence[int]) -> None:  # noqa: B027
+        """The next `resume` is this one's: the first layers, as many as the read buffer holds, may come now."""
+
     def close(self) -> None:  # noqa: B027
         """Call it once, at the end of the run."""
 
@@ -87,8 +115,8 @@ class Histories(ABC):
 class Recompute(Histories):
     """Nothing is kept: every turn computes the whole text again."""
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> tuple[KVCache, int, str | None]:
-        return self.start(capacity), 0, None
+    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+        return Resumed(self.start(capacity))
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         pass
@@ -102,14 +130,14 @@ class DevicePrefix(Histories):
         super().__init__(start)
         self._alive: dict[str, tuple[list[int], KVCache]] = {}
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> tuple[KVCache, int, str | None]:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         held, cache = self._alive.pop(session, ([], None))
         if cache is None or list(tokens[: len(held)]) != held:
-            return self.start(capacity), 0, None
+            return Resumed(self.start(capacity))
         if cache.capacity < capacity:
             small, cache = cache, self.start(capacity)
             cache.refill(small.contents())
-        return cache, len(held), DEVICE
+        return Resumed(cache, len(held), DEVICE)
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         self._alive[session] = list(tokens), cache
@@ -119,3 +147,11 @@ class DevicePrefix(Histories):
 
     def close(self) -> None:
         self._alive.clear()
+
+
+def _computed(cache: KVCache, tokens: Sequence[int], prefill: Prefill) -> Tensor | None:
+    if not tokens:
+        cache.await_layers()
+        return None
+    cache.open_turn()
+    return prefill(cache, tokens)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment
-from harness.engine.cache import KVCache
 from harness.history.block import Rows
+from harness.history.overlap.loading import Layer, Prepare
 from harness.history.positions import Rotation
 
 Contents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
@@ -30,6 +30,7 @@ class Cut:
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
         drops = budget is not None and budget.generated is not None
         self.by_token = attachment.method.rows_stay and attachment.codec is None and not drops
+        self._kinds = _alike(self.rotations)
         self._checked = 0  # tokens of the longest text whose rotations follow from positions
 
     def check(self, tokens: int) -> None:
@@ -57,18 +58,23 @@ class Cut:
             if not (self._has_rows(state) and (name in ROWS or name == SEEN))
         }
 
-    def refill(self, cache: KVCache, tokens: int, rows: Rows, rest: Rows) -> None:
-        """The fresh `cache` goes on behind so many tokens."""
-        device = cache.state.request.device
-        contents: list[dict[str, Tensor]] = [{SEEN: torch.tensor(tokens)} for _ in cache.layers]
-        for place, x in rest.items():
-            number, _, name = place.partition(".")
-            contents[int(number)][name] = x if name == SEEN else x.to(device)
-        for layer, state in enumerate(contents):
-            if f"{layer}.k" in rows:
-                keys, values = (rows[f"{layer}.{stored}"].to(device) for stored in "kv")
-                state |= {"k0": self.rotations[layer].on(keys, torch.arange(tokens, device=device)), "v0": values}
-        cache.refill(contents)
+    def states(self, tokens: int, device: torch.device) -> Prepare:
+        """Makes what is stored of a layer, of `tokens` tokens at most, into its state for `KVCache.refill_by_layer`.
+        Any thread may do it."""
+        kinds = set(self._kinds) if self.by_token else set()
+        fixed = {kind: self.rotations[kind].fixed(torch.arange(tokens, device=device)) for kind in kinds}
+
+        def state(number: int, layer: Layer) -> Layer:
+            rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
+            made = {name: x if name == SEEN else x.to(device) for name, x in rest.items()}
+            if rows:
+                keys, values = (rows[stored].to(device) for stored in ROWS.values())
+                positions = torch.arange(keys.shape[2], device=device)
+                made |= {"k0": fixed[self._kinds[number]].on(keys, positions), "v0": values}
+                made[SEEN] = torch.tensor(keys.shape[2])
+            return made, {}
+
+        return state
 
     def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
         return self.by_token and "k0" in state
@@ -76,3 +82,9 @@ class Cut:
     def _before(self, layer: int, keys: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, start + keys.shape[2], device=keys.device)
         return self.rotations[layer].off(keys, positions).to(keys.dtype)
+
+
+def _alike(rotations: Sequence[Rotation]) -> list[int]:
+    """For each layer the first one that rotates as it does: most models know one or two rotations."""
+    angles = [torch.cat(rotation.angles(torch.tensor([1])), 1) for rotation in rotations]
+    return [next(first for first, other in enumerate(angles) if other.equal(own)) for own in angles]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.conversations.histories import Histories, Start
+from harness.conversations.histories import Histories, Resumed, Start
 from harness.conversations.rows import Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.store import HistoryStore
 
 
@@ -19,16 +20,36 @@ class StoredHistories(Histories):
     the whole session.
     """
 
-    def __init__(self, start: Start, attachment: Attachment, store: HistoryStore) -> None:
+    def __init__(
+        self, start: Start, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
+    ) -> None:
+        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says."""
         super().__init__(start)
-        self.store, self.cut = store, Cut(attachment)
+        self.store, self.cut, self.read_buffer = store, Cut(attachment), read_buffer
+        self._device = attachment.model.device
+        self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> tuple[KVCache, int, str | None]:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         self.cut.check(capacity)
-        found, cache = self.store.get(session, tokens), self.start(capacity)
-        if found.tier is not None:
-            self.cut.refill(cache, found.tokens, found.layers, found.rest)
-        return cache, found.tokens, found.tier
+        asked, loading = self._ahead.pop(session, (None, None))
+        if asked != list(tokens):
+            loading = self._open(session, tokens)
+        cache = self.start(capacity)
+        if loading is None:
+            return Resumed(cache)
+        try:
+            loading.begin()
+        except HistoryLost:
+            return Resumed(cache)
+        cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
+        return Resumed(cache, loading.tokens, loading.tier, loading=loading)
+
+    def ahead(self, session: str, tokens: Sequence[int]) -> None:
+        if session not in self._ahead and self.read_buffer != 0:
+            self._ahead[session] = list(tokens), self._open(session, tokens)
+
+    def _open(self, session: str, tokens: Sequence[int]) -> Loading | None:
+        return self.store.open(session, tokens, self.read_buffer, self.cut.states(len(tokens), self._device))
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         contents = cache.contents()

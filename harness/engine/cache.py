@@ -6,7 +6,7 @@ a `LoopCache`, which tells them by the number of tokens in a forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from transformers import Cache
 
 from methods.base import AttnInput, CacheState, KVLayer, Traffic
 from methods.base.counters import StepCounters
+
+State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
 
 
 class UnsupportedError(NotImplementedError):
@@ -50,11 +52,13 @@ class KVCache(Cache):
         self.sealed = False
         self.num_tokens = 0
         self.watch: Watch | None = None
+        self._awaited: dict[int, State] = {}  # layers whose states are still to come
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
 
     def seal(self) -> None:
         """The prompt is complete."""
+        self.await_layers()
         for layer in self.layers:
             layer.seal()
         self.sealed = True
@@ -65,6 +69,7 @@ class KVCache(Cache):
 
     def contents(self) -> list[dict[str, Tensor]]:
         """End the turn: what each layer needs for a further one (`KVLayer.state`). Views: copy what is to last."""
+        self.await_layers()
         return [layer.state() for layer in self.layers]
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
@@ -73,6 +78,21 @@ class KVCache(Cache):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
         self.open_turn()
+
+    def refill_by_layer(self, tokens: int, state: State) -> None:
+        """The same behind `tokens` tokens, while the layers' states are on their way: `state` waits for that of one
+        layer, and is asked just before the layer is used."""
+        self._awaited = dict.fromkeys(range(len(self.layers)), state)
+        self.num_tokens = tokens
+        self.open_turn()
+
+    def await_layers(self) -> None:
+        """Until all states are there."""
+        for layer in list(self._awaited):
+            self._await(layer)
+
+    def _await(self, layer: int) -> None:
+        self.layers[layer].restore(self._awaited.pop(layer)(layer))
 
     def begin(self) -> None:
         """Before each forward of the model."""
@@ -118,6 +138,8 @@ class KVCache(Cache):
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""
+        if layer in self._awaited:
+            self._await(layer)
         if not self._arriving:
             self._arrive(x.k.shape[2])
         if not self.sealed:

@@ -127,6 +127,11 @@ class Contents:
                 (reader or self.threads.reading).submit(fetch.work)
         return fetch
 
+    def adopt(self, key: str, fetch: Fetch) -> None:
+        """One that was begun earlier: what it brings is not read again."""
+        if fetch.brings(self.sessions[key]):
+            self.fetches.setdefault(key, fetch)
+
     def arrive(self, key: str) -> None:
         """Waits until a fetch of the session has ended; its rows stay if the session was brought into memory."""
         fetch = self.fetches.pop(key, None)

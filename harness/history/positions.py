@@ -66,6 +66,11 @@ class Rotation:
                 "recompute their histories."
             )
 
+    def fixed(self, positions: Tensor) -> Rotation:
+        """For the first of these positions alone. It asks the model no more, so another thread may use it."""
+        cos, sin = self.angles(positions)
+        return Rotation(lambda asked: (cos[:, : len(asked)], sin[:, : len(asked)]), self.dtype)
+
     def _turned(
         self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor, reach: int | None
     ) -> Tensor:

@@ -12,8 +12,9 @@ class Statistics:
     """`dropped`: sessions that left for lack of room or by age; `refused`: too large or not worth a place when saved;
     `lost`: to damaged files and errors of the disk.
 
-    `load_s`: in which rows were on their way to jobs, which waited for `exposed_s` of them. `saving_s`: in which the
-    disk was changed; callers waited for `write_wait_s` of them, `write_waits` times, as the write buffer was full.
+    `load_s`: in which rows were on their way to jobs, `hidden_s` of them while these computed or had not begun;
+    `exposed_s`: in which jobs waited for them. `saving_s`: in which the disk was changed; callers waited for
+    `write_wait_s` of them, `write_waits` times, as the write buffer was full.
     """
 
     lookups: int = 0
@@ -27,6 +28,7 @@ class Statistics:
     written_bytes: int = 0  # to files; less than what moved there, for spare copies are not written again
     read_bytes: int = 0
     load_s: float = 0.0
+    hidden_s: float = 0.0
     exposed_s: float = 0.0
     saving_s: float = 0.0
     write_waits: int = 0

@@ -28,7 +28,7 @@ from harness.history.block import Block, Rows, blocks, covered, has_rest, length
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import Fingerprint
-from harness.history.overlap.loading import LOST, Accounts, HistoryLost, Loading
+from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Layer, Loading, Prepare
 from harness.history.overlap.speeds import Speeds
 from harness.history.overlap.threads import Threads
 from harness.history.placement import DEVICE, DISK, HOST, Placement
@@ -37,6 +37,10 @@ from harness.history.statistics import Statistics
 
 Clock = Callable[[], float]
 NOTHING: Rows = {}
+
+
+def as_it_is(number: int, layer: Layer) -> Layer:
+    return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +93,35 @@ class HistoryStore:
         if files:
             self._restore(files, wall())
 
-    def open(self, session: str, tokens: Sequence[int], read_buffer: int | None = None) -> Loading | None:
+    def open(
+        self, session: str, tokens: Sequence[int], read_buffer: int | None = None, prepare: Prepare = as_it_is
+    ) -> Loading | None:
         """The longest stored prefix of `tokens`, in whole blocks, layer by layer; None on a miss. With a rest: all of
         the session, or a miss. `read_buffer`: layers that come before the job begins, by default as many as the paper's
-        formula says (`Speeds`)."""
-        key, now = self._fresh(session), self._clock()
+        formula says (`Speeds`). `prepare`: what the thread that copies a layer does with it next.
+
+        The session counts as used, and moves into a faster tier, when the job begins (`Loading.begin`)."""
+        key = self._fresh(session)
         self.statistics.asked(len(tokens))
         tier, count = self.placement.tier(key), self._covered(key, tokens)
         if not (tier and count):
             return None
-        self.contents.carry_out(self.placement.use(key, now))
-        parts = self.contents.sessions.get(key, [])[:count]  # none if it was lost on its way
-        return self._loading(key, parts, tier, len(tokens), read_buffer) if parts else None
+        parts = self.contents.sessions[key][:count]
+        loading = Loading(
+            self.contents.fetch(key),
+            parts,
+            tier,
+            len(tokens) - length(parts),
+            on=self.contents.on,
+            copier=self.contents.threads.copying,
+            prepare=prepare,
+            events=Events(self._accounts, partial(self._begun, key), partial(self._lost, key)),
+        )
+        try:
+            loading.preload(read_buffer)
+        except HistoryLost:
+            return None
+        return loading
 
     def get(self, session: str, tokens: Sequence[int]) -> Found:
         """The same, whole; rows are copies."""
@@ -108,11 +129,11 @@ class HistoryStore:
         if loading is None:
             return Found()
         try:
-            found = Found(loading.tokens, loading.tier, *loading.all_layers())
+            layers, rest = loading.all_layers()
         except HistoryLost:
             return Found()
         loading.account()
-        return found
+        return Found(loading.tokens, loading.tier, layers, rest)
 
     def known(self, session: str, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
@@ -238,30 +259,21 @@ class HistoryStore:
         moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
         self.contents.hold(key, parts, moves)
 
-    def _loading(
-        self, key: str, parts: Sequence[Block], tier: str, asked: int, read_buffer: int | None
-    ) -> Loading | None:
-        self.contents.touch(key)
-        loading = Loading(
-            self.contents.fetch(key),
-            parts,
-            tier,
-            asked - length(parts),
-            on=self.contents.on,
-            copier=self.contents.threads.copying,
-            accounts=self._accounts,
-            lost=partial(self._lost, key),
-        )
-        self.statistics.found(tier, loading.tokens)
-        try:
-            loading.preload(read_buffer)
-        except HistoryLost:
-            return None
-        return loading
+    def _begun(self, key: str, loading: Loading) -> None:
+        """A session that has left since it was opened is in the read buffer still, and found where it was then."""
+        self.contents.collect()
+        tier = self.placement.tier(key)
+        if tier is not None:
+            loading.tier = tier
+            self.contents.adopt(key, loading.fetch)
+            self.contents.carry_out(self.placement.use(key, self._clock()))
+            self.contents.touch(key)
+        self.statistics.found(loading.tier, loading.tokens)
 
     def _lost(self, key: str, loading: Loading, error: Exception) -> HistoryLost:
-        """Once for each loading; the session goes, unless it was given up or replaced before."""
-        self.statistics.found(loading.tier, loading.tokens, -1)
+        """The session goes, unless it was given up or replaced before."""
+        if loading.begun:
+            self.statistics.found(loading.tier, loading.tokens, -1)
         if self.contents.fetches.get(key) is loading.fetch:
             self.contents.lose(key, error)
         return HistoryLost(f"the stored history is damaged: {error}")

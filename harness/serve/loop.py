@@ -53,7 +53,7 @@ class Running:
     cache: KVCache
     arrived_s: float
     started_s: float
-    loaded_s: float
+    load_s: float
     tier: str | None
     reused: int
     token_s: list[float] = field(default_factory=list)
@@ -78,6 +78,7 @@ class Loop:
         self._order = count()  # of questions that come at the same moment
         self._running: dict[Slot, Running] = {}
         self._waiting: deque[tuple[float, Talk]] = deque()  # with the time of arrival
+        self._next: Talk | None = None  # the first of them, once its history is loaded ahead
         self.answers: list[Answer] = []  # in the order in which they ended
 
     def serve(self, sessions: Sequence[Session]) -> list[Answer]:
@@ -89,6 +90,7 @@ class Loop:
             if self._waiting and len(self._running) < self.slots:
                 self._start(*self._waiting.popleft())
             elif self._running:
+                self._look_ahead()
                 self._step()
             else:
                 self.clock.wait_until(self._coming[0][0])
@@ -101,28 +103,34 @@ class Loop:
             self.histories.enqueue(talk.session.name)
             self.histories.prefetch()
 
+    def _look_ahead(self) -> None:
+        """The turn that is the next to get a slot may load the first layers of its history."""
+        if self._waiting and self._waiting[0][1] is not self._next:
+            self._next = self._waiting[0][1]
+            text = [*self._next.tokens, *self._next.item.prompt.ids]
+            self.histories.ahead(self._next.session.name, text[:-1])
+
     def _start(self, arrived_s: float, talk: Talk) -> None:
         """A slot is free: what is stored of the history comes into a cache, the rest is computed."""
         started_s, name = self.clock.now(), talk.session.name
         self.histories.dequeue(name)
         talk.tokens += talk.item.prompt.ids
         found = self.histories.resume(name, talk.tokens[:-1], talk.session.item.room)
-        found.cache.open_turn()
         self.histories.prefetch()
-        loaded_s = self.clock.now()
-        running = Running(talk, found.cache, arrived_s, started_s, loaded_s, found.tier, found.reused)
-        logits = self._prefill(found.cache, self._tensor(talk.tokens[found.reused :]))
+        found, logits = self.histories.compute(found, talk.tokens, self._prefill)
+        running = Running(talk, found.cache, arrived_s, started_s, found.load_s, found.tier, found.reused)
         self._join(running, logits)
 
-    def _prefill(self, cache: KVCache, ids: Tensor) -> Tensor:
-        """ids [1 T] -> logits of the last token [1 V]"""
+    def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
+        """-> logits of the last token [1 V]"""
+        ids = self._tensor(tokens)
         for place, chunk in enumerate(ids.split(self.engine.prefill_chunk or ids.shape[1], dim=1)):
             if place and self.interleave and self._running:
                 self._step()
             logits = self.engine.prefill(cache, chunk)
         return logits
 
-    def _join(self, running: Running, logits: Tensor) -> None:
+    def _join(self, running: Running, logits: Tensor | None) -> None:
         asked = self._clocked(self.ending(running.talk.item), running)
         slot = self._batch.join(running.cache, logits, self._tensor([]), began=perf_counter(), **asked)
         if slot.ended:  # by its first token
@@ -170,7 +178,7 @@ class Loop:
                 turn=talk.turn + 1,
                 arrived_s=running.arrived_s,
                 queue_s=running.started_s - running.arrived_s,
-                load_s=running.loaded_s - running.started_s,
+                load_s=running.load_s,
                 token_s=running.token_s,
                 save_s=save_s,
                 tier=running.tier,

@@ -49,6 +49,10 @@ class Fetch:
     def finished(self) -> bool:
         return self._error is not None or (self._layers is not None and len(self._rows) == len(self._layers))
 
+    def brings(self, parts: Sequence[Block]) -> bool:
+        """All of them that do not lie in memory."""
+        return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}
+
     def layers(self) -> list[int]:
         """Their numbers; waits for the heads of the files."""
         with self._changed:

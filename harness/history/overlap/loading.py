@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn
@@ -19,6 +20,7 @@ from harness.history.statistics import Statistics
 
 LOST = (OSError, sqlite3.Error, DamagedBlock)  # what a disk does
 Layer = tuple[Rows, Rows]  # rows of tokens, and what belongs to all of them together, by name
+Prepare = Callable[[int, Layer], Layer]
 
 
 class HistoryLost(RuntimeError):
@@ -27,16 +29,13 @@ class HistoryLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """`load_s`: seconds in which rows were on their way; of them the job has waited for `exposed_s`. `read_buffer`:
-    layers that came before the job began."""
+    """`load_s`: seconds in which rows were on their way, `hidden_s` of them while the job computed or had not begun.
+    `exposed_s`: in which the job waited. `read_buffer`: layers that came before it began."""
 
-    load_s: float = 0.0
-    exposed_s: float = 0.0
-    read_buffer: int = 0
-
-    @property
-    def hidden_s(self) -> float:
-        return max(0.0, self.load_s - self.exposed_s)
+    load_s: float
+    hidden_s: float
+    exposed_s: float
+    read_buffer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,15 @@ class Accounts:
 
     statistics: Statistics
     speeds: Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Whom a loading tells that its job has begun, and that its rows cannot be read."""
+
+    accounts: Accounts
+    begun: Callable[[Loading], None]
+    lost: Callable[[Loading, Exception], HistoryLost]
 
 
 class Loading:
@@ -62,14 +70,14 @@ class Loading:
         *,
         on: torch.device,
         copier: Executor,
-        accounts: Accounts,
-        lost: Callable[[Loading, Exception], HistoryLost],
+        prepare: Prepare,
+        events: Events,
     ) -> None:
-        """`new`: tokens that the job has to compute."""
+        """`new`: tokens that the job has to compute. `prepare`: what the thread that copies does with a layer next."""
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
         self.fetch, self._count, self._on = fetch, len(parts), on
-        self._copier, self._accounts, self._lost = copier, accounts, lost
+        self._copier, self._prepare, self._events = copier, prepare, events
         self._rest = has_rest(parts)
         self._copies: dict[int, Future[Layer]] = {}
         self._sent = 0  # layers whose copies were submitted
@@ -77,7 +85,7 @@ class Loading:
         self._opened = perf_counter()
         self._began: float | None = None
         self._buffer = 0
-        self._exposed_s = 0.0
+        self._waits: list[Span] = []  # of the job
 
     def layers(self) -> list[int]:
         """Their numbers."""
@@ -90,7 +98,7 @@ class Loading:
         """So many, before the job begins; None: as `Speeds` has measured."""
         number = len(self.layers())
         if layers is None:
-            layers = self._accounts.speeds.read_buffer(self.tier, self.size, number, self.new)
+            layers = self._events.accounts.speeds.read_buffer(self.tier, self.size, number, self.new)
         self._buffer = min(layers, number)
         self._submit(self._buffer)
 
@@ -98,8 +106,13 @@ class Loading:
         """The job begins, and its own memory takes the other layers."""
         if self._began is None:
             self._began = perf_counter()
+            self._events.begun(self)
             self._submit(len(self.layers()))
-            self._exposed_s += perf_counter() - self._began
+            self._waits.append((self._began, perf_counter()))
+
+    @property
+    def begun(self) -> bool:
+        return self._began is not None
 
     def layer(self, number: int) -> Layer:
         """Once. Raises `HistoryLost`: then nothing of this history may be used."""
@@ -110,10 +123,11 @@ class Loading:
         except LOST as error:
             self._fail(error)
         finally:
-            self._exposed_s += perf_counter() - asked
+            self._waits.append((asked, perf_counter()))
 
     def all_layers(self) -> Layer:
         """As one."""
+        self.begin()
         rows: Rows = {}
         rest: Rows = {}
         for number in self.layers():
@@ -125,20 +139,23 @@ class Loading:
     @property
     def overlap(self) -> Overlap:
         since = [(max(start, self._opened), end) for start, end in self.fetch.spans if end > self._opened]
-        return Overlap(_covered([*since, *self._spans]), self._exposed_s, self._buffer)
+        loads, exposed_s = [*since, *self._spans], _covered(self._waits)
+        return Overlap(_covered(loads), _covered([*loads, *self._waits]) - exposed_s, exposed_s, self._buffer)
 
     def finish(self) -> Overlap:
         """The job has computed its new tokens. What that took says how large the next read buffer is."""
         if self._began is not None:
-            self._accounts.speeds.prefilled(self.new, perf_counter() - self._began - self._exposed_s)
+            waited_s = _covered(self._waits)
+            self._events.accounts.speeds.prefilled(self.new, perf_counter() - self._began - waited_s)
         return self.account()
 
     def account(self) -> Overlap:
         """All rows have been asked for: into the statistics."""
         found = self.overlap
-        self._accounts.speeds.loaded(self.tier, self.size, found.load_s)
-        self._accounts.statistics.load_s += found.load_s
-        self._accounts.statistics.exposed_s += found.exposed_s
+        self._events.accounts.speeds.loaded(self.tier, self.size, found.load_s)
+        self._events.accounts.statistics.load_s += found.load_s
+        self._events.accounts.statistics.hidden_s += found.hidden_s
+        self._events.accounts.statistics.exposed_s += found.exposed_s
         return found
 
     def _submit(self, layers: int) -> None:
@@ -150,20 +167,26 @@ class Loading:
         parts = self.fetch.rows(number)[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        rows = _on_device(parts, self._on) if self._on.type == "cuda" else joined(parts)
+        with _beside_the_model(self._on):
+            rows = joined([{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts])
+            layer = self._prepare(number, (rows, rest))
         self._spans.append((began, perf_counter()))
-        return rows, rest
+        return layer
 
     def _fail(self, error: Exception) -> NoReturn:
-        raise self._lost(self, error) from error
+        raise self._events.lost(self, error) from error
 
 
-def _on_device(parts: Sequence[Rows], on: torch.device) -> Rows:
-    """On a stream of its own, beside the model's; the copies are complete."""
-    with torch.cuda.stream(torch.cuda.Stream(on)) as stream:
-        rows = joined([{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts])
+@contextmanager
+def _beside_the_model(on: torch.device) -> Iterator[None]:
+    """On a stream of its own where there are streams; what was begun is complete at the end."""
+    if on.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(on)
+    with torch.cuda.stream(stream):
+        yield
         stream.synchronize()
-    return rows
 
 
 def _handed_over(layer: Layer) -> Layer:

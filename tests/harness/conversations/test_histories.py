@@ -41,8 +41,9 @@ class Talk:
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
         found = self.histories.resume(self.session, text[:-1], CAPACITY)
-        found.cache.open_turn()
-        logits = self.engine.prefill(found.cache, torch.tensor([text[found.reused :]]))
+        found, logits = self.histories.compute(
+            found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids]))
+        )
         nothing = torch.empty(1, 0, dtype=torch.long)
         [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=NEW).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]

@@ -313,13 +313,14 @@ def test_missing_and_foreign_files_are_found_before_anything_is_promised(tmp_pat
         assert store.statistics.hits.total() == 0
 
 
-def test_a_prefetched_session_that_is_damaged_is_a_miss(tmp_path: Path) -> None:
-    with opened(tmp_path, host=SIZE, **THREADS) as store:
+def test_a_prefetched_session_that_is_damaged_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, host=SIZE, **THREADS) as store, held_back(monkeypatch, BlockFile, "read") as go:
         put(store, "a", "b")
         store.flush()
         flip(next(tmp_path.rglob("*.safetensors")), -1)
         store.enqueue("a")
         store.prefetch()
+        go.set()
         with pytest.warns(HistoryWarning, match="'a' is lost"):
             store.flush()
         assert store.get("a", TOKENS).tokens == 0

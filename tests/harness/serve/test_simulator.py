@@ -97,7 +97,7 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
         store = HistoryStore(
             who, host=host, disk=disk, folder=folder, policy=POLICIES[policy](), block_tokens=8, clock=time
         )
-        histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
+        histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)
         answers = Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS)
         assert isinstance(store.placement, Logged)
