@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question."""
+    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question; those of loading are the
+    wall's."""
 
     session: str
     turn: int  # from 1
     arrived_s: float  # from the loop's start
     queue_s: float  # until there was a slot
-    load_s: float  # from then until the history was in a cache, as far as it was stored
+    load_s: float  # that the turn has waited for its history, a fresh cache too
+    hidden_s: float  # in which the history was on its way while the turn computed
     token_s: list[float]  # each token
     save_s: float  # behind the last, until the history was handed over
     tier: str | None  # where the history was found; null: nowhere

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.conversations.histories import Histories
+from harness.conversations.histories import Histories, Resumed
 from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
@@ -50,12 +50,9 @@ class Running:
     """A turn in a slot."""
 
     talk: Talk
-    cache: KVCache
     arrived_s: float
     started_s: float
-    load_s: float
-    tier: str | None
-    reused: int
+    found: Resumed
     token_s: list[float] = field(default_factory=list)
 
 
@@ -112,13 +109,13 @@ class Loop:
 
     def _start(self, arrived_s: float, talk: Talk) -> None:
         """A slot is free: what is stored of the history comes into a cache, the rest is computed."""
-        started_s, name = self.clock.now(), talk.session.name
+        started_s, name, self._next = self.clock.now(), talk.session.name, None
         self.histories.dequeue(name)
         talk.tokens += talk.item.prompt.ids
         found = self.histories.resume(name, talk.tokens[:-1], talk.session.item.room)
         self.histories.prefetch()
         found, logits = self.histories.compute(found, talk.tokens, self._prefill)
-        running = Running(talk, found.cache, arrived_s, started_s, found.load_s, found.tier, found.reused)
+        running = Running(talk, arrived_s, started_s, found)
         self._join(running, logits)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
@@ -132,7 +129,7 @@ class Loop:
 
     def _join(self, running: Running, logits: Tensor | None) -> None:
         asked = self._clocked(self.ending(running.talk.item), running)
-        slot = self._batch.join(running.cache, logits, self._tensor([]), began=perf_counter(), **asked)
+        slot = self._batch.join(running.found.cache, logits, self._tensor([]), began=perf_counter(), **asked)
         if slot.ended:  # by its first token
             self._batch.leave(slot)
             self._finish(slot, running)
@@ -162,7 +159,8 @@ class Loop:
         talk, [said], [stop] = running.talk, slot.out.tokens, slot.out.stops
         ended_s = self.clock.now()
         talk.tokens += said[: len(said) - (stop == "eos")]  # which gives way to the template's end of a turn
-        self.histories.save(talk.session.name, talk.tokens[: running.cache.num_tokens], running.cache)
+        cache = running.found.cache
+        self.histories.save(talk.session.name, talk.tokens[: cache.num_tokens], cache)
         self._record(running, said, stop, self.clock.now() - ended_s)
         talk.turn += 1
         if talk.turn < len(talk.session.item.turns):
@@ -170,7 +168,7 @@ class Loop:
             heappush(self._coming, (again_s, next(self._order), talk))
 
     def _record(self, running: Running, said: list[int], stop: str, save_s: float) -> None:
-        talk = running.talk
+        talk, found = running.talk, running.found
         prompt = len(talk.tokens) - len(said) + (stop == "eos")
         self.answers.append(
             Answer(
@@ -178,12 +176,13 @@ class Loop:
                 turn=talk.turn + 1,
                 arrived_s=running.arrived_s,
                 queue_s=running.started_s - running.arrived_s,
-                load_s=running.load_s,
+                load_s=found.load_s,
+                hidden_s=found.hidden_s,
                 token_s=running.token_s,
                 save_s=save_s,
-                tier=running.tier,
-                reused_tokens=running.reused,
-                new_tokens=prompt - running.reused,
+                tier=found.tier,
+                reused_tokens=found.reused,
+                new_tokens=prompt - found.reused,
                 tokens=said,
                 stop=stop,
             )

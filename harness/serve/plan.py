@@ -14,7 +14,6 @@ from harness.jobs.items import itemised
 from harness.jobs.job import Job
 from harness.results.files import canonical
 from harness.serve import trace
-from harness.serve.kept import STORE
 from harness.serve.trace import Session
 from harness.serve.traffic import Point
 
@@ -59,22 +58,24 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """A finished run of the same identity is not made again."""
-        traffic = self.point.traffic
-        shape: dict[str, Any] = {key: getattr(traffic, key) for key in ("history", "slots", "interleave", "clock")}
-        if traffic.history == STORE:
-            shape["store"] = asdict(traffic.store)
+        traffic = asdict(self.point.traffic)
+        shape = {key: traffic[key] for key in ("slots", "interleave", "clock")}
         return {"version": VERSION, "trace": self.trace, **shape, "job": self.job.identity}
 
     @property
     def folder(self) -> str:
         digest = hashlib.sha256(canonical(self.identity).encode()).hexdigest()
-        return f"{type(self.job.method).__name__.lower()}_{self.point.traffic.history}_{self.rate:.4g}_{digest[:8]}"
+        return f"{type(self.job.method).__name__.lower()}_{self.job.settings.history}_{self.rate:.4g}_{digest[:8]}"
 
 
 def _check(point: Point, job: Job) -> None:
     traffic, settings = point.traffic, job.settings
     if any(turn.prompt.replaces_answer for item in job.items for turn in item.turns):
         raise SettingsError("A server goes on with its own answers, and this task puts others in their place.")
+    if settings.store.folder:
+        raise SettingsError(
+            "A run begins with an empty store in a temporary folder: leave store.folder out; TMPDIR says where it lies."
+        )
     if traffic.interleave and settings.prefill_chunk is None:
         raise SettingsError("interleave=true steps between the chunks of a prefill: set prefill_chunk, as to 512.")
     if traffic.clock == "cpu" and (settings.device != "cpu" or settings.threads != 1):

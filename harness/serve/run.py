@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from harness.conversations.opening import histories
+from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
 from harness.jobs.runner import Runner, load
 from harness.results.files import read_json, write_json, write_lines
@@ -18,7 +20,6 @@ from harness.serve import trace
 from harness.serve.answer import Answer
 from harness.serve.clock import CLOCKS
 from harness.serve.figures import figures
-from harness.serve.kept import STORE, kept, statistics
 from harness.serve.loop import Loop
 from harness.serve.plan import Plan
 
@@ -48,12 +49,11 @@ def _serve(plan: Plan, folder: Path) -> Row:
         runner = Runner(job.task, job.settings, folder, job.attachment(loaded, {}), loaded)
         runner.warm_up(job.items)
         clock, engine = CLOCKS[traffic.clock](), runner.engine
-        with kept(traffic.history, traffic.store, engine.attachment, loaded, folder) as histories:
-            loop = Loop(
-                engine, histories, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave
-            )
+        with histories(job.settings, engine.attachment, loaded, folder.name) as kept:
+            loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = loop.serve(plan.sessions)
-            totals, stored = figures(answers, clock.now(), clock.idle_s), statistics(histories)
+            totals = figures(answers, clock.now(), clock.idle_s)
+            stored = kept.store.statistics.plain() if isinstance(kept, StoredHistories) else None
     lines = list(_lines(plan, answers, runner))
     write_lines(folder / TURNS, lines)
     trace.write(folder / TRACE, plan.sessions, job.config["task"], plan.rate)
@@ -62,7 +62,7 @@ def _serve(plan: Plan, folder: Path) -> Row:
         "settings": job.config | asdict(traffic) | {"rate": plan.rate},
         "identity": plan.identity,
         "figures": totals | {"score": fmean(line["score"] for line in lines)},
-        "reserved": traffic.store.capacities if traffic.history == STORE else {},
+        "reserved": job.settings.store.capacities if stored else {},
         "store": stored,
         "provenance": provenance(job.settings.device),
     }

@@ -7,9 +7,8 @@ compared take turns at each rate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
 
 from harness.config.catalogue import GROUPS
 from harness.config.grids import Word, combinations
@@ -17,12 +16,12 @@ from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build
 from harness.config.settings import SettingsError
 from harness.serve.clock import CLOCKS
-from harness.serve.kept import HISTORIES, STORE, Tiers
 
 READ = (  # of a run's keys
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
     "budget_generated", "placement", "codec", "disk", "chat", "dtype", "device", "prefill_chunk", "seed", "threads",
     "warmup", "graphs", "memory_check", "generation", "data",
+    "history", "store",
 )  # fmt: skip
 INSTEAD = {"batch": "slots=N says how many turns run side by side", "trace": "replay=FILE reads a trace of arrivals"}
 
@@ -34,16 +33,13 @@ class Traffic:
     rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
     think_s: float = 5.0  # mean, from an answer to the next question
     replay: str | None = None  # a trace that an earlier command wrote, in place of task, think_s and seed
-    history: str = STORE  # recompute: computed in every turn; device_prefix: caches stay on the device, all of them
-    store: Tiers = field(default_factory=Tiers)
     slots: int = 4  # turns that run side by side
     interleave: bool = False  # the others make a step between two chunks of a prefill
     clock: str = "wall"  # busy: idle time is skipped; cpu: so, and seconds are those of this process on its CPU
 
     def __post_init__(self) -> None:
-        for name, choices in (("clock", CLOCKS), ("history", HISTORIES)):
-            if getattr(self, name) not in choices:
-                raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
+        if self.clock not in CLOCKS:
+            raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
         if self.rate is not None and self.rate <= 0:
             raise SettingsError(f"rate={self.rate} should be above 0.")
         if self.slots < 1:
@@ -52,8 +48,7 @@ class Traffic:
             raise SettingsError(f"think_s={self.think_s} should not be negative.")
 
 
-TIERS = tuple(f"{STORE}.{one.name}" for one in fields(Tiers))
-OWN = (*(one.name for one in fields(Traffic) if one.name != STORE), *TIERS)
+OWN = tuple(field.name for field in fields(Traffic))
 OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 
@@ -86,23 +81,21 @@ def points(words: Sequence[str]) -> list[Point]:
         _refuse_unread(key)
     _refuse_twice(found[0])
     varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
-    made = [_point(point, varied) for point in found]
-    if all(one.traffic.history != STORE for one in made):
-        for key in (key for key in found[0] if key in TIERS):
-            raise SettingsError(f"{key} changes nothing without history={STORE}.")
-    return made
+    stored = [_is_stored(point) for point in found]
+    return [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
 
 
-def _point(chosen: Mapping[str, Word], varied: Sequence[str]) -> Point:
+def _is_stored(chosen: Mapping[str, Word]) -> bool:
+    return "history" in chosen and chosen["history"].value == "store"
+
+
+def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> Point:
+    """`beside_store`: settings of the store are those of other points."""
     own = {key: word.value for key, word in chosen.items() if key in OWN}
-    of_store = {key.partition(".")[2]: own.pop(key) for key in TIERS if key in own}
-    traffic = _built(Traffic, "serve", store=_built(Tiers, STORE, **of_store), **own)
-    others = tuple(word.text for key, word in chosen.items() if key not in OWN)
-    return Point(traffic, others, {key: chosen[key].text.partition("=")[2] for key in varied})
-
-
-def _built(kind: type, name: str, **values: Any) -> Any:
-    return build({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, name)
+    traffic = build({TARGET: f"{Traffic.__module__}.{Traffic.__qualname__}", **own}, "serve")
+    others = [key for key in chosen if key not in OWN and not (beside_store and key.startswith("store."))]
+    named = {key: chosen[key].text.partition("=")[2] for key in varied}
+    return Point(traffic, tuple(chosen[key].text for key in others), named)
 
 
 def _refuse_unread(key: str) -> None:
@@ -111,7 +104,7 @@ def _refuse_unread(key: str) -> None:
         return
     if first in INSTEAD:
         raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
-    if first in known_settings() and first != STORE:
+    if first in known_settings():
         raise SettingsError(f"{key} changes nothing for harness.serve, which reads {', '.join((*OWN, *READ))}.")
     near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
     raise SettingsError(

@@ -67,7 +67,8 @@ def _folders(out: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, tmp_path: Path) -> None:
-    first = ("task=talks", "task.conversations=2", "method=full", "rate=50", "think_s=0.01")
+    stored = ("method=full", "history=store")
+    first = (*stored, "rate=50", "task=talks", "task.conversations=2", "think_s=0.01")
     assert serve(*first)[0] == 0
     [(folder, _)] = _folders(tmp_path / "out")
     before = (folder / "turns.jsonl").read_bytes()
@@ -75,7 +76,7 @@ def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, 
     assert (code, "was there already" in err) == (0, True)
     assert (folder / "turns.jsonl").read_bytes() == before
     replay = f"replay={folder / 'trace.jsonl'}"
-    code, _, err = serve("method=full", replay)  # the same arrivals and words: the same run
+    code, _, err = serve(*stored, replay)  # the same arrivals and words: the same run
     assert (code, "was there already" in err) == (0, True)
     code, _, err = serve("method=full", replay, "history=recompute", "rate=100")
     assert code == 0, err
@@ -106,19 +107,13 @@ def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path, monke
     ("words", "told"),
     [
         (["rat=1"], "did you mean rate"),
-        (["store.hots=1GB"], "did you mean store.host"),
         (["batch=4"], "slots=N"),
         (["trace=on"], "replay=FILE"),
         (["fidelity=4"], "changes nothing"),
-        (["history=recompute", "store.host=1GB"], "without history=store"),
-        (["history=stored"], "choose one of store"),
         (["clock=sun"], "choose one of wall"),
         (["rate=0"], "above 0"),
         (["slots=0"], "at least 1"),
         (["slots=two"], "whole number"),
-        (["store.policy=lur"], "did you mean lru"),
-        (["store.host=0"], "no room"),
-        (["store.host=1XB"], "no size"),
         (["rate"], "write key=value"),
     ],
 )
@@ -131,6 +126,9 @@ def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
     ("words", "told"),
     [
         (["methd=full"], "did you mean method"),
+        (["store.hots=1GB"], "did you mean store.host"),
+        (["history=recompute", "store.host=1GB"], "history=store"),
+        (["history=store", "store.disk=1GB", "store.folder=."], "empty store"),
         (["method=ful"], "full"),
         (["interleave=true"], "prefill_chunk"),
         (["clock=cpu"], "threads=1"),
@@ -149,16 +147,23 @@ def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(
 
 def test_rates_vary_slowest_and_the_last_word_wins() -> None:
     made = points(["history=store,recompute", "rate=9", "method=full", "rate=0.5,1"])
-    assert [(one.traffic.rate, one.traffic.history) for one in made] == [
+    assert [(one.traffic.rate, one.named["history"]) for one in made] == [
         (0.5, "store"), (0.5, "recompute"), (1, "store"), (1, "recompute"),
     ]  # fmt: skip
     assert {one.system for one in made} == {"history=store", "history=recompute"}
-    assert {one.words for one in made} == {("method=full",)}
+    assert {one.words for one in made} == {("history=store", "method=full"), ("history=recompute", "method=full")}
+
+
+def test_settings_of_the_store_are_for_the_points_that_have_one() -> None:
+    store, recompute = points(["history=store,recompute", "store.host=1GB"])
+    assert (store.words, recompute.words) == (("history=store", "store.host=1GB"), ("history=recompute",))
+    [alone] = points(["history=recompute", "store.host=1GB"])  # which the settings refuse
+    assert alone.words == ("history=recompute", "store.host=1GB")
 
 
 def test_totals_by_hand() -> None:
     """Two sessions: one turn of 10 tokens, and two turns of which the second finds 12 of 16."""
-    shape = {"save_s": 0.0, "load_s": 0.25, "tokens": [1, 2, 3], "stop": "length"}
+    shape = {"save_s": 0.0, "load_s": 0.25, "hidden_s": 0.0, "tokens": [1, 2, 3], "stop": "length"}
     answers = [
         Answer(session="a", turn=1, arrived_s=0.0, queue_s=0.0, token_s=[1.0, 2.0, 2.5], tier=None, reused_tokens=0,
                new_tokens=10, **shape),
