@@ -45,9 +45,10 @@ def _words(launcher: str, workers: int, gpus: int, is_remote: bool) -> list[str]
     if launcher == "joblib":
         return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
     if launcher == "ray":
-        local = [] if is_remote else [f"init.num_cpus={workers}", "init.include_dashboard=false"]
+        # as many GPUs as are named: one that Ray does not find would be waited for without end
+        here = [f"init.num_cpus={workers}", f"init.num_gpus={gpus}", "init.include_dashboard=false"]
         gpu = [f"remote.num_gpus={min(1, gpus / workers):g}"] if gpus else []
-        return [f"++hydra.launcher.ray.{word}" for word in (*local, *gpu)]
+        return [f"++hydra.launcher.ray.{word}" for word in (*([] if is_remote else here), *gpu)]
     return []
 
 

@@ -47,31 +47,32 @@ def events(sweep: Sweep, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "workers", "kills"),
+    ("launcher", "jobs", "kills"),
     [
         ("joblib", 2, False),
-        *(pytest.param(one, 2, True, marks=pytest.mark.slow) for one in ("joblib", "ray", "submitit_local")),
+        *(pytest.param(one, 2, True, marks=pytest.mark.slow) for one in ("joblib", "submitit_local")),
+        pytest.param("ray", 12, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_launchers_sweep_equals_that_of_one_process_though_a_worker_is_killed(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mortal: str, launcher: str, workers: int, kills: bool
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mortal: str, launcher: str, jobs: int, kills: bool
 ) -> None:
-    if launcher != "ray":  # which waits for GPUs that are not there; with the others the jobs run on the CPU
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # which are not there: the jobs run on the CPU
     here, there = (f"results.root={tmp_path / name}" for name in ("here", "there"))
     grid = ("-m", f"--config-dir={mortal}", "method=mortal", "method.grief=none,once", "task.depths=2")
+    grid += (f"budget={','.join(f'0.{tenths}' for tenths in range(1, 1 + jobs // 2))}",)
     (tmp_path / "was-here").touch()  # nobody is killed here
     assert cli(here, *grid)[0] == 0
     if kills:
         (tmp_path / "was-here").unlink()
-    code, out, err = cli(there, *grid, f"hydra/launcher={launcher}", f"workers={workers}")
+    code, out, err = cli(there, *grid, f"hydra/launcher={launcher}", "workers=2")
     assert code == 0, err
-    assert f"2 jobs, {workers} workers" in err
+    assert f"{jobs} jobs, 2 workers" in err
     assert "mortal" in out  # the table
     assert runs(tmp_path / "here") == runs(tmp_path / "there")
-    assert len(runs(tmp_path / "there")) == 3  # two jobs and Full, once
+    assert len(runs(tmp_path / "there")) == jobs + 1  # and Full, once
     sweep = ledger(tmp_path / "there")
-    assert sorted(event["job"] for event in events(sweep, "ended")) == [0, 1]  # each once
+    assert sorted(event["job"] for event in events(sweep, "ended")) == list(range(jobs))  # each once
     assert kills <= len(events(sweep, "killed")) <= 2 * kills  # joblib takes the other worker down, too
     started = events(sweep, "started")
     assert len({event["pid"] for event in started}) > kills
