@@ -89,9 +89,12 @@ def _sandwich(rng: random.Random) -> Planted:
 
 def _magic_city(rng: random.Random) -> Planted:
     """ShadowKV's and MInference's: a seven-digit number of a city."""
-    city, number = rng.choice(CITIES), str(rng.randrange(1_000_000, 10_000_000))
+    return magic_number(rng.choice(CITIES), rng.randrange(1_000_000, 10_000_000))
+
+
+def magic_number(city: str, number: int) -> Planted:
     topic = f"the special magic {city} number"
-    return Planted(f"\nThe special magic {city} number is: {number}\n", f"What is {topic}?", topic, (number,))
+    return Planted(f"\nThe special magic {city} number is: {number}\n", f"What is {topic}?", topic, (str(number),))
 
 
 def _passkey(rng: random.Random) -> Planted:

@@ -146,7 +146,9 @@ def test_the_harness_knows_contracts_not_plugins() -> None:
             if name.startswith("methods"):
                 assert name.startswith(METHODS_KNOWN_TO_THE_HARNESS), f"{place} imports {name}"
             if name.startswith("evals"):
-                assert name in ("evals.base", "evals.stats", "evals.haystack"), f"{place} imports {name}"
+                assert name in ("evals.base", "evals.stats", "evals.haystack", "evals.multiturn"), (
+                    f"{place} imports {name}"
+                )
             if name.partition(".")[0] == "transformers":
                 known = place in TRANSFORMERS or place.startswith(("harness/models/", "harness/bench/"))
                 assert known, f"{place} imports {name}"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from evals.metrics.chinese import cut
 
-_ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_CHINESE_PUNCTUATION = str.maketrans(
+ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
+CHINESE_PUNCTUATION = str.maketrans(
     "",
     "",
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",
@@ -75,11 +75,11 @@ def _number(pattern: str, reference: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_ASCII_PUNCTUATION)).split()
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(ASCII_PUNCTUATION)).split()
 
 
 def _words_zh(text: str) -> list[str]:
-    cleaned = (word.lower().translate(_ASCII_PUNCTUATION).translate(_CHINESE_PUNCTUATION) for word in cut(text))
+    cleaned = (word.lower().translate(ASCII_PUNCTUATION).translate(CHINESE_PUNCTUATION) for word in cut(text))
     return [word for word in ("".join(word.split()) for word in cleaned) if word]
 
 

@@ -23,6 +23,7 @@ from harness.terminal.tables import (
     quantity,
     scaled,
     share,
+    with_ci,
 )
 
 STAMPS = {
@@ -77,7 +78,7 @@ def _scores(comparison: Comparison) -> list[Column]:
     beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
     ps = [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]
     return [
-        Column("score", "95% CI", [_with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
+        Column("score", "95% CI", [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
         Column("vs full", "95% CI", [difference(one) for one in beside], values=[one["diff"] for one in beside]),
         Column("p", "", ps, values=[one["p"] for one in beside]),
     ]
@@ -237,19 +238,7 @@ def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
 
 def difference(beside: Mapping[str, Any]) -> str:
     """To Full, in points, with its interval."""
-    return _with_ci(beside["diff"], beside["ci95"], sign=True)
-
-
-def _with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
-    if value is None:
-        return ""
-    return f"{percent(value, 1, sign)} {_ends(ci, sign)}".strip() if ci else percent(value, 1, sign)
-
-
-def _ends(ci: Sequence[float], sign: bool) -> str:
-    """Without decimals, unless an end of a difference would then read 0 and is not."""
-    places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
-    return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
+    return with_ci(beside["diff"], beside["ci95"], sign=True)
 
 
 def _count(entry: Entry) -> str:

@@ -13,7 +13,7 @@ from harness.reports.columns import average_table, group_table, notes, score_tab
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.costs import cost_table
-from harness.reports.turns import turn_reuse, turn_scores, turn_times
+from harness.reports.turns import ago_scores, turn_reuse, turn_scores, turn_times
 from harness.terminal.latex import latex_table
 from harness.terminal.tables import Column, markdown_table, text_table
 
@@ -47,6 +47,7 @@ BESIDE = (
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
     Block("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
     Block("turns", "Score by turn", turn_scores, 3, "columns"),
+    Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
     Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns"),
     Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "columns"),
     Block("groups", "Score by group", group_table, 2, "columns"),

@@ -8,12 +8,12 @@ from typing import Any
 from harness.config.settings import Settings
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
-from harness.terminal.tables import SECONDS, Column, number, percent, quantity, scaled
+from harness.terminal.tables import SECONDS, Column, number, quantity, scaled, with_ci
 
 DEFAULT = Settings().history
 TurnSummary = dict[str, Any]  # what summary.json says of a turn
 Value = Callable[[TurnSummary], float | None]
-Cells = Callable[[Sequence[float | None]], tuple[list[str], str]]  # values of a table -> cells, and their unit
+Cells = Callable[[Sequence[TurnSummary | None]], tuple[list[str], str]]  # turns of a table -> cells, and their unit
 
 
 def notes(entries: Sequence[Entry]) -> Iterator[str]:
@@ -36,14 +36,17 @@ def _united(entry: Entry) -> bool:
 
 def turn_scores(comparison: Comparison) -> list[Column]:
     """Score of each turn; empty where all examples have one."""
-    return _by_turn(
-        "score\nby turn", comparison, lambda turn: turn["score"], lambda values: ([percent(one) for one in values], "")
-    )
+    return _by_turn("score\nby turn", comparison, "turns", _score, _scores)
+
+
+def ago_scores(comparison: Comparison) -> list[Column]:
+    """Score by how many turns before the question the fact was told; empty where none is."""
+    return _by_turn("told so many\nturns before", comparison, "turns_ago", _score, _scores)
 
 
 def turn_times(comparison: Comparison) -> list[Column]:
     """Median time to the first token of each turn, from its own start; empty where all examples have one."""
-    return _by_turn("TTFT\nby turn", comparison, lambda turn: turn["ttft_s"], lambda values: scaled(values, SECONDS))
+    return _by_turn("TTFT\nby turn", comparison, "turns", lambda turn: turn["ttft_s"], _seconds)
 
 
 def turn_reuse(comparison: Comparison) -> list[Column]:
@@ -73,13 +76,27 @@ def _found(turn: TurnSummary) -> str:
     return ", ".join(counts if len(counts) == 1 else (f"{tier} {count}" for tier, count in counts.items()))
 
 
-def _by_turn(head: str, comparison: Comparison, value: Value, written: Cells) -> list[Column]:
-    runs = [entry.summary["turns"] or {} for entry in comparison.entries]
+def _score(turn: TurnSummary) -> float:
+    return float(turn["score"])
+
+
+def _scores(turns: Sequence[TurnSummary | None]) -> tuple[list[str], str]:
+    return [with_ci(turn["score"], turn.get("ci95")) if turn else "" for turn in turns], ""
+
+
+def _seconds(turns: Sequence[TurnSummary | None]) -> tuple[list[str], str]:
+    return scaled([turn["ttft_s"] if turn else None for turn in turns], SECONDS)
+
+
+def _by_turn(head: str, comparison: Comparison, section: str, value: Value, written: Cells) -> list[Column]:
+    """`section` of summary.json; a row for each of its keys, a column for each run."""
+    runs = [entry.summary.get(section) or {} for entry in comparison.entries]
     turns = max(runs, key=len, default={})
-    values = [value(run[turn]) if turn in run else None for run in runs for turn in turns]
+    found = [run.get(turn) for run in runs for turn in turns]
+    values = [turn and value(turn) for turn in found]
     if not turns or all(one is None for one in values):
         return []
-    cells, unit = written(values)
+    cells, unit = written(found)
     columns = _heads(head, turns)
     for place, entry in enumerate(comparison.entries):
         own = slice(place * len(turns), (place + 1) * len(turns))
@@ -92,5 +109,5 @@ def _heads(head: str, turns: dict[str, TurnSummary]) -> list[Column]:
     return [
         Column(head, "", list(turns), left=True),
         Column("n", "", [str(turn["n"]) for turn in turns.values()], values=[turn["n"] for turn in turns.values()]),
-        Column("tokens\nso far", "", [f"{turn['tokens']:.0f}" for turn in turns.values()]),
+        Column("tokens\nso far", "", [f"{turn['tokens']:.0f}" if "tokens" in turn else "" for turn in turns.values()]),
     ]

@@ -52,6 +52,7 @@ def summarise(
         "full": beside,
         "prefills": sum(record.prefilled_by is None for record in records),
         "turns": _turns(records, timed=not (simulated or traced)),
+        "turns_ago": _turns_ago(records),
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
         "prepare_s": info.get("prepare_s"),
         "memory": _memory(records),
@@ -166,28 +167,53 @@ def _later(records: Sequence[Record]) -> Iterator[Reply]:
 
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
-    """By turn: mean score, median seconds to the first token from the turn's own start, tokens when it was asked; where
-    how many histories were found, medians of tokens reused and computed, and of seconds to load and to save; null where
-    no example has several."""
-    found: dict[str, list[Reply]] = defaultdict(list)
+    """By turn: mean score with its interval, median seconds to the first token from the turn's own start, tokens when
+    it was asked; where how many histories were found, medians of tokens reused and computed, and of seconds to load and
+    to save; null where no example has several."""
+    found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for number, reply in enumerate(record.turns or (), 1):
-            found[str(number)].append(reply)
+            found[str(number)].append((record.independent, reply))
     return {number: _turn(replies, timed) for number, replies in found.items()} or None
 
 
-def _turn(replies: Sequence[Reply], timed: bool) -> dict[str, Any]:
-    times = timing.quantiles(reply.ttft_s for reply in replies if timed)
-    clocked = replies if timed else []
-    return {
-        "n": len(replies),
-        "score": fmean(reply.score for reply in replies),
-        "ttft_s": times["p50"],
-        "tokens": median(reply.history_tokens + reply.prompt_tokens for reply in replies),
-        "hits": dict(sorted(Counter(reply.hit_tier for reply in replies if reply.hit_tier).items())),
-        **{name: _known(median, [getattr(one, name) for one in replies]) for name in ("reused_tokens", "new_tokens")},
+def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
+    """By how many turns lie between what was told and the question about it; null where the task tells nothing."""
+    found: dict[int, list[tuple[str, Reply]]] = defaultdict(list)
+    for record in records:
+        for reply in record.replies:
+            if (ago := reply.data.get("turns_ago")) is not None:
+                found[_class(ago)].append((record.independent, reply))
+    return {_class_name(start): _scored(replies) for start, replies in sorted(found.items())} or None
+
+
+def _class(turns: int) -> int:
+    """The first of a class: 0 to 3 by themselves, then 4 to 7, 8 to 15 and so on."""
+    return turns if turns < 4 else 1 << turns.bit_length() - 1
+
+
+def _class_name(start: int) -> str:
+    return str(start) if start < 4 else f"{start}-{2 * start - 1}"
+
+
+def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
+    """replies: as in `_scored`"""
+    own = [reply for _, reply in replies]
+    clocked = own if timed else []
+    return _scored(replies) | {
+        "ttft_s": timing.quantiles(reply.ttft_s for reply in clocked)["p50"],
+        "tokens": median(reply.history_tokens + reply.prompt_tokens for reply in own),
+        "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
+        **{name: _known(median, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
         **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "save_s")},
     }
+
+
+def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
+    """replies: each with the unit that statistics count as one."""
+    units, scores = [unit for unit, _ in replies], [reply.score for _, reply in replies]
+    interval = stats.interval(scores, [""] * len(scores), units=units)
+    return {"n": len(replies), "score": fmean(scores), "ci95": _ends(interval)}
 
 
 def _memory(records: Sequence[Record]) -> dict[str, float | None]:

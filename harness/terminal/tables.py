@@ -110,6 +110,19 @@ def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
     return text.lstrip("+-") if float(text) == 0 else text
 
 
+def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
+    """Of shares, in percent, with the interval behind it."""
+    if value is None:
+        return ""
+    return f"{percent(value, 1, sign)} {_interval(ci, sign)}".strip() if ci else percent(value, 1, sign)
+
+
+def _interval(ci: Sequence[float], sign: bool) -> str:
+    """Without decimals, unless an end of a difference would then read 0 and is not."""
+    places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
+    return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
+
+
 def probability(p: float | None) -> str:
     """Three decimals; four where three would leave open which side of 0.05 it lies on."""
     if p is None:

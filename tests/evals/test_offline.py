@@ -23,7 +23,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "niah_shadowkv": {"lengths": [16384], "depths": [50]},
     "ruler": {"tasks": ["niah_single_2", "qa_1", "qa_2"], "lengths": [4096], "samples": 1},
 }
-BUILT_IN = {"niah", "niah_pqcache", "niah_shadowkv"}  # their text comes with Python
+BUILT_IN = {"multiturn", "niah", "niah_pqcache", "niah_shadowkv"}  # their text comes with Python
 
 
 @pytest.fixture(autouse=True)

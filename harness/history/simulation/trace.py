@@ -1,7 +1,6 @@
 """Conversations as numbers: when they begin, how long each turn's question and answer are. Drawn, or from a file.
 
-The stand-in for ShareGPT follows what CachedAttention publishes of it (sections 2.3, 2.4 and 4.2): 27 % of the
-conversations have one turn, 5.75 turns on average, at most 40; 47 % hold more than 2K tokens, 30 % more than 4K.
+The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/law.py`, as `task=multiturn` has.
 """
 
 from __future__ import annotations
@@ -9,18 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import norm
 
-ONE_TURN, MEAN_TURNS, MOST_TURNS = 0.27, 5.75, 40
-OVER = {2048: 0.47, 4096: 0.30}  # tokens of a session -> share of sessions that hold more
-MOST_TOKENS = 32_768
-EVENNESS = 2.0  # of a session's turns: shape of the gamma law their lengths are drawn from
+from evals.multiturn import law
+
 CHARACTERS_PER_TOKEN = 4.0
 
 
@@ -50,11 +44,8 @@ def drawn(
     """`rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law. `question_share`: of a
     turn's tokens. `correlation`: of the normal variables behind turns and tokens, as more turns have more tokens."""
     rng = np.random.default_rng(seed)
-    first = rng.standard_normal(sessions)
-    second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
-    counts, totals = _turns(norm.cdf(first)), _tokens(second)
-    parts = [_split(int(total), int(count), rng) for total, count in zip(totals, counts, strict=True)]
-    turns = [[_turn(part, question_share) for part in session] for session in parts]
+    lengths = law.drawn(sessions, rng, correlation=correlation)
+    turns = [[Turn(*law.parted(tokens, question_share)) for tokens in session] for session in lengths]
     return timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
 
 
@@ -63,7 +54,7 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
     order, all at most once. Tokens are counted as 4 characters each."""
     rng = np.random.default_rng(seed)
     try:
-        found = [(str(one["id"]), _exchanges(one["conversations"])) for one in json.loads(path.read_text("utf-8"))]
+        found = [(str(one["id"]), _lengths(one["conversations"])) for one in json.loads(path.read_text("utf-8"))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(
             f"cannot read {path} as ShareGPT, a list of {{id, conversations: [{{from, value}}]}}: {error!r}"
@@ -77,46 +68,7 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
 
 def statistics(trace: Sequence[Conversation]) -> dict[str, float]:
     """What a stand-in has to be judged by."""
-    counts = np.array([len(one.turns) for one in trace])
-    totals = np.array([sum(turn.question + turn.answer for turn in one.turns) for one in trace])
-    questions = sum(turn.question for one in trace for turn in one.turns)
-    return {
-        "sessions": len(trace),
-        "turns": int(counts.sum()),
-        "mean_turns": float(counts.mean()),
-        "one_turn": float((counts == 1).mean()),
-        **{f"over_{limit // 1024}k_tokens": float((totals > limit).mean()) for limit in OVER},
-        "mean_tokens": float(totals.mean()),
-        "question_share": float(questions / totals.sum()),
-    }
-
-
-def _turns(u: np.ndarray) -> np.ndarray:
-    """Numbers of turns at the quantiles `u`: one, or two and more by a geometric law cut off at the most."""
-    extra = np.arange(MOST_TURNS - 1)
-    wanted = (MEAN_TURNS - ONE_TURN) / (1 - ONE_TURN) - 2
-    ratio = brentq(lambda r: float((extra * r**extra).sum() / (r**extra).sum()) - wanted, 0.01, 1.5)
-    weights = np.concatenate([[ONE_TURN], (1 - ONE_TURN) * ratio**extra / (ratio**extra).sum()])
-    return 1 + np.searchsorted(np.cumsum(weights), np.minimum(u, 1 - 1e-12))
-
-
-def _tokens(z: np.ndarray) -> np.ndarray:
-    """Tokens of sessions, log-normal through the two published shares."""
-    (low, p_low), (high, p_high) = OVER.items()
-    sigma = np.log(high / low) / (norm.isf(p_high) - norm.isf(p_low))
-    mean = np.log(low) - sigma * norm.isf(p_low)
-    return np.minimum(np.exp(mean + sigma * z), MOST_TOKENS)
-
-
-def _split(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """A session's tokens over its turns, two at least for each."""
-    weights = rng.gamma(EVENNESS, size=count)
-    return np.maximum(2, (total * weights / weights.sum()).round()).astype(int)
-
-
-def _turn(tokens: int, question_share: float) -> Turn:
-    question = min(max(1, round(tokens * question_share)), int(tokens) - 1)
-    return Turn(question, int(tokens) - question)
+    return law.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
 
 
 def timed(
@@ -130,13 +82,8 @@ def timed(
     ]
 
 
-def _exchanges(said: Sequence[dict[str, Any]]) -> list[Turn]:
-    """Questions that have an answer right behind them."""
-    return [
-        Turn(_count(asked["value"]), _count(answer["value"]))
-        for asked, answer in pairwise(said)
-        if (asked["from"], answer["from"]) in (("human", "gpt"), ("user", "assistant"))
-    ]
+def _lengths(said: Sequence[dict[str, Any]]) -> list[Turn]:
+    return [Turn(_count(asked), _count(answer)) for asked, answer in law.exchanges(said)]
 
 
 def _count(text: str) -> int:

@@ -16,7 +16,7 @@ from tests.fake_records import config, record, records
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
     "schema status method task model presets budget protocol placement codec dtype device batch seed num_examples "
-    "prompt_tokens score full prefills turns "
+    "prompt_tokens score full prefills turns turns_ago "
     "ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace triage "
     "simulated traced host_is_cpu warnings"
 )
@@ -206,6 +206,10 @@ def talk(name: str, *turns: Reply) -> Record:
     return record(name, **whole(turns))
 
 
+def between(low: float, high: float) -> list[Any]:
+    return [pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3)]
+
+
 def test_a_conversation_counts_turn_by_turn() -> None:
     first, second = (turn(score=1.0, prompt_tokens=100), turn(score=0.5, history_tokens=104, token_s=[0.1, 0.2, 0.4]))
     third = turn(score=0.0, history_tokens=104, token_s=[0.3], hit_tier="disk", reused_tokens=103, load_s=0.1)
@@ -213,14 +217,26 @@ def test_a_conversation_counts_turn_by_turn() -> None:
     assert row["score"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
     unknown = {"reused_tokens": None, "new_tokens": None, "load_s": None, "save_s": None}
     assert row["turns"] == {
-        "1": {"n": 2, "score": 1.0, "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
-        "2": {"n": 2, "score": 0.25, "ttft_s": pytest.approx(0.2), "tokens": 114, "hits": {"disk": 1}}
+        "1": {"n": 2, "score": 1.0, "ci95": between(0.158, 1.0), "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
+        "2": {"n": 2, "score": 0.25, "ci95": between(0.006, 0.888), "ttft_s": pytest.approx(0.2), "tokens": 114}
+        | {"hits": {"disk": 1}}
         | unknown
         | {"reused_tokens": 103, "load_s": 0.1},
     }
     assert (row["ttft_s"]["p50"], row["ttft_later_s"]["p50"]) == (1.0, pytest.approx(0.2))
     assert row["tpot_s"]["mean"] == pytest.approx((2 * 0.1 + 2 * 0.1 + 0.2) / 5)  # no gap between two turns is one
     assert row["prefills"] == 2
+
+
+def test_scores_by_turns_ago_count_a_conversation_as_one() -> None:
+    """Of ten turns of one conversation nothing is learnt about others; far ones share a class."""
+    far = [turn(score=float(ago > 5), data={"turns_ago": ago}) for ago in (0, 1, 4, 7, 8, 15, 16)]
+    made = summary([talk("a", *far), talk("b", turn(score=0.0, data={"turns_ago": 0}), turn())])["turns_ago"]
+    assert {name: (row["n"], row["score"]) for name, row in made.items()} == {
+        "0": (2, 0.0), "1": (1, 0.0), "4-7": (2, 0.5), "8-15": (2, 1.0), "16-31": (1, 1.0)
+    }  # fmt: skip
+    assert made["8-15"]["ci95"] == made["16-31"]["ci95"]
+    assert summary([record("plain")])["turns_ago"] is None
 
 
 def test_a_conversation_is_written_and_read() -> None:

@@ -1,0 +1,150 @@
+"""From the text of a conversation to its turns: which facts are told where, what is asked, what fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from typing import Any, NamedTuple
+
+from evals.base import Example, TaskEnv, TaskError, Turn
+from evals.multiturn.law import MOST_TURNS
+from evals.multiturn.texts import Script
+from evals.needles import CITIES, Planted, magic_number
+
+REPLIES = ("own", "given", "forced")
+GAP = "\n\n"  # between turns where no chat template stands
+
+
+class Fact(NamedTuple):
+    """What one turn asks."""
+
+    planted: Planted
+    told: int  # in which turn, counted from 0
+
+
+class Said(NamedTuple):
+    """One turn."""
+
+    user: tuple[str, str]  # the text, and what is asked about it
+    references: tuple[str, ...]
+    room: int  # tokens of the answer
+    reply: str | None  # that stands in the conversation in place of the answer
+    tokens: tuple[int, int]  # of the user's part in the prompt, and of the reply
+    data: dict[str, Any]
+
+
+@dataclass
+class Builder:
+    """`limit`: tokens of a conversation at most. Fields as of the task; `lengths`: tokens of each turn made so far."""
+
+    env: TaskEnv
+    limit: int
+    turns: int | None
+    replies: str
+    about: str
+    template: str
+    max_new_tokens: int
+    lengths: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first = self.env.text.count("")
+        later = min(first, self.env.text.count("", system="x"))  # some templates give the first turn a system text
+        self._frames = first, later
+        self._gap = "" if first else GAP
+
+    def conversation(self, script: Script, seed: str) -> Example | None:
+        """None where it has not `turns` turns that fit, or not one."""
+        wanted = self.turns or min(len(script), MOST_TURNS)
+        count = min(len(script), wanted)
+        said = self._said(script, count, seed)
+        while (fitting := self._fitting(said)) < count:
+            if self.turns or not fitting:
+                return None
+            count, said = fitting, self._said(script, fitting, seed)
+        if count < (self.turns or 1):
+            return None
+        self.lengths.append([turn.tokens for turn in said])
+        return self._example(script.name, said)
+
+    def _fitting(self, said: Sequence[Said]) -> int:
+        """How many turns the limit has room for."""
+        replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
+        needs = (turn.tokens[0] + turn.room + reply for turn, reply in zip(said, replies, strict=True))
+        return sum(1 for _ in takewhile(lambda total: total <= self.limit, accumulate(needs)))
+
+    def _said(self, script: Script, count: int, seed: str) -> list[Said]:
+        script.begin()
+        if self.replies == "forced":
+            return [self._forced(script, turn) for turn in range(count)]
+        facts = self._facts(count, random.Random(seed))
+        return [self._asked(script, turn, facts) for turn in range(count)]
+
+    def _facts(self, count: int, rng: random.Random) -> list[Fact]:
+        """A fact for each turn to ask, no city twice; those of the first turns are the same for any `count`."""
+        cities = rng.sample(CITIES, MOST_TURNS)
+        told = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
+        return [
+            Fact(magic_number(cities[turn], number), 0 if self.about == "first" else where)
+            for where, turn, number in told
+        ]
+
+    def _forced(self, script: Script, turn: int) -> Said:
+        """The text's own words on both sides."""
+        frame = self._frames[turn > 0]
+        text, reply = script.user(turn, (), frame), self._given(script, turn)
+        tokens = frame + self._count(text), self._count(reply)
+        return Said((text, ""), (reply,), tokens[1], None, tokens, {"turn": turn + 1})
+
+    def _asked(self, script: Script, turn: int, facts: Sequence[Fact]) -> Said:
+        here = [_sentence(fact.planted) for fact in facts if fact.told == turn]
+        (asked, told), frame = facts[turn], self._frames[turn > 0]
+        before, _, after = self.template.partition("{text}")
+        after = after.replace("{question}", asked.question)
+        spent = frame + self._count(before + " ".join(here) + after)
+        text = before + script.user(turn, here, spent)
+        own = self.replies == "own"
+        reply = None if own or turn + 1 == len(facts) else self._given(script, turn, _sentence(asked))
+        room = max(self.max_new_tokens, script.reply_tokens(turn)) if own else self.max_new_tokens
+        tokens = frame + self._count(text + after), room if reply is None else self._count(reply)
+        data = {"turn": turn + 1, "told_in": told + 1, "turns_ago": turn - told}
+        return Said((text, after), asked.answers, room, reply, tokens, data)
+
+    def _given(self, script: Script, turn: int, answer: str = "") -> str:
+        """The text's own reply, behind the right answer."""
+        rest = script.reply(turn, self._count(answer))
+        if rest is None:
+            raise TaskError(f"{script.name}: the file has no replies, which task.replies={self.replies} needs: set own")
+        return " ".join(filter(None, (answer, rest)))
+
+    def _count(self, text: str) -> int:
+        return len(self.env.text.encode(text))
+
+    def _example(self, name: str, said: Sequence[Said]) -> Example:
+        first, *rest = said
+        further = [
+            Turn(
+                question=self._gap + "".join(turn.user),
+                references=turn.references,
+                reply=None if before.reply is None else self._gap + before.reply,
+                max_new_tokens=turn.room,
+                data=turn.data,
+            )
+            for before, turn in zip(said, rest, strict=False)
+        ]
+        return Example(
+            id=f"conversation-{name}",
+            group="multiturn",
+            context=first.user[0],
+            question=first.user[1],
+            references=first.references,
+            max_new_tokens=first.room,
+            teacher_forced=self.replies == "forced",
+            data={"turns": len(said), **first.data},
+            further=tuple(further),
+        )
+
+
+def _sentence(planted: Planted) -> str:
+    return f"{planted.text.strip()}."

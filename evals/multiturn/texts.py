@@ -1,0 +1,145 @@
+"""What is talked about: real text cut to lengths that the law draws, or the conversations of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from evals.base import TaskEnv, TaskError
+from evals.data import Content, Row, Source, open_content, rows_of
+from evals.haystack import Haystack, split_sentences
+from evals.multiturn.law import exchanges, parted
+
+LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
+
+
+class Script(Protocol):
+    """The text of one conversation. Behind `begin`, turns are read in order: first the user's, then the reply."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Read from the start, the first time or once more."""
+
+    def __len__(self) -> int:
+        """Turns."""
+
+    def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
+        """What the user says in `turn`, counted from 0, with `facts` in it. spent: tokens of all that comes besides."""
+
+    def reply(self, turn: int, spent: int = 0) -> str | None:
+        """None where the file has no reply."""
+
+    def reply_tokens(self, turn: int) -> int:
+        """How long a reply is meant to be; 0 where nobody knows."""
+
+
+class Reader:
+    """Reads a text sentence by sentence, round and round."""
+
+    def __init__(self, text: Haystack, env: TaskEnv) -> None:
+        self._sentences, self._env = [one for one in split_sentences(text.text) if one.strip()], env
+
+    def __len__(self) -> int:
+        return len(self._sentences)
+
+    def sentences(self, start: int) -> Iterator[tuple[str, int]]:
+        """With their tokens, from number `start` on."""
+        while True:
+            sentence = self._sentences[start % len(self)]
+            yield sentence, len(self._env.text.encode(sentence))
+            start += 1
+
+
+class Passages:
+    """A conversation over consecutive passages of a text, in whole sentences; `tokens` of each turn are the law's."""
+
+    def __init__(self, name: str, reader: Reader, start: int, tokens: Sequence[int], question_share: float) -> None:
+        self.name, self._reader, self._start = name, reader, start
+        self._parts = [parted(one, question_share) for one in tokens]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def begin(self) -> None:
+        self._rest = self._reader.sentences(self._start)
+
+    def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
+        """Facts stand between sentences, at even distances."""
+        sentences = self._passage(self._parts[turn][0] - spent, least=not facts)
+        for number, fact in reversed(list(enumerate(facts, 1))):
+            sentences.insert(number * len(sentences) // (len(facts) + 1), fact)
+        return " ".join(sentences)
+
+    def reply(self, turn: int, spent: int = 0) -> str:
+        return " ".join(self._passage(self._parts[turn][1] - spent, least=not spent))
+
+    def reply_tokens(self, turn: int) -> int:
+        return self._parts[turn][1]
+
+    def _passage(self, tokens: int, least: bool) -> list[str]:
+        """As many sentences as come nearest to `tokens`; `least`: one at least."""
+        taken = list[str]()
+        for sentence, count in self._rest:
+            if (taken or not least) and count > 2 * tokens:
+                break
+            taken.append(sentence)
+            tokens -= count
+        return taken
+
+
+class Told:
+    """A conversation of a file."""
+
+    def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv) -> None:
+        self.name, self._turns, self._env = name, turns, env
+
+    def begin(self) -> None:
+        """It lies there whole."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
+        return "\n\n".join((self._turns[turn][0], *facts))
+
+    def reply(self, turn: int, spent: int = 0) -> str | None:
+        return self._turns[turn][1]
+
+    def reply_tokens(self, turn: int) -> int:
+        return len(self._env.text.encode(self._turns[turn][1] or ""))
+
+
+def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
+    """A file of conversations, named as it is or from the data root, and the folder that it is looked for in."""
+    name, file = f"task.source={path}", Path(path).expanduser()
+    if file.is_file():
+        return Source(name=name, local=(file.name,)), file.resolve().parent
+    if file.is_absolute():
+        raise TaskError(f"{name} is not there: name a file of conversations")
+    return Source(name=name, local=(path,)), root
+
+
+def opened(path: str, env: TaskEnv) -> Content:
+    source, root = located(path, env.data_root)
+    return open_content(source, replace(env, data_root=root))
+
+
+def told(content: Content, env: TaskEnv) -> Iterator[Told]:
+    """The conversations of a file that have a question, in its order."""
+    for number, row in enumerate(rows_of(content, content.origin).rows, 1):
+        try:
+            turns = _turns(row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TaskError(f"row {number} of {content.origin} is no conversation: it should be {LAYOUTS}") from error
+        if turns:
+            yield Told(str(row.get("id", row.get("question_id", number))), turns, env)
+
+
+def _turns(row: Row) -> list[tuple[str, str | None]]:
+    """What the user says, and the reply where there is one."""
+    if "conversations" in row:
+        return [said for said in exchanges(row["conversations"]) if all(map(str.strip, said))]
+    return [(question.strip(), None) for question in row["turns"]]
