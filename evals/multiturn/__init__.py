@@ -7,8 +7,8 @@ are cut from essays. Or both come from a file. When turns arrive is no affair of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +17,14 @@ import numpy as np
 from evals import haystack as haystacks
 from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.data import require
+from evals.multiturn import law
 from evals.multiturn.building import REPLIES, Builder
-from evals.multiturn.law import MOST_TOKENS, MOST_TURNS, QUESTION_SHARE, drawn, statistics
 from evals.multiturn.texts import Passages, Reader, Script, located, opened, told
 from evals.needles import NEEDLES, scored_digits
 
 ABOUT = ("any", "first")
+OF_DRAWN = ("opening", "question_share", "correlation", "haystack")
+OF_QUESTIONS = ("about", "template", "max_new_tokens")
 SPARE_TOKENS = 8  # a BOS, and what pieces that are tokenised apart may grow by
 
 
@@ -39,7 +41,8 @@ class Multiturn(Task):
     longest: int | None = None
     replies: str = "own"
     about: str = "any"
-    question_share: float = QUESTION_SHARE
+    opening: int = 256
+    question_share: float = law.QUESTION_SHARE
     correlation: float = 0.0
     haystack: str = "auto"
     template: str = "{text}\n\n{question} Answer with the number alone."
@@ -50,15 +53,26 @@ class Multiturn(Task):
         for name, known in (("replies", REPLIES), ("about", ABOUT), ("haystack", haystacks.NAMES)):
             if getattr(self, name) not in known:
                 raise TaskError(f"task.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}.")
-        for name in ("conversations", "turns", "longest", "max_new_tokens"):
+        for name in ("conversations", "turns", "longest", "opening", "max_new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise TaskError(f"task.{name}={value} must be at least 1.")
-        if self.turns is not None and self.turns > MOST_TURNS:
-            raise TaskError(f"task.turns={self.turns} is too many: conversations have at most {MOST_TURNS}.")
+        if self.turns is not None and self.turns > law.MOST_TURNS:
+            raise TaskError(f"task.turns={self.turns} is too many: conversations have at most {law.MOST_TURNS}.")
         if not 0 < self.question_share < 1 or not -1 < self.correlation < 1:
             raise TaskError("task.question_share must lie between 0 and 1, task.correlation between -1 and 1.")
         if any(part not in self.template for part in ("{text}", "{question}")):
             raise TaskError("task.template must hold {text} and {question}.")
+        if self.source is not None:
+            self._refuse(OF_DRAWN, "shapes drawn conversations", "task.source")
+        if self.replies == "forced":
+            self._refuse(OF_QUESTIONS, "is of questions about facts", "task.replies=forced")
+
+    def _refuse(self, names: Sequence[str], what: str, beside: str) -> None:
+        """Parameters that have no effect beside another."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise TaskError(f"task.{name} {what} and changes nothing beside {beside}: leave one of them out.")
 
     @property
     def metric(self) -> str:  # type: ignore[override]
@@ -85,7 +99,7 @@ class Multiturn(Task):
             if made == self.conversations:
                 break
         if builder.lengths:
-            self._made["statistics"] = statistics(builder.lengths, self._made.get("scale", 1.0))
+            self._made["statistics"] = law.statistics(builder.lengths, self._made.get("scale", 1.0))
         if made < self.conversations:
             raise self._too_few(made, limit)
 
@@ -119,7 +133,7 @@ class Multiturn(Task):
         """Tokens of the longest conversation."""
         if self.longest is not None and env.window is not None and self.longest > env.window:
             raise TaskError(f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer.")
-        return (self.longest or min(MOST_TOKENS, env.window or MOST_TOKENS)) - SPARE_TOKENS
+        return (self.longest or min(law.MOST_TOKENS, env.window or law.MOST_TOKENS)) - SPARE_TOKENS
 
     def _scripts(self, env: TaskEnv, limit: int) -> Iterator[Script]:
         if self.source is not None:
@@ -129,9 +143,10 @@ class Multiturn(Task):
         return self._drawn(env, limit)
 
     def _drawn(self, env: TaskEnv, limit: int) -> Iterator[Script]:
-        text, scale = haystacks.load(self.haystack, env), limit / MOST_TOKENS
+        text, scale = haystacks.load(self.haystack, env), limit / law.MOST_TOKENS
         self._made.update(origin=f"text of {text.name}", sha256=text.sha256, scale=scale)
         rng, reader = np.random.default_rng(env.seed), Reader(text, env)
-        sessions = drawn(self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns)
+        sessions = law.drawn(self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns)
         for number, tokens in enumerate(sessions):
-            yield Passages(f"{number}", reader, int(rng.integers(len(reader))), tokens, self.question_share)
+            parts = law.opened([law.parted(one, self.question_share) for one in tokens], self.opening)
+            yield Passages(f"{number}", reader, int(rng.integers(len(reader))), parts)

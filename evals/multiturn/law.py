@@ -45,6 +45,21 @@ def parted(tokens: int, question_share: float) -> tuple[int, int]:
     return question, tokens - question
 
 
+def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
+    """A session whose first question has `least` tokens, taken from all that follows as far as that goes.
+
+    >>> opened([(10, 20), (30, 40)], 55)
+    [(55, 10), (15, 20)]
+    """
+    (first, answer), *rest = parts
+    others = answer + sum(map(sum, rest))
+    if first >= least:
+        return list(parts)
+    kept = max(0.0, 1 - (least - first) / others)
+    shrunk = [(max(1, round(kept * a)), max(1, round(kept * b))) for a, b in [(0, answer), *rest]]
+    return [(least, shrunk[0][1]), *shrunk[1:]]
+
+
 def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
     """What a stand-in has to be judged by. sessions: tokens of the question and the answer of each turn; the shares of
     long sessions count tokens divided by `scale`."""

@@ -10,9 +10,10 @@ from typing import Protocol
 from evals.base import TaskEnv, TaskError
 from evals.data import Content, Row, Source, open_content, rows_of
 from evals.haystack import Haystack, split_sentences
-from evals.multiturn.law import exchanges, parted
+from evals.multiturn.law import exchanges
 
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
+SKIPS = 3  # sentences that may be too long for what is left of a passage
 
 
 class Script(Protocol):
@@ -54,11 +55,12 @@ class Reader:
 
 
 class Passages:
-    """A conversation over consecutive passages of a text, in whole sentences; `tokens` of each turn are the law's."""
+    """A conversation over consecutive passages of a text, in whole sentences. parts: tokens of the question and of the
+    answer of each turn."""
 
-    def __init__(self, name: str, reader: Reader, start: int, tokens: Sequence[int], question_share: float) -> None:
+    def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]]) -> None:
         self.name, self._reader, self._start = name, reader, start
-        self._parts = [parted(one, question_share) for one in tokens]
+        self._parts = parts
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -80,11 +82,13 @@ class Passages:
         return self._parts[turn][1]
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
-        """As many sentences as come nearest to `tokens`; `least`: one at least."""
-        taken = list[str]()
-        for sentence, count in self._rest:
+        """As many sentences as come nearest to `tokens`, but for a few too long ones; `least`: one at least."""
+        taken, skipped = list[str](), 0
+        while skipped < SKIPS:
+            sentence, count = next(self._rest)
             if (taken or not least) and count > 2 * tokens:
-                break
+                skipped += 1
+                continue
             taken.append(sentence)
             tokens -= count
         return taken

@@ -33,7 +33,8 @@ def env(**changes: Any) -> TaskEnv:
 
 
 def talks(given: TaskEnv | None = None, **changes: Any) -> list[Example]:
-    return list(Multiturn(**{"haystack": "pydoc", **changes}).examples(given or env()))
+    drawn = {} if "source" in changes else {"haystack": "pydoc"}
+    return list(Multiturn(**{**drawn, **changes}).examples(given or env()))
 
 
 def history(turns: Sequence[Example]) -> str:
@@ -90,12 +91,19 @@ def test_lengths_are_scaled_to_the_window_and_what_came_out_is_recorded() -> Non
         assert sum(texts) <= 4096
     assert made == talks(conversations=60)
     assert made != talks(env(seed=1), conversations=60)
-    longest = {limit: max(map(_words, talks(conversations=60, longest=limit))) for limit in (1024, 4096)}
+    longest = {limit: max(map(_words, talks(conversations=60, longest=limit, opening=1))) for limit in (1024, 4096)}
     assert longest[4096] > 2 * longest[1024]
 
 
 def _words(talk: Example) -> int:
     return len(history(talk.turns).split())
+
+
+def test_a_first_question_is_long_enough_for_a_budget() -> None:
+    lengths = [len(talk.context.split()) + 10 for talk in talks(conversations=40, opening=200)]
+    assert min(lengths) > 180
+    assert len([length for length in lengths if length < 220]) > 30
+    assert min(len(talk.context.split()) for talk in talks(conversations=40, opening=1)) < 50
 
 
 def test_a_given_reply_is_right_and_stands_before_the_next_turn() -> None:
@@ -217,6 +225,8 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"question_share": 1.0}, "between 0 and 1"),
         ({"longest": 8192}, "exceeds the model's 4096 tokens"),
         ({"longest": 60, "conversations": 2}, "gives 0 conversations that fit into 52 tokens"),
+        ({"source": "absent.json", "opening": 9}, "task.opening shapes drawn conversations and changes nothing beside"),
+        ({"replies": "forced", "about": "first"}, "task.about is of questions about facts and changes nothing beside"),
         ({"source": "absent.json"}, "was not found below data.root=.*put the file there"),
         ({"source": "/absent.json"}, "is not there: name a file of conversations"),
         ({"source": "rows.jsonl"}, "row 1 of local:rows.jsonl is no conversation: it should be"),
