@@ -25,12 +25,11 @@ def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
         assert (row["way"] == "recompute") == (row["load_s"] is None)
         assert bool(row["stored_bytes"]) == (row["way"] in ("device", "host", "disk"))
     assert len({row["stored_bytes"] for row in rows[2:5]}) == 1
-    assert rows[12]["stored_bytes"] < rows[7]["stored_bytes"] * 1.1
     assert (tmp_path / "table.md").read_text().count("disk") == 4
     assert (tmp_path / "plot.png").stat().st_size > 5000
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_history_beyond_the_window_is_refused(tmp_path: Path, capsys: object) -> None:
-    assert bench.main(["history", "--tokens", "9000000", "--out", str(tmp_path / "out")]) == 2
+def test_a_history_beyond_the_window_is_refused(tmp_path: Path) -> None:
+    assert bench.main(["history", "--shape", "tiny", "--tokens", "9000000", "--out", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
