@@ -8,7 +8,7 @@ histories are told of every turn that waits, so that a policy can look ahead. Th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -76,9 +76,10 @@ class Loop:
         self._running: dict[Slot, Running] = {}
         self._waiting: deque[tuple[float, Talk]] = deque()  # with the time of arrival
         self._next: Talk | None = None  # the first of them, once its history is loaded ahead
-        self.answers: list[Answer] = []  # in the order in which they ended
+        self._ended: deque[Answer] = deque()
 
-    def serve(self, sessions: Sequence[Session]) -> list[Answer]:
+    def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
+        """The answers in the order in which they end."""
         self._coming = [(one.start_s, next(self._order), Talk(one)) for one in sessions]
         heapify(self._coming)
         self.clock.start()
@@ -91,7 +92,8 @@ class Loop:
                 self._step()
             else:
                 self.clock.wait_until(self._coming[0][0])
-        return self.answers
+            while self._ended:
+                yield self._ended.popleft()
 
     def _arrivals(self) -> None:
         while self._coming and self._coming[0][0] <= self.clock.now():
@@ -170,7 +172,7 @@ class Loop:
     def _record(self, running: Running, said: list[int], stop: str, save_s: float) -> None:
         talk, found = running.talk, running.found
         prompt = len(talk.tokens) - len(said) + (stop == "eos")
-        self.answers.append(
+        self._ended.append(
             Answer(
                 session=talk.session.name,
                 turn=talk.turn + 1,

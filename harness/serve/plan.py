@@ -50,6 +50,10 @@ class Plan:
         )
 
     @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.point.system, f"rate={self.rate:.4g}")))
+
+    @property
     def trace(self) -> str:
         """Names the times and texts of the conversations."""
         times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]

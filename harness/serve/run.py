@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from time import monotonic
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from harness.conversations.opening import histories
 from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
+from harness.jobs.progress import EVERY_S
 from harness.jobs.runner import Runner, load
 from harness.results.files import read_json, write_json, write_lines
 from harness.results.provenance import provenance
@@ -51,7 +54,7 @@ def _serve(plan: Plan, folder: Path) -> Row:
         clock, engine = CLOCKS[traffic.clock](), runner.engine
         with histories(job.settings, engine.attachment, loaded, folder.name) as kept:
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
-            answers = loop.serve(plan.sessions)
+            answers = list(_told(loop.serve(plan.sessions), plan))
             totals = figures(answers, clock.now(), clock.idle_s)
             stored = kept.store.statistics.plain() if isinstance(kept, StoredHistories) else None
     lines = list(_lines(plan, answers, runner))
@@ -66,6 +69,16 @@ def _serve(plan: Plan, folder: Path) -> Row:
         "store": stored,
         "provenance": provenance(job.settings.device),
     }
+
+
+def _told(answers: Iterable[Answer], plan: Plan) -> Iterator[Answer]:
+    """A line on stderr now and then."""
+    turns, last = sum(len(one.item.turns) for one in plan.sessions), monotonic()
+    for done, answer in enumerate(answers, 1):
+        yield answer
+        if plan.job.settings.progress and monotonic() - last >= EVERY_S:
+            last = monotonic()
+            print(f"{plan.label}: {done} of {turns} turns", file=sys.stderr, flush=True)
 
 
 def _lines(plan: Plan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:

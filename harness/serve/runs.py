@@ -98,9 +98,9 @@ class Runs:
 
 def _said(plan: Plan, row: Row, known: bool) -> str:
     """A run in a line."""
-    figures, system = row["figures"], plan.point.system
+    figures = row["figures"]
     told = f"p90 of TTFT {digits(figures['ttft_p90_s'])} s, hits {percent(figures['hit_rate'])} %"
-    return f"{system}{' ' * bool(system)}rate={plan.rate:.4g}: {told}{' (was there already)' * known}"
+    return f"{plan.label}: {told}{' (was there already)' * known}"
 
 
 def _found(system: str, search: Search) -> str:

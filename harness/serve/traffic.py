@@ -21,7 +21,7 @@ READ = (  # of a run's keys
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
     "budget_generated", "placement", "codec", "disk", "chat", "dtype", "device", "prefill_chunk", "seed", "threads",
     "warmup", "graphs", "memory_check", "generation", "data",
-    "history", "store",
+    "history", "store", "progress",
 )  # fmt: skip
 INSTEAD = {"batch": "slots=N says how many turns run side by side", "trace": "replay=FILE reads a trace of arrivals"}
 
@@ -49,6 +49,7 @@ class Traffic:
 
 
 OWN = tuple(field.name for field in fields(Traffic))
+TASK = "task=multiturn"  # where none is named
 OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 
@@ -95,7 +96,8 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool
     traffic = build({TARGET: f"{Traffic.__module__}.{Traffic.__qualname__}", **own}, "serve")
     others = [key for key in chosen if key not in OWN and not (beside_store and key.startswith("store."))]
     named = {key: chosen[key].text.partition("=")[2] for key in varied}
-    return Point(traffic, tuple(chosen[key].text for key in others), named)
+    task = [] if {"task", "replay"} & chosen.keys() else [TASK]
+    return Point(traffic, (*task, *(chosen[key].text for key in others)), named)
 
 
 def _refuse_unread(key: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Resumed
-from harness.engine.attach import attached
+from harness.conversations.stored import StoredHistories
+from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
+from harness.history.fingerprint import Fingerprint
+from harness.history.store import HistoryStore
 from harness.serve.answer import Answer
 from harness.serve.clock import Clock
 from harness.serve.loop import Loop
@@ -23,16 +26,32 @@ from tests.talks import session
 from tests.timed import Time, Timed, ending
 from tests.tiny import tiny
 
+Kind = Callable[[Attachment], Histories]
+
+
+def recompute(kv: Attachment) -> Histories:
+    return Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
+
+
+def device_prefix(kv: Attachment) -> Histories:
+    return DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))
+
+
+def store(kv: Attachment) -> Histories:
+    who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
+    opened = HistoryStore(who, host=10**7, block_tokens=8)
+    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, opened)
+
 
 @contextmanager
 def server(
-    kind: type[Histories] = Recompute, method: Method | None = None, chunk: int | None = None, **how: Any
+    kind: Kind = recompute, method: Method | None = None, chunk: int | None = None, **how: Any
 ) -> Iterator[Loop]:
     time = Time()
     with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
-        histories = kind(lambda capacity: kv.start(KVCache, capacity=capacity))  # type: ignore[call-arg, arg-type]
-        engine = Timed(kv, time, chunk)
+        histories, engine = kind(kv), Timed(kv, time, chunk)
         yield Loop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
+        histories.close()
 
 
 def served(*sessions: Session, **how: Any) -> dict[tuple[str, int], Answer]:
@@ -50,7 +69,7 @@ def test_two_turns_by_hand() -> None:
     assert second.arrived_s == pytest.approx(11.0)
     assert (second.reused_tokens, second.new_tokens, second.tier) == (0, 20, None)
     assert second.ttft_s == pytest.approx(2.0)
-    alive = served(session("a", 2.0, (10, 4), (6, 3)), kind=DevicePrefix)["a", 2]
+    alive = served(session("a", 2.0, (10, 4), (6, 3)), kind=device_prefix)["a", 2]
     assert (alive.reused_tokens, alive.new_tokens, alive.tier) == (13, 7, "device")  # a last token was never fed
     assert alive.ttft_s == pytest.approx(0.7)
 
@@ -92,9 +111,9 @@ def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
         assert answer.tokens == shared[key].tokens
 
 
-@pytest.mark.parametrize("kind", [Recompute, DevicePrefix])
+@pytest.mark.parametrize("kind", [recompute, device_prefix, store])
 @pytest.mark.parametrize("method", [Full(), SnapKV(window=4, kernel=3)], ids=["full", "snapkv"])
-def test_tokens_are_those_of_each_conversation_alone(kind: type[Histories], method: Method) -> None:
+def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method) -> None:
     sessions = [
         session(str(place), 0.7 * place, (20 + place, 5), (9, 4), (7, 6), think_s=(3.0, 0.0), seed=place)
         for place in range(5)
@@ -113,8 +132,7 @@ def test_idle_time_is_no_work_and_may_be_skipped() -> None:
         time = Time()
         with attached(tiny("llama"), Full()) as kv:
             clock = Clock(time, time.passes if sleeps else None)
-            histories = Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
-            loop = Loop(Timed(kv, time), histories, clock, ending=ending, slots=2)
+            loop = Loop(Timed(kv, time), recompute(kv), clock, ending=ending, slots=2)
             [first, second] = loop.serve([session("a", 2.0, (10, 4), (6, 3))])
         assert (first.arrived_s, second.arrived_s) == pytest.approx((2.0, 11.0))
         assert clock.idle_s == pytest.approx(7.0)
@@ -125,8 +143,8 @@ def test_idle_time_is_no_work_and_may_be_skipped() -> None:
 class Queue(Recompute):
     """Notes what it is told of waiting turns."""
 
-    def __init__(self, start: Any) -> None:
-        super().__init__(start)
+    def __init__(self, kv: Attachment) -> None:
+        super().__init__(lambda capacity: kv.start(KVCache, capacity=capacity))
         self.told: list[str] = []
 
     def enqueue(self, session: str) -> None:
@@ -145,7 +163,7 @@ class Queue(Recompute):
 
 def test_histories_hear_of_each_turn_that_waits() -> None:
     with server(Queue, slots=1) as loop:
-        loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))])
+        list(loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))]))
         assert isinstance(loop.histories, Queue)
         assert loop.histories.told == [
             "+a", "look ahead", "-a", "resume a", "look ahead",

@@ -151,13 +151,17 @@ def test_rates_vary_slowest_and_the_last_word_wins() -> None:
         (0.5, "store"), (0.5, "recompute"), (1, "store"), (1, "recompute"),
     ]  # fmt: skip
     assert {one.system for one in made} == {"history=store", "history=recompute"}
-    assert {one.words for one in made} == {("history=store", "method=full"), ("history=recompute", "method=full")}
+    assert {one.words for one in made} == {
+        ("task=multiturn", "history=store", "method=full"), ("task=multiturn", "history=recompute", "method=full"),
+    }  # fmt: skip
 
 
 def test_settings_of_the_store_are_for_the_points_that_have_one() -> None:
-    store, recompute = points(["history=store,recompute", "store.host=1GB"])
-    assert (store.words, recompute.words) == (("history=store", "store.host=1GB"), ("history=recompute",))
-    [alone] = points(["history=recompute", "store.host=1GB"])  # which the settings refuse
+    store, recompute = points(["task=niah", "history=store,recompute", "store.host=1GB"])
+    assert (store.words, recompute.words) == (
+        ("task=niah", "history=store", "store.host=1GB"), ("task=niah", "history=recompute"),
+    )  # fmt: skip
+    [alone] = points(["replay=a", "history=recompute", "store.host=1GB"])  # which the settings refuse
     assert alone.words == ("history=recompute", "store.host=1GB")
 
 

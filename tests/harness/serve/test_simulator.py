@@ -99,7 +99,7 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
         )
         histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)
-        answers = Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS)
+        answers = list(Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS))
         assert isinstance(store.placement, Logged)
         histories.close()
     answers.sort(key=lambda one: one.arrived_s + one.queue_s)
