@@ -48,7 +48,7 @@ ROOMS = {
         "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
     },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
-    "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history"},
+    "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations"},
 }  # fmt: skip
 COMMANDS = {
     "__main__",

@@ -1,11 +1,12 @@
-"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, busy or calibrate."""
+"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, history, busy or
+calibrate."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "busy", "calibrate")
+KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "busy", "calibrate")
 
 
 def main(arguments: list[str]) -> int:

@@ -54,7 +54,8 @@ class StoredHistories(Histories):
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         contents = cache.contents()
         known = self.store.known(session, tokens) if self.cut.by_token else 0
-        rows, rest = self.cut.rows(contents, known), self.cut.rest(contents)
+        rows = self.cut.rows(contents, known) if known < len(tokens) else {}
+        rest = self.cut.rest(contents)
         if not self.store.extend(session, known, tokens[known:], rows, rest):
             self.store.put(session, tokens, self.cut.rows(contents, 0), rest)
 

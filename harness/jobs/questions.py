@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.conversations.histories import Histories, Resumed
+from harness.conversations.histories import Histories
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot, seal
@@ -187,13 +187,13 @@ class Talk:
         with Usage(ids.device) as usage:
             asked = self._text[: min(prefilled, len(self._text) - 1)]
             found = self.histories.resume(self._session, asked, self._capacity)
-            logits = self._prefilled(found, ids[:, found.reused : prefilled])
+            found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
             slot = batch.join(found.cache, logits, ids[:, prefilled:], began=began, **self.ending(turn))
         self.cache = found.cache
         self.answer.prefill.add(usage)
         new = len(self._text) - found.reused
-        reuse = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new, "load_s": found.load_s}
-        self.answer.reuse.append(reuse)
+        seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
+        self.answer.reuse.append({"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new, **seconds})
         return self._kept(slot, found.cache)
 
     @torch.inference_mode()
@@ -204,12 +204,8 @@ class Talk:
             wait_for(cache.state.request.device)
         return slot
 
-    def _prefilled(self, found: Resumed, ids: Tensor) -> Tensor | None:
-        """-> logits of the last token, where there is one"""
-        if not ids.shape[1]:
-            return None
-        found.cache.open_turn()
-        return self.engine.prefill(found.cache, ids)
+    def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
+        return self.engine.prefill(cache, self._tensor(tokens))
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], device=self.engine.model.device)

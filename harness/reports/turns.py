@@ -63,6 +63,7 @@ def turn_reuse(comparison: Comparison) -> list[Column]:
             number("reused", "tokens", [turn.get("reused_tokens") for turn in told]),
             number("computed", "tokens", [turn.get("new_tokens") for turn in told]),
             quantity("load", [turn.get("load_s") for turn in told], SECONDS),
+            quantity("hidden", [turn.get("hidden_s") for turn in told], SECONDS, hide_zeros=True),
             quantity("save", [turn.get("save_s") for turn in told], SECONDS),
         ]
     return columns if turns else []

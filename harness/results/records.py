@@ -56,7 +56,8 @@ class Reply:
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
     new_tokens: int | None = None  # that were computed, the history's too where it was not found
-    load_s: float | None = None  # until the cache was there, within the first token's time
+    load_s: float | None = None  # waited until the cache was there, within the first token's time
+    hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
     save_s: float | None = None  # behind the last token; null where no turn follows
 
     def __post_init__(self) -> None:
@@ -218,7 +219,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "from_disk_bytes_per_step",
         "hit_rate",
     )
-    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "load_s", "save_s")
+    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "load_s", "hidden_s", "save_s")
     counts = ("reused_tokens", "new_tokens")
     return {
         "turns": list(turns),

@@ -168,8 +168,8 @@ def _later(records: Sequence[Record]) -> Iterator[Reply]:
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
     """By turn: mean score with its interval, median seconds to the first token from the turn's own start, tokens when
-    it was asked; where how many histories were found, medians of tokens reused and computed, and of seconds to load and
-    to save; null where no example has several."""
+    it was asked; where how many histories were found, medians of tokens reused and computed, and of seconds
+    waited for, hidden and to save; null where no example has several."""
     found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for number, reply in enumerate(record.turns or (), 1):
@@ -205,7 +205,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
         "tokens": median(reply.history_tokens + reply.prompt_tokens for reply in own),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
         **{name: _known(median, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
-        **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "save_s")},
+        **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "hidden_s", "save_s")},
     }
 
 

@@ -30,29 +30,29 @@ TIERS = {"device": {"device": 9 * MB}, "host": {"host": 9 * MB}, "disk": {"disk"
 
 
 class Talk:
-    """A conversation of one session; each turn is as long as `LENGTHS` says."""
+    """A conversation of one session; each turn is as long as `LENGTHS` says, unless its ids are given."""
 
-    def __init__(self, kv: Attachment, histories: Histories, session: str = "alice", seed: int = 0) -> None:
-        self.engine, self.histories, self.session, self.seed = Engine(kv), histories, session, seed
+    def __init__(self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW) -> None:
+        self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
         self.fed: list[int] = []
         self.said: list[int] = []  # by all turns
         self.found: list[Resumed] = []
 
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
-        found = self.histories.resume(self.session, text[:-1], CAPACITY)
+        found = self.histories.resume("alice", text[:-1], self.capacity)
         found, logits = self.histories.compute(
             found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids]))
         )
         nothing = torch.empty(1, 0, dtype=torch.long)
-        [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=NEW).tokens
+        [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
         self.found.append(replace(found, cache=None))  # type: ignore[arg-type]
-        self.histories.save(self.session, self.fed, found.cache)
+        self.histories.save("alice", self.fed, found.cache)
 
     def turns(self, lengths: Sequence[int] = LENGTHS) -> Talk:
         for length in lengths:
-            self.turn(prompt(length, seed=self.seed + len(self.found))[0].tolist())
+            self.turn(prompt(length, seed=len(self.found))[0].tolist())
         return self
 
 
@@ -68,9 +68,9 @@ def plain(kv: Attachment, kind: type[Histories]) -> Iterator[Histories]:
     histories.close()
 
 
-def lasting(kv: Attachment, **how: Any) -> Talk:
+def lasting(kv: Attachment) -> Talk:
     with plain(kv, DevicePrefix) as histories:
-        return Talk(kv, histories, **how).turns()
+        return Talk(kv, histories).turns()
 
 
 @walked
