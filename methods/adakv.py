@@ -45,6 +45,7 @@ class AdaKV(SnapKV):
             "votes are averaged before they are pooled; the heads' budgets add up to the last token; heads attend one "
             "after the other, the released code has a kernel for all"
         ),
+        later_turns="as SnapKV's; heads differ in how much is left",
     )
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}

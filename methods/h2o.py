@@ -45,6 +45,7 @@ class H2O(Windowed):
         index_cost="column sums of the attention weights at prefill, in fp32",
         budget="sinks, heavy hitters and window; H2O(C) keeps more (compensation={compensation})",
         deviations="nothing is evicted while generating: generated tokens come on top of the budget",
+        later_turns="what the queries so far have looked at least is gone, whatever is asked next; sums go on counting",
     )
 
     sinks: int = 0

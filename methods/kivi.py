@@ -43,6 +43,7 @@ class Kivi(Method):
             "hold, so that its ends are not cut off. Attention unpacks all codes in each step; the released code's "
             "CUDA kernel does so on the way, and gains speed by it"
         ),
+        later_turns="reads what earlier turns left in {bits} bits, its prefill too",
     )
 
     tunable: ClassVar[Grids] = {"bits": (2, 4, 8), "group": (16, 32, 64), "residual": (64, 128, 256)}

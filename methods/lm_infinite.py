@@ -46,6 +46,7 @@ class LMInfinite(Method):
         index_cost="none",
         budget="first tokens and window",
         deviations="the budget sets the window, the paper's is the training length; generated tokens come on top",
+        later_turns="all between the first tokens and the last window is gone",
     )
 
     tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}

@@ -40,6 +40,7 @@ class PyramidKV(SnapKV):
             "one choice per KV head, the released code's is per query head (an option); the layers' budgets add up to "
             "the last token"
         ),
+        later_turns="as SnapKV's; the upper layers have let most of it go",
     )
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}

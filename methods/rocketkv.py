@@ -62,6 +62,7 @@ class RocketKV(SnapKV):
         deviations=(
             "generated tokens are not paged, they are always read; no RocketKV-MT, which keeps all for later turns"
         ),
+        later_turns="what its first stage evicted is gone, whatever is asked next; later turns select among the rest",
     )
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}

@@ -59,7 +59,8 @@ class ShadowKV(Method):
         on_host="V",
         index_cost="one landmark per chunk; a decomposition of all keys at the seal, keys rebuilt in each step",
         budget="outliers, window and selected chunks (the paper counts the selected alone)",
-        deviations="generated tokens are never dropped; a further turn reads rebuilt keys",
+        deviations="generated tokens are never dropped",
+        later_turns="reads rebuilt keys, its prefill too: the exact ones are gone",
     )
 
     tunable: ClassVar[Grids] = {

@@ -47,6 +47,7 @@ class SnapKV(Method):
             "one choice per KV head, the released code's is per query head at g times the memory (an option); votes "
             "are averaged before they are pooled"
         ),
+        later_turns="what a turn's last queries did not vote for is gone, whatever is asked next",
     )
 
     tunable: ClassVar[Grids] = {

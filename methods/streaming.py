@@ -38,6 +38,7 @@ class Streaming(Method):
         index_cost="none",
         budget="sinks and window",
         deviations="the window is the prompt's end: generated tokens push none out; the prompt itself is read densely",
+        later_turns="all between the first tokens and the last window is gone",
     )
 
     tunable: ClassVar[Grids] = {

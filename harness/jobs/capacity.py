@@ -1,6 +1,7 @@
 """Checks that a run fits into memory before weights load: the system would kill it without a word.
 
-Weights and Full's KV cache at its longest are exact; the activations of a prefill are estimated from below.
+Weights and Full's KV cache at its longest are exact, so is what a store of conversations holds at most; the activations
+of a prefill are estimated from below.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def needed(
     beside: Sequence[Settings] = (),
 ) -> Need:
     """`loaded`: the weights are there already. `beside`: settings of the jobs that share the prefill."""
-    kv = caches([settings, *beside]) * side_by_side(info, settings, items)
+    kv = caches([settings, *beside]) * side_by_side(info, settings, items) + stored(info, settings, items)
     prompt = max(len(item.prompt.ids) for item in items)
     rows = min(prompt, settings.prefill_chunk or prompt)
     width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads) * info.head_dim
@@ -61,6 +62,15 @@ def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> 
     """Bytes of keys and values that `batch` examples hold together, at most, under Full."""
     longest = sorted(item.room for item in items)[-settings.batch :]
     return sum(info.kv_bytes(settings.dtype, tokens) for tokens in longest)
+
+
+def stored(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
+    """Bytes that a store of conversations holds on the device at most; the host's tier counts where that is the CPU."""
+    if settings.history != "store":
+        return 0
+    sizes = settings.store.capacities
+    room = sizes["device"] + (sizes["host"] if settings.device == "cpu" else 0)
+    return min(room, sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further))
 
 
 def caches(group: Sequence[Settings]) -> int:
@@ -97,6 +107,8 @@ def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
         yield "shared_prefill=false, which holds one cache at a time"
     if settings.batch > 1:
         yield "a smaller batch"
+    if settings.history == "store":
+        yield "a smaller store"
     if settings.device != "cpu" and need.kv:
         yield "placement=host"
     if settings.prefill_chunk is None and need.activations > need.kv:

@@ -21,3 +21,4 @@ class Card(NamedTuple):
     index_cost: str  # what the choice costs: bytes per token of K (2D of 16 bit each), work at the seal
     budget: str  # what the budget holds
     deviations: str  # from the paper and its released code
+    later_turns: str = ""  # what a further turn finds otherwise than its own prompt; empty: all of it as it was

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.settings import Results, Settings, SettingsError
+from harness.config.settings import Results, Settings, SettingsError, StoreSettings
 from harness.jobs import capacity
 from harness.jobs.capacity import Need, needed, refusal
 from harness.jobs.job import Job
@@ -113,6 +113,24 @@ def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
     assert needed(info, shared, items, beside=[replace(shared, placement="host")]).kv == 2 * one
     assert needed(info, replace(alone, fidelity=4), items).kv == 2 * one
     assert "shared_prefill=false" in str(refusal(Need(1, 9, 0), shared, 8))
+
+
+def test_a_store_on_the_device_counts_up_to_its_room() -> None:
+    from harness.jobs.items import prepare
+    from tests.harness.jobs.test_questions import Balances
+
+    info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32")
+    items = prepare(Balances(talks=True), MODEL, plain)
+    all_of_them = sum(info.kv_bytes("fp32", item.room) for item in items)
+    for device, store, more in (
+        ("cuda", StoreSettings(device=1000), 1000),
+        ("cuda", StoreSettings(), 0),
+        ("cpu", StoreSettings(device="1TB"), all_of_them),
+        ("cpu", StoreSettings(device=1000, host=500, disk="1TB"), 1500),
+    ):
+        settings = replace(plain, device=device, history="store", store=store)
+        assert needed(info, settings, items).kv == needed(info, plain, items).kv + more
+    assert "a smaller store" in str(refusal(Need(1, 9, 0), settings, 8))
 
 
 @both
