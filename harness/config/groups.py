@@ -59,6 +59,12 @@ class StoreSettings:
     ttl_s: float | None = None
     block_tokens: int = 256
     durable: bool = False
+    io_threads: int = 2
+    write_buffer: Union[int, str] = "256MB"  # noqa: UP007
+
+    @property
+    def write_bytes(self) -> int:
+        return size("store.write_buffer", self.write_buffer)
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -73,7 +79,7 @@ class StoreSettings:
         if not any(self.capacities.values()):
             raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
         if not self.capacities["disk"]:
-            for name, off in (("folder", None), ("durable", False)):
+            for name, off in (("folder", None), ("durable", False), ("write_buffer", "256MB")):
                 if getattr(self, name) != off:
                     raise SettingsError(f"store.{name} is about the disk tier, which has no bytes: set store.disk too.")
         if self.policy not in POLICIES:
@@ -82,6 +88,8 @@ class StoreSettings:
             raise SettingsError(f"store.ttl_s={self.ttl_s} should be above 0, or null for no end.")
         if self.block_tokens < 1:
             raise SettingsError(f"store.block_tokens={self.block_tokens} must be at least 1.")
+        if self.io_threads < 0:
+            raise SettingsError(f"store.io_threads={self.io_threads} should be 0, for none, or more.")
 
 
 @dataclass

@@ -22,8 +22,10 @@ IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
 
 
 @contextmanager
-def histories(settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str) -> Iterator[Histories]:
-    """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`."""
+def histories(
+    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str, read_buffer: int | None = None
+) -> Iterator[Histories]:
+    """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`. `read_buffer`: of a store."""
 
     def start(capacity: int) -> KVCache:
         return attachment.start(KVCache, capacity=capacity)
@@ -35,7 +37,7 @@ def histories(settings: Settings, attachment: Attachment, loaded: LoadedModel, r
         return
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
     with opened(settings.store, whose, str(attachment.model.device), run) as store:
-        yield StoredHistories(start, attachment, store)
+        yield StoredHistories(start, attachment, store, read_buffer)
 
 
 @contextmanager
@@ -55,5 +57,7 @@ def opened(settings: StoreSettings, whose: Fingerprint, device: str, run: str) -
             ttl_s=settings.seconds_to_live,
             durable=settings.durable,
             on=device,
+            io_threads=settings.io_threads,
+            write_buffer=settings.write_bytes,
         ) as store:
             yield store

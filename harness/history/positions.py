@@ -77,8 +77,8 @@ class Rotation:
         cos, sin = self._at(positions.flatten().clamp(min=0), reach)
         if positions.dim() == 1:
             cos, sin = (part.to(rows.device).unsqueeze(0) for part in (cos, sin))
-            return way(rows.float().reshape(-1, 1, *rows.shape[-2:]), cos, sin).view(rows.shape)
-        flat = rows.float().reshape(-1, 1, *rows.shape[-2:])  # every head as a sequence of its own
+            return way(rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:]), cos, sin).view(rows.shape)
+        flat = rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:])  # every head as a sequence of its own
         cos, sin = (part.to(rows.device).view(flat.shape[0], flat.shape[2], -1) for part in (cos, sin))
         turned = way(flat, cos, sin).view(rows.shape)
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)

@@ -75,7 +75,7 @@ class HistoryStore:
         wait: bool = False,
         on: str = "cpu",
         io_threads: int = 2,
-        write_buffer: int = 2**28,
+        write_buffer: int = 256 * 10**6,
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:

@@ -52,7 +52,7 @@ def _serve(plan: Plan, folder: Path) -> Row:
         runner = Runner(job.task, job.settings, folder, job.attachment(loaded, {}), loaded)
         runner.warm_up(job.items)
         clock, engine = CLOCKS[traffic.clock](), runner.engine
-        with histories(job.settings, engine.attachment, loaded, folder.name) as kept:
+        with histories(job.settings, engine.attachment, loaded, folder.name, traffic.read_buffer) as kept:
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = list(_told(loop.serve(plan.sessions), plan))
             totals = figures(answers, clock.now(), clock.idle_s)

@@ -35,6 +35,7 @@ class Traffic:
     replay: str | None = None  # a trace that an earlier command wrote, in place of task, think_s and seed
     slots: int = 4  # turns that run side by side
     interleave: bool = False  # the others make a step between two chunks of a prefill
+    read_buffer: int | None = None  # layers that the next turn loads before it has a slot; null: by the paper's formula
     clock: str = "wall"  # busy: idle time is skipped; cpu: so, and seconds are those of this process on its CPU
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class Traffic:
             raise SettingsError(f"rate={self.rate} should be above 0.")
         if self.slots < 1:
             raise SettingsError(f"slots={self.slots} must be at least 1.")
+        if self.read_buffer is not None and self.read_buffer < 0:
+            raise SettingsError(f"read_buffer={self.read_buffer} should be 0, for none, or more.")
         if self.think_s < 0:
             raise SettingsError(f"think_s={self.think_s} should not be negative.")
 

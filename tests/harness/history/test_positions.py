@@ -168,3 +168,11 @@ def test_halves_are_turned_in_fp32(dtype: torch.dtype) -> None:
     assert torch.equal(rotation.on(off, places), keys)
     again = rotation.on(off.to(dtype), places).float() - keys.float()
     assert 0 < again.abs().max() < 4 * torch.finfo(dtype).eps * keys.float().abs().max()
+
+
+def test_no_keys_are_rotated_into_no_keys() -> None:
+    """A turn that stores nothing new."""
+    rotation = Rotation(
+        lambda positions: (torch.ones(1, len(positions), 4), torch.zeros(1, len(positions), 4)), torch.float32
+    )
+    assert rotation.off(torch.empty(1, 2, 0, 4), torch.arange(0)).shape == (1, 2, 0, 4)

@@ -83,6 +83,7 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
             assert (turn.load_s is None) == (turn.hidden_s is None) == (turn is turns[0])
             assert (turn.save_s is None) == (turn is turns[-1])
             assert turn.ttft_s > (turn.load_s or 0)
+            assert (turn.hidden_s is None) == (turn is turns[0])
         assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)
     told = made.summary["turns"]["3"]
     assert told["hits"] == ({tiers[2]: 2} if tiers[2] else {})

@@ -131,6 +131,8 @@ def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
         (["history=store", "store.disk=1GB", "store.folder=."], "empty store"),
         (["method=ful"], "full"),
         (["interleave=true"], "prefill_chunk"),
+        (["read_buffer=2"], "set history=store"),
+        (["read_buffer=-1", "history=store"], "or more"),
         (["clock=cpu"], "threads=1"),
         (["replay=nowhere.jsonl"], "nowhere.jsonl"),
     ],
