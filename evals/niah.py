@@ -60,7 +60,7 @@ class Niah(Task):
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         text = texts.load(self.haystack, env)
         longest = max(self.lengths)
-        tokens = env.text.encode(_repeated(text.text, longest))
+        tokens = env.text.encode(repeated(text.text, longest))
         while len(tokens) < 2 * longest:
             tokens = tokens + tokens
         ends = _sentence_ends(tokens, env)
@@ -120,7 +120,7 @@ class Niah(Task):
                 f"needle: use at least {length - room + 16}."
             )
         hay = list(tokens[:room])
-        at = len(hay) if depth >= 100 else _boundary(hay, int(len(hay) * depth / 100), env)
+        at = len(hay) if depth >= 100 else boundary(hay, int(len(hay) * depth / 100), env)
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
@@ -141,7 +141,7 @@ class Niah(Task):
         return {"haystack": self.haystack, "splitter": "token ending in . ! or ?"}
 
 
-def _repeated(text: str, tokens: int) -> str:
+def repeated(text: str, tokens: int) -> str:
     """Enough of `text` for `tokens` tokens twice over: no tokenizer makes more than one token of a byte."""
     return text[: 16 * tokens + 4096]
 
@@ -156,7 +156,7 @@ def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
     return [i + 1 for i, token in enumerate(tokens) if kinds[token]] or [0]
 
 
-def _boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
+def boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
     """The last sentence end at or before `index`; 0 where there is none, as in the original."""
     while index > 0 and not _is_end(hay[index - 1], env):
         index -= 1

@@ -1,0 +1,107 @@
+"""Questions behind an overflow of the window: the first turn of a conversation fills it, and the second overflows.
+
+CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a benchmark's questions.
+Here they are about facts (ShadowKV's needles) at the end of that text, in the part that stays. The first question still
+fits; a score by turn tells it from those behind the overflow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from evals import haystack as texts
+from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
+from evals.needles import CITIES, NEEDLES, Planted, scored_digits
+from evals.niah import boundary, repeated
+
+SPARE = 4  # tokens by which pieces that are tokenised apart may grow
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedlesBehindOverflow(Task):
+    """`window`: tokens that text, first question and its answer fill; the run's `overflow.window` should be the same.
+    `facts`: tokens at the end of the text, among which the needles stand."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "needle found"
+
+    window: int = 2048
+    facts: int = 512
+    questions: int = 4
+    conversations: int = 20
+    haystack: str = "auto"
+    template: str = "{question} Answer with the number alone."
+    max_new_tokens: int = 24
+
+    def __post_init__(self) -> None:
+        if len(CITIES) < self.questions:
+            raise TaskError(f"task.questions={self.questions} is too many: there are {len(CITIES)} needles.")
+        if min(self.facts, self.conversations, self.max_new_tokens) < 1 or self.questions < 2:
+            raise TaskError("task.facts, conversations, max_new_tokens must be at least 1, and task.questions 2.")
+        if "{question}" not in self.template:
+            raise TaskError("task.template must hold {question}.")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        if env.window is not None and self.window > env.window:
+            raise TaskError(f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one")
+        text = texts.load(self.haystack, env)
+        tokens = env.text.encode(repeated(text.text, 4 * self.window))
+        for number in range(self.conversations):
+            rng = random.Random(f"{env.seed}/{number}")
+            start = rng.randrange(max(1, len(tokens) - self.window))
+            yield self._conversation(env, tokens[start:], _planted(rng, self.questions), number)
+
+    def _conversation(self, env: TaskEnv, tokens: Sequence[int], planted: Sequence[Planted], number: int) -> Example:
+        asked = [self.template.replace("{question}", one.question) for one in planted]
+        needles = [env.text.encode(one.text) for one in planted]
+        frame = env.text.count("\n\n" + asked[0]) + self.max_new_tokens + SPARE
+        room = self.window - frame - sum(map(len, needles))
+        if room < self.facts:
+            raise TaskError(
+                f"task.window={self.window} leaves {max(0, room)} tokens of text beside questions and needles, fewer "
+                f"than task.facts={self.facts}: widen one, or narrow the other."
+            )
+        hay = self._with_needles(env, list(tokens[:room]), needles)
+        first, *later = zip(planted, asked, strict=True)
+        return Example(
+            id=f"overflow-{number}",
+            group="overflow",
+            context=env.text.decode(hay),
+            question=f"\n\n{first[1]}",
+            references=first[0].answers,
+            max_new_tokens=self.max_new_tokens,
+            data={"turn": 1},
+            further=tuple(
+                Turn(question=question, references=one.answers, data={"turn": turn})
+                for turn, (one, question) in enumerate(later, start=2)
+            ),
+        )
+
+    def _with_needles(self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]) -> list[int]:
+        """Behind sentences, evenly over the last `facts` tokens."""
+        first, share = len(hay) - self.facts, self.facts / len(needles)
+        places = [max(first, boundary(hay, first + int(share * (one + 0.5)), env)) for one in range(len(needles))]
+        for place, needle in reversed(list(zip(places, needles, strict=True))):
+            hay = [*hay[:place], *needle, *hay[place:]]
+        return hay
+
+    def score(self, example: Example, output: str) -> Score:
+        return NEEDLES["magic_city"].score(example.references, output)
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        return super().averages(groups) | scored_digits(details)
+
+    def provenance(self) -> dict[str, Any]:
+        return {"haystack": self.haystack}
+
+
+def _planted(rng: random.Random, count: int) -> list[Planted]:
+    """Needles about different things."""
+    found: dict[str, Planted] = {}
+    while len(found) < count:
+        one = NEEDLES["magic_city"].plant(rng)
+        found[one.topic] = one
+    return list(found.values())
