@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Union
@@ -13,6 +13,7 @@ from harness.config.plugins import suggestion
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 TIERS = ("device", "host", "disk")
+OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 POLICIES = ("scheduler_aware", "lru", "fifo")
 
 
@@ -90,6 +91,44 @@ class StoreSettings:
             raise SettingsError(f"store.block_tokens={self.block_tokens} must be at least 1.")
         if self.io_threads < 0:
             raise SettingsError(f"store.io_threads={self.io_threads} should be 0, for none, or more.")
+
+
+@dataclass
+class OverflowSettings:
+    """Of conversations that outgrow the window."""
+
+    window: int | None = None
+    by: str | None = None
+    ratio: float = 0.5
+    sinks: int = 0
+
+    def check(self, history: str) -> None:
+        if self.window is None:
+            if self != OverflowSettings():
+                raise SettingsError("overflow has settings and no window: set overflow.window, or leave them out.")
+            return
+        if self.by not in (None, *OVERFLOWS):
+            raise SettingsError(f"overflow.by={self.by} is unknown: choose one of {', '.join(OVERFLOWS)}.")
+        if history == "recompute" and self.by not in (None, "truncate_tokens"):
+            raise SettingsError(f"history=recompute has no cache for overflow.by={self.by}: set truncate_tokens.")
+        if history == "store" and self.by == "truncate_rotated":
+            raise SettingsError(
+                "history=store has keys before their rotation, and overflow.by=truncate_rotated is about rotated ones: "
+                "set history=device_prefix."
+            )
+        if not 0 < self.ratio < 1:
+            raise SettingsError(f"overflow.ratio={self.ratio} must be a share above 0 and below 1.")
+        if not 0 <= self.sinks < int(self.ratio * self.window):
+            raise SettingsError(
+                f"overflow.sinks={self.sinks} must be at least 0, and fewer than the {int(self.ratio * self.window)} "
+                f"tokens that stay of overflow.window={self.window}."
+            )
+
+    def resolved(self, history: str) -> OverflowSettings:
+        """With `by` said."""
+        if self.window is None or self.by is not None:
+            return self
+        return replace(self, by="truncate_tokens" if history == "recompute" else "truncate_cache")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from harness.config.groups import (
     CommonWindows,
     Data,
     GenerationSettings,
+    OverflowSettings,
     Results,
     SettingsError,
     StoreSettings,
@@ -27,6 +28,7 @@ __all__ = [
     "CommonWindows",
     "Data",
     "GenerationSettings",
+    "OverflowSettings",
     "Results",
     "RunConfig",
     "Settings",
@@ -90,6 +92,7 @@ def is_budget(asked: object) -> bool:
 NESTED = {
     "windows": CommonWindows,
     "store": StoreSettings,
+    "overflow": OverflowSettings,
     "generation": GenerationSettings,
     "data": Data,
     "results": Results,
@@ -119,6 +122,7 @@ class Settings:
     questions: str = "separate"
     history: str = "device_prefix"
     store: StoreSettings = field(default_factory=StoreSettings)
+    overflow: OverflowSettings = field(default_factory=OverflowSettings)
     chat: str = "template"
     dtype: str = "auto"
     device: str = "auto"
@@ -222,6 +226,7 @@ class Settings:
             self.store.check()
         elif self.store != StoreSettings():
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave its settings out.")
+        self.overflow.check(self.history)
 
     def _check_texts(self) -> None:
         """An empty text is a slip, as when a shell variable was not set."""

@@ -22,6 +22,8 @@ from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
 from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.placement import DEVICE
+from harness.history.positions import Rotation
+from harness.history.truncation import truncated
 
 Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]
 Start = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache
@@ -93,6 +95,30 @@ class Histories(ABC):
     @abstractmethod
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None: ...
 
+    def shorten(
+        self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
+    ) -> list[int]:
+        """Cuts a history of `tokens` to `keep` at most: its first `sinks` and its last (harness/history/truncation.py).
+        -> the text that it stands for now. Where it is not to be had any more, that text will be computed."""
+        found = self.resume(session, tokens, capacity)
+        try:
+            found.cache.await_layers()
+        except HistoryLost:
+            return both_ends(tokens, keep, sinks)
+        finally:
+            if found.loading is not None:
+                found.loading.finish()
+        if found.reused < len(tokens):
+            return both_ends(tokens, keep, sinks)
+        contents, fresh = found.cache.contents(), self.start(capacity)
+        rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
+        for rotation in rotations:
+            rotation.check(len(tokens))
+        fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
+        kept = both_ends(tokens, fresh.num_tokens, sinks)
+        self.save(session, kept, fresh)
+        return kept
+
     def forget(self, session: str) -> None:  # noqa: B027 (a store has its own rules)
         """The conversation is over."""
 
@@ -155,3 +181,8 @@ def _computed(cache: KVCache, tokens: Sequence[int], prefill: Prefill) -> Tensor
         return None
     cache.open_turn()
     return prefill(cache, tokens)
+
+
+def both_ends(tokens: Sequence[int], keep: int, sinks: int) -> list[int]:
+    """The first `sinks` and the last, `keep` in all."""
+    return [*tokens[:sinks], *tokens[len(tokens) - keep + sinks :]]

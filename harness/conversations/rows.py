@@ -30,6 +30,7 @@ class Cut:
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
         drops = budget is not None and budget.generated is not None
         self.by_token = attachment.method.rows_stay and attachment.codec is None and not drops
+        self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
         self._kinds = _alike(self.rotations)
         self._checked = 0  # tokens of the longest text whose rotations follow from positions
 

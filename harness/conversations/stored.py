@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.conversations.histories import Histories, Resumed, Start
+from harness.conversations.histories import Histories, Resumed, Start, both_ends
 from harness.conversations.rows import Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -58,6 +58,20 @@ class StoredHistories(Histories):
         rest = self.cut.rest(contents)
         if not self.store.extend(session, known, tokens[known:], rows, rest):
             self.store.put(session, tokens, self.cut.rows(contents, 0), rest)
+
+    def shorten(
+        self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
+    ) -> list[int]:
+        """Rows before their rotation are let go of where they lie, if the oldest go and nothing is rotated."""
+        if naive:
+            raise ValueError("A store has keys before their rotation: take the device's own cache for NKVT.")
+        if sinks or not self.cut.rows_alone:
+            return super().shorten(session, tokens, keep, capacity, sinks=sinks)
+        self._ahead.pop(session, None)
+        self.cut.check(len(tokens))
+        if self.store.known(session, tokens) == len(tokens):
+            self.store.truncate(session, (keep + 0.5) / len(tokens))
+        return both_ends(tokens, keep, sinks)
 
     def enqueue(self, session: str) -> None:
         self.store.enqueue(session)

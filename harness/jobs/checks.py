@@ -61,6 +61,11 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
             f"history={settings.history} lets a cache go between turns, and questions=shared goes back to one: set "
             "history=device_prefix, or questions=separate."
         )
+    if settings.questions == "shared" and settings.overflow.window is not None:
+        raise SettingsError(
+            "questions=shared goes back to one cache, which overflow shortens: leave overflow.window out, or set "
+            "questions=separate."
+        )
     for key, value, off in (("fidelity", settings.fidelity, 0), ("triage", settings.triage, "off")):
         if value != off:
             raise SettingsError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.config.settings import CommonWindows, Settings, StoreSettings
+from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
 from harness.jobs.alignment import aligned, per_token
 from harness.jobs.items import Item
 from harness.jobs.questions import by_context
@@ -39,6 +39,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
+    changes |= {"overflow": settings.overflow.resolved(settings.history)}
     if not method.paper_leaves_out:
         changes |= {"budget_rule": "read"}
     if not method.uses_budget:
@@ -71,11 +72,14 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
-    """history is left out where no example has a second turn, and said to be."""
-    if settings.history == "device_prefix" or any(item.further for item in items):
+    """history and overflow are left out where no example has a second turn, and said to be."""
+    if any(item.further for item in items):
         return settings
-    say_once(f"history={settings.history} changes nothing here: no example has a second turn")
-    return replace(settings, history="device_prefix", store=StoreSettings())
+    if settings.history != "device_prefix":
+        say_once(f"history={settings.history} changes nothing here: no example has a second turn")
+    if settings.overflow.window is not None:
+        say_once("overflow changes nothing here: no example has a second turn")
+    return replace(settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings())
 
 
 def codec_of(settings: Settings) -> Codec | None:

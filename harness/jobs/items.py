@@ -25,6 +25,7 @@ class Item:
     findings: tuple[Finding, ...]
     forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
     further: tuple[Item, ...] = ()  # user turns behind the first
+    most: int | None = None  # tokens that a cache holds, where what is more leaves it
 
     @property
     def turns(self) -> tuple[Item, ...]:
@@ -33,7 +34,8 @@ class Item:
     @property
     def room(self) -> int:
         """Tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
-        return sum(len(turn.prompt.ids) + turn.new_tokens for turn in self.turns)
+        needed = sum(len(turn.prompt.ids) + turn.new_tokens for turn in self.turns)
+        return needed if self.most is None else min(needed, self.most)
 
     @property
     def sha256(self) -> str:
@@ -77,17 +79,20 @@ def itemised(
 
 
 def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> Item:
-    """Each turn is seen through by itself, and has what the ones before it leave of the window."""
+    """Each turn is seen through by itself, and has what the ones before it leave of the window: all of it, where these
+    are let go of."""
     made: list[Item] = []
+    most = settings.overflow.window
+    window = min(window, most or window)
     for turn in example.turns:
         prompt = (render_turn if made else render)(turn, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         new_tokens = len(forced) or limit or turn.max_new_tokens
-        findings = lint(turn, prompt, tokenizer, window, new_tokens, sum(one.room for one in made))
+        findings = lint(turn, prompt, tokenizer, window, new_tokens, 0 if most else sum(one.room for one in made))
         made.append(Item(turn, prompt, new_tokens, tuple(findings), forced))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
-    return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]))
+    return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)
 
 
 def _refuse(item: Item) -> None:

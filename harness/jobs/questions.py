@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.conversations.histories import Histories
+from harness.conversations.overflow import Overflow
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot, seal
@@ -104,9 +105,10 @@ class Talk:
         prefilled: Prefilled,
         context: int | None,
         ending: Ending,
+        overflow: Overflow | None = None,
     ) -> None:
         """`items` have one context. `context`: tokens of the first that were prefilled; None for its whole prompt."""
-        self.engine, self.histories, self.ending = engine, histories, ending
+        self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
         self.cache: KVCache | None  # None between two turns
         self.cache, self._logits, self._began, self._usage = prefilled
         self._capacity = self.cache.capacity
@@ -182,9 +184,11 @@ class Talk:
         """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
         what was fed before, which is sealed anew where the cache did not stay."""
         self._text += turn.prompt.ids
-        prefilled = len(self._text) if self._context is None else self._fed
-        ids, began = self._tensor(self._text), perf_counter()
-        with Usage(ids.device) as usage:
+        began = perf_counter()
+        with Usage(self.engine.model.device) as usage:
+            dropped = self._make_room(turn.new_tokens)
+            prefilled = len(self._text) if self._context is None else self._fed
+            ids = self._tensor(self._text)
             asked = self._text[: min(prefilled, len(self._text) - 1)]
             found = self.histories.resume(self._session, asked, self._capacity)
             found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
@@ -193,8 +197,20 @@ class Talk:
         self.answer.prefill.add(usage)
         new = len(self._text) - found.reused
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
-        self.answer.reuse.append({"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new, **seconds})
+        left = {"dropped_tokens": dropped} if self.overflow is not None else {}
+        counts = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new}
+        self.answer.reuse.append({**counts, **left, **seconds})
         return self._kept(slot, found.cache)
+
+    @torch.inference_mode()
+    def _make_room(self, new_tokens: int) -> int:
+        """Where text and answer outgrow the window, part of the history leaves both text and cache. -> tokens"""
+        if self.overflow is None:
+            return 0
+        fed, unread = self._text[: self._fed], self._text[self._fed :]
+        kept = self.overflow.make_room(self.histories, self._session, fed, len(unread) + new_tokens)
+        self._text, self._fed = kept + unread, len(kept)
+        return len(fed) - len(kept)
 
     @torch.inference_mode()
     def _kept(self, slot: Slot, cache: KVCache) -> Slot:

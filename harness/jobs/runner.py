@@ -17,6 +17,7 @@ from evals.base import Task
 from harness.config.settings import Settings
 from harness.conversations.histories import Histories
 from harness.conversations.opening import histories
+from harness.conversations.overflow import Overflow
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Stop, after, never
 from harness.engine.batch.running import RunningBatch
@@ -63,6 +64,7 @@ class Runner:
     ) -> None:
         self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
         self.device = loaded.model.device
+        self.overflow = Overflow(settings.overflow) if settings.overflow.window is not None else None
         self.engine = Engine(
             attachment,
             prefill_chunk=settings.prefill_chunk,
@@ -105,7 +107,7 @@ class Runner:
         """With a prefill of its own unless it is one of `prefilled`."""
         context = items[0].prompt.split if self.settings.protocol == "context" else None
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Talk(self.engine, kept, items, ready, context, self.ending)
+        return Talk(self.engine, kept, items, ready, context, self.ending, self.overflow)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -217,6 +219,7 @@ class Runner:
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
             score = self.task.score(example, output)
+            history -= reuse.get("dropped_tokens", 0)
             yield {
                 "history_tokens": history,
                 "prompt_tokens": len(turn.prompt.ids),

@@ -55,6 +55,7 @@ class Reply:
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
+    dropped_tokens: int | None = None  # of its history, that left the window before the turn; null where none can
     new_tokens: int | None = None  # that were computed, the history's too where it was not found
     load_s: float | None = None  # waited until the cache was there, within the first token's time
     hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
@@ -220,7 +221,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "hit_rate",
     )
     sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "load_s", "hidden_s", "save_s")
-    counts = ("reused_tokens", "new_tokens")
+    counts = ("reused_tokens", "dropped_tokens", "new_tokens")
     return {
         "turns": list(turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
