@@ -133,7 +133,7 @@ def test_the_first_layer_is_that_of_the_shorter_text() -> None:
         assert not torch.allclose(last[name], other[name], atol=0.05)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("sinks", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [*KEEPING, *EVICTING], ids=lambda method: type(method).__name__)
 def test_every_method_goes_on_behind_a_shorter_history(method: Method, sinks: int) -> None:
     model, ids = tiny("llama"), prompt(SEEN)
@@ -168,7 +168,7 @@ def _keys(state: Any) -> list[Tensor]:
     return [x for name, x in state.items() if name[:1] == "k"]
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_streaming_is_left_as_it_was(sinks: int) -> None:
     """Its keys lie as if what was evicted had never been: moved together, they give the same answers."""
     model, ids = tiny("llama"), prompt(SEEN)
