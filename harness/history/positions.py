@@ -74,6 +74,8 @@ class Rotation:
     def _turned(
         self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor, reach: int | None
     ) -> Tensor:
+        if not rows.shape[-2]:
+            return rows.float()
         cos, sin = self._at(positions.flatten().clamp(min=0), reach)
         if positions.dim() == 1:
             cos, sin = (part.to(rows.device).unsqueeze(0) for part in (cos, sin))

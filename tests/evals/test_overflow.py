@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evals.base import Example, TaskEnv, TaskError
-from evals.overflow import NeedlesBehindOverflow
+from evals.multiturn.overflow import NeedlesBehindOverflow
 from tests.evals.test_niah import Words
 
 SMALL: dict[str, Any] = {"window": 400, "facts": 80, "conversations": 3, "haystack": "pydoc"}

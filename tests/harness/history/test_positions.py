@@ -87,6 +87,11 @@ def test_the_start_of_a_text_is_before_its_rotation() -> None:
     assert not torch.allclose(off[:, :, 1:, :8], keys[:, :, 1:, :8], atol=0.1)
 
 
+def test_no_token_is_a_text_too() -> None:
+    [rotation, *_] = rotations(scaled(BY_REACH["longrope"], max_position_embeddings=4 * ORIGINAL))
+    assert rotation.move(torch.empty(1, 2, 0, 16), torch.arange(0), torch.arange(0)).shape == (1, 2, 0, 16)
+
+
 def test_layers_have_their_own_rotations() -> None:
     model, keys, places = tiny("gemma3_text"), torch.randn(1, 2, TOKENS, 16), torch.arange(FAR, FAR + TOKENS)
     kinds = {kind: layer for layer, kind in enumerate(model.config.layer_types)}
