@@ -1,12 +1,12 @@
-"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, history, busy or
-calibrate."""
+"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, history, overlap,
+busy or calibrate."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "busy", "calibrate")
+KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate")
 
 
 def main(arguments: list[str]) -> int:

@@ -61,7 +61,8 @@ class Histories(ABC):
         began = perf_counter()
         found = self._find(session, tokens, capacity)
         wait_for(found.cache.state.request.device)
-        return replace(found, load_s=perf_counter() - began)
+        waited_s = found.loading.overlap.exposed_s if found.loading is not None else 0.0  # `compute` adds all of it
+        return replace(found, load_s=perf_counter() - began - waited_s)
 
     def compute(self, found: Resumed, tokens: Sequence[int], prefill: Prefill) -> tuple[Resumed, Tensor | None]:
         """`prefill` what `found` lacks of the text. -> what there was to be had; logits of the last token, None where
