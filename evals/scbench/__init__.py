@@ -1,0 +1,201 @@
+"""SCBench (arXiv:2412.10319): several questions on one long context, as turns of a conversation or as requests that
+share it, with the official prompts and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
+from evals.data import Row, Source, open_rows, require
+from evals.scbench import scoring
+from evals.scbench.tables import HUB_REPO, MAX_NEW_TOKENS, OPENING, PROMPTS, SKILLS, fields, names
+
+MODES = ("multi_turn", "multi_request")
+LISTS = ("scbench_vt", "scbench_choice_eng")  # whose answers are several texts
+SPARE_TOKENS = 16  # a BOS, and what pieces that are tokenised apart may grow by
+PLAIN_GAP = "\n\n"  # behind a given answer, without a chat template
+
+
+@dataclass(frozen=True)
+class SCBench(Task):
+    """`golden`: the right answers stand in the conversation, as officially, not the model's own."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "SCBench score"
+
+    tasks: str | Sequence[str] = "english"
+    mode: str = "multi_turn"
+    golden: bool = True
+    samples: int | None = None
+    turns: int = 5
+    max_prompt_tokens: int | None = None
+    revision: str = "f43226eed3a026f927a67c60739c228390d959c2"
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise TaskError(f"task.mode={self.mode!r} is unknown: choose one of {', '.join(MODES)}.")
+        if self.mode == "multi_request" and not self.golden:
+            raise TaskError("task.golden=false is of conversations: requests do not see one another's answers.")
+        for name, least in (("samples", 1), ("turns", 1), ("max_prompt_tokens", 2)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise TaskError(f"task.{name}={value} must be at least {least}.")
+        self.names()
+
+    def names(self) -> tuple[str, ...]:
+        return names(self.tasks if isinstance(self.tasks, str) else list(self.tasks))
+
+    def require(self, data_root: Path | None) -> None:
+        require(map(self._source, self.names()), data_root)
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        for name in self.names():
+            opened = open_rows(self._source(name), env)
+            self._opened[name] = opened.provenance
+            for index, row in enumerate(opened.rows[: self.samples]):
+                try:
+                    turns = [_Asked.of(name, row, turn) for turn in row["multi_turns"][: self.turns]]
+                except (KeyError, TypeError, ValueError) as error:
+                    raise TaskError(
+                        f"row {index + 1} of {opened.origin} is not SCBench's ({error!r}): fetch the file again"
+                    ) from error
+                made = self._conversation if self.mode == "multi_turn" else self._requests
+                yield from made(f"{name}/{index}", name, turns, env)
+
+    def score(self, example: Example, output: str) -> Score:
+        name, answers = example.data["task"], example.references
+        value = scoring.SCORERS[name](output, _answer(name, answers))
+        if name == "scbench_many_shot":
+            return Score(value, {"many_shot_whole": scoring.contains_any(output, answers)})
+        if name == "scbench_qa_chn":
+            return Score(value, {"qa_chn_whole": scoring.characters_f1(output, answers)})
+        return Score(value)
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`mean` over tasks; the paper's skills of which all tasks ran; scores by whole answers where the official ones
+        go by characters."""
+        skills = {
+            skill: fmean(groups[task] for task in tasks)
+            for skill, tasks in SKILLS.items()
+            if groups.keys() >= set(tasks)
+        }
+        whole = {name: value for name, value in (details or {}).items() if name.endswith("_whole")}
+        return super().averages(groups) | skills | whole
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._opened)
+
+    def _source(self, name: str) -> Source:
+        return Source(
+            name=f"scbench/{name}",
+            local=(
+                f"scbench/{name}.jsonl",
+                f"SCBench/data/{name}.jsonl",
+                f"scbench/{name}/test-*.parquet",
+                f"SCBench/{name}/test-*.parquet",
+            ),
+            hub_repo=HUB_REPO,
+            hub_file=f"data/{name}.jsonl",
+            hub_revision=self.revision,
+        )
+
+    def _conversation(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
+        """Officially, later turns of math_find in a chat template ask in front what the last turn asks; so here."""
+        plain = env.text.count("") == 0
+        gap = PLAIN_GAP if plain and self.golden else ""
+        template = PROMPTS[name].later_plain if plain else PROMPTS[name].later
+        last = {"asked": turns[-1].fields["asked"]} if name == "scbench_mf" and not plain else {}
+        further = tuple(
+            Turn(
+                question=gap + template.format_map({**turn.fields, **last}),
+                references=turn.references,
+                prefix="" if plain else OPENING.get(name, ""),
+                reply=before.reply if self.golden else None,
+            )
+            for before, turn in pairwise(turns)
+        )
+        later = sum(
+            env.text.count(turn.question, turn.prefix) + len(env.text.encode(turn.reply or "")) for turn in further
+        )
+        context, question = _split(PROMPTS[name].first, turns[0].fields)
+        yield Example(
+            **_common(row_id, name, turns[0]),
+            context=context,
+            question=question,
+            further=further,
+            max_prompt_tokens=self._limit(env, len(turns) * MAX_NEW_TOKENS[name] + later),
+        )
+
+    def _requests(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
+        """On one context, which is cut alone, so that all share it."""
+        questions = [PROMPTS[name].later.format_map(turn.fields) for turn in turns]
+        longest = max(len(env.text.encode(question)) for question in questions)
+        context = PROMPTS[name].context.format_map(turns[0].fields)
+        context, cut = _cut(context, self._limit(env, MAX_NEW_TOKENS[name] + longest), env)
+        for number, (turn, question) in enumerate(zip(turns, questions, strict=True)):
+            common = _common(f"{row_id}/{number}", name, turn, cut_tokens=cut)
+            yield Example(**common, context=context, question=question, unit=row_id)
+
+    def _limit(self, env: TaskEnv, rest: int) -> int | None:
+        """Tokens of the bare first prompt. rest: of all that comes behind it."""
+        if self.max_prompt_tokens is not None or env.window is None:
+            return self.max_prompt_tokens
+        limit = env.window - rest - env.text.count("") - SPARE_TOKENS
+        if limit < 2:
+            raise TaskError(f"The model's window of {env.window} tokens has no room for a context: lower task.turns.")
+        return limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One of a row's questions: what stands in the templates, and what a right answer is."""
+
+    fields: Mapping[str, str]
+    references: tuple[str, ...]
+    reply: str  # as it stands in the conversation
+
+    @classmethod
+    def of(cls, name: str, row: Row, turn: Mapping[str, Any]) -> _Asked:
+        known, answer = fields(name, row, turn), turn["answer"]
+        letters = (known["letter"],) if name == "scbench_choice_eng" else ()
+        several = answer if isinstance(answer, list) else [answer]
+        return cls(known, (*map(str, several), *letters), str(answer))
+
+
+def _answer(name: str, references: Sequence[str]) -> Any:
+    """As the scorers take it: several texts where the file has a list."""
+    if name in LISTS or len(references) > 1:
+        return references
+    if name == "scbench_mf":
+        return float(references[0]) if "." in references[0] else int(references[0])
+    return references[0]
+
+
+def _common(example_id: str, name: str, turn: _Asked, **data: Any) -> dict[str, Any]:
+    return {
+        "id": example_id,
+        "group": name,
+        "references": turn.references,
+        "max_new_tokens": MAX_NEW_TOKENS[name],
+        "data": {"task": name, **data},
+    }
+
+
+def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Up to the end of the context, and what follows."""
+    head, tail = template.split("{context}")
+    return head.format_map(known) + known["context"], tail.format_map(known)
+
+
+def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:
+    """Its first and its last half, where it has more tokens; how many are gone."""
+    ids = env.text.encode(text)
+    if limit is None or len(ids) <= limit:
+        return text, 0
+    half = max(1, limit // 2)
+    return env.text.decode(ids[:half]) + env.text.decode(ids[-half:]), len(ids) - 2 * half

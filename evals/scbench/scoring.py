@@ -1,0 +1,104 @@
+"""SCBench's scores, equal to the official functions to the last digit, where those do what nobody would expect, too.
+
+All are pure functions of an output and the answer of a row, as the file has it, to a number in [0, 1].
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evals.metrics.answers import ASCII_PUNCTUATION, CHINESE_PUNCTUATION
+from evals.metrics.rouge_sum import rouge_lsum
+
+OPTIONS = "ABCD"
+_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
+
+
+def contains(output: str, answer: str) -> float:
+    """1 if the answer stands in the output, letter for letter."""
+    return float(answer in output)
+
+
+def contains_any(output: str, answers: Sequence[str]) -> float:
+    """1 if one of the answers does, letter case aside. The official code hands over many_shot's answer, a text, as the
+    list of its characters: any of them will do.
+
+    >>> contains_any("b", "(B)"), contains_any("(C)", "(B)"), contains_any("C", "(B)")
+    (1.0, 1.0, 0.0)
+    """
+    return float(any(answer.upper() in output.upper() for answer in answers))
+
+
+def share_contained(output: str, answers: Sequence[str]) -> float:
+    """Share of the answers that stand in the output, letter case aside, to two places as official.
+
+    >>> share_contained("A1, b2", ["A1", "B2", "C3"])
+    0.67
+    """
+    return round(sum(answer.lower() in output.lower() for answer in answers) / len(answers), 2)
+
+
+def first_number(output: str, answer: float) -> float:
+    """1 if the output's first number is the answer; of a whole answer, what lies behind its point does not count.
+
+    >>> first_number("It is 7.9", 7), first_number("-7", -7)
+    (1.0, 0.0)
+    """
+    found = re.search(r"\d+\.\d+|\d+", output)
+    if found is None:
+        return 0.0
+    number = float(found[0])
+    return float((int(number) if isinstance(answer, int) else number) == answer)
+
+
+def characters_f1(output: str, answers: Sequence[str]) -> float:
+    """Best F1 of bags of characters. The official code hands over qa_chn's answer, a text, as the list of its
+    characters: the best F1 with one of them."""
+    return max((_f1(_characters(output), _characters(answer)) for answer in answers), default=0.0)
+
+
+def choice(output: str, answers: Sequence[str]) -> float:
+    """Of four options; answers: the right one's text and letter. A first letter A to D is the choice, whatever follows;
+    else the whole output, what follows the first of some phrases, the first word in ABCD."""
+    said = output.strip()
+    if not said:
+        return 0.0
+    if said[0] in OPTIONS:
+        return float(said[0] in answers)
+    if said in answers:
+        return 1.0
+    said = re.sub(" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", said))
+    for prefix in _PREFIXES:
+        if (place := said.find(prefix)) >= 0:
+            rest = said[place + len(prefix) + 1 :]
+            return float(any(rest.startswith(answer) for answer in answers) and len(said) > place + len(prefix))
+    word = next((word for word in said.split() if word in OPTIONS), "")
+    return float(word in answers)
+
+
+def _characters(text: str) -> list[str]:
+    return list("".join(text.lower().translate(ASCII_PUNCTUATION | CHINESE_PUNCTUATION).split()))
+
+
+def _f1(output: Sequence[str], answer: Sequence[str]) -> float:
+    same = (Counter(output) & Counter(answer)).total()
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(output), same / len(answer)
+    return 2 * precision * recall / (precision + recall)
+
+
+SCORERS: Mapping[str, Callable[[str, Any], float]] = {
+    "scbench_kv": contains,
+    "scbench_prefix_suffix": contains,
+    "scbench_vt": share_contained,
+    "scbench_qa_eng": lambda output, answer: contains_any(output, [answer]),
+    "scbench_qa_chn": characters_f1,
+    "scbench_choice_eng": choice,
+    "scbench_many_shot": contains_any,
+    "scbench_mf": first_number,
+    "scbench_summary": rouge_lsum,
+}

@@ -1,0 +1,95 @@
+"""SCBench's tasks as published: their prompts are in the JSON file beside, word for word."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.base import TaskError
+from evals.scbench.scoring import OPTIONS
+
+HUB_REPO = "microsoft/SCBench"
+MAX_NEW_TOKENS = {
+    "scbench_kv": 150,
+    "scbench_prefix_suffix": 150,
+    "scbench_vt": 30,
+    "scbench_qa_eng": 40,
+    "scbench_choice_eng": 40,
+    "scbench_many_shot": 10,
+    "scbench_mf": 5,
+    "scbench_summary": 200,
+    "scbench_qa_chn": 40,
+}
+ABSENT = {
+    "scbench_repoqa": "is scored with tree-sitter's parsers",
+    "scbench_repoqa_and_kv": "is scored with tree-sitter's parsers",
+    "scbench_summary_with_needles": "mixes two scores",
+}
+PRESETS = {
+    "english": tuple(name for name in MAX_NEW_TOKENS if name != "scbench_qa_chn"),
+    "all": tuple(MAX_NEW_TOKENS),
+}
+SKILLS = {  # those of the paper's four of which all tasks are here
+    "string_retrieval": ("scbench_kv", "scbench_prefix_suffix", "scbench_vt"),
+    "global_information": ("scbench_many_shot", "scbench_mf", "scbench_summary"),
+}
+OPENING = {"scbench_summary": "This paper"}  # of answers behind the first, in a chat template
+
+
+class Prompts(NamedTuple):
+    """`first`: of a conversation; `context`: what several requests share; `later`: a request on it, and a later turn;
+    `later_plain`: a later turn without a chat template."""
+
+    first: str
+    context: str
+    later: str
+    later_plain: str
+
+
+PROMPTS = {
+    name: Prompts(**{"later_plain": said["later"], **said})
+    for name, said in json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")).items()
+}
+
+
+def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, str]:
+    """What stands in the templates' braces. Raises KeyError, TypeError or ValueError for rows of another layout."""
+    known = {"context": str(row["context"]), "input": _text(turn["input"])}
+    if name == "scbench_choice_eng":
+        known |= zip(OPTIONS, map(_text, turn["options"]), strict=True)
+        known["letter"] = OPTIONS[turn["options"].index(turn["answer"])]
+    if name == "scbench_mf":
+        known |= {"asked": _asked(turn["input"]), "first_input": row["multi_turns"][0]["input"]}
+    return known
+
+
+def _asked(text: str) -> str:
+    """The question that math_find puts before its input.
+
+    >>> _asked("Answer with one number. The 2nd largest number is:")
+    'What is the 2nd largest number?'
+    """
+    found = re.findall(r"The .+ is", text)
+    if not found:
+        raise ValueError(f"{text!r} does not end in 'The ... is'")
+    return f"What is {found[0].lower()[:-3]}?"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    """Of a preset, of one task, or of a list of tasks."""
+    wanted = PRESETS.get(tasks, (tasks,)) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
+    for name in wanted:
+        if name in ABSENT:
+            raise TaskError(f"task.tasks: {name} {ABSENT[name]}, which is not offered: choose others.")
+    if not wanted or not set(wanted) <= set(MAX_NEW_TOKENS):
+        raise TaskError(f"task.tasks={tasks!r}: choose {', '.join(PRESETS)}, or of {', '.join(MAX_NEW_TOKENS)}.")
+    return wanted

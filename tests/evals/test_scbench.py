@@ -1,0 +1,230 @@
+"""SCBench: prompts and scores against what the official functions give, both modes, hub files, sentences.
+
+scbench_prompts.json and scbench_vectors.json hold rows, outputs and answers made up here, with the texts and the scores
+that the official code (MInference, scbench/eval_utils.py and compute_scores.py; rouge_score 0.1.2) makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from evals.base import Example, TaskEnv, TaskError
+from evals.scbench import SCBench
+from evals.scbench.tables import MAX_NEW_TOKENS, PRESETS
+from harness.prompts.prompt import render, render_turn
+from tests.evals.test_niah import Words
+
+HERE = Path(__file__).parent
+PROMPTS: dict[str, Any] = json.loads((HERE / "scbench_prompts.json").read_text(encoding="utf-8"))
+VECTORS: list[dict[str, Any]] = json.loads((HERE / "scbench_vectors.json").read_text(encoding="utf-8"))
+
+
+class Chat(Words):
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return super().count(user, prefix) + 5
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A data root with a row of every task, or the rows given."""
+
+    def put(**rows: list[dict[str, Any]]) -> Path:
+        (tmp_path / "scbench").mkdir(exist_ok=True)
+        for name, known in PROMPTS.items():
+            lines = (json.dumps(row, ensure_ascii=False) for row in rows.get(name, [known["row"]]))
+            (tmp_path / "scbench" / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        return tmp_path
+
+    return put
+
+
+def examples(root: Path, *, plain: bool = False, window: int | None = None, **changes: Any) -> list[Example]:
+    text = Words() if plain else Chat()
+    env = TaskEnv(text=text, seed=0, data_root=root, window=window)
+    return list(SCBench(**{"tasks": "all", **changes}).examples(env))
+
+
+def by_task(made: list[Example]) -> dict[str, list[Example]]:
+    return {name: [one for one in made if one.group == name] for name in PROMPTS}
+
+
+def test_a_conversation_without_a_template_is_the_official_text(write: Callable[..., Path]) -> None:
+    for name, (talk,) in by_task(examples(write(), plain=True)).items():
+        first, *later = talk.turns
+        said = [first.context + first.question, *((one.reply or "") + one.question + one.prefix for one in later)]
+        assert said == PROMPTS[name]["plain"], name
+
+
+class Template:
+    """A tokenizer of characters with the template that the expected texts have."""
+
+    chat_template, bos_token_id = "yes", None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        offsets = [(place, place + 1) for place in range(len(text))]
+        return {"input_ids": [*map(ord, text)], "offset_mapping": offsets}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **options: Any) -> str:
+        said = (f"<{turn['role']}>{turn['content']}</{turn['role']}>" for turn in turns)
+        return "".join(said) + "<assistant>"
+
+
+def test_a_conversation_in_a_template_is_the_official_text(write: Callable[..., Path]) -> None:
+    """As --use_chat_template, which the official scripts set; math_find's later turns with the last one's question."""
+    for name, (talk,) in by_task(examples(write())).items():
+        first, *later = talk.turns
+        tokenizer: Any = Template()
+        said = [
+            render(first, tokenizer, chat="template"),
+            *(render_turn(one, tokenizer, chat="template") for one in later),
+        ]
+        assert [prompt.text for prompt in said] == PROMPTS[name]["chat"], name
+        assert all(prompt.replaces_answer for prompt in said[1:])
+
+
+def test_requests_share_the_official_context(write: Callable[..., Path]) -> None:
+    for name, asked in by_task(examples(write(), mode="multi_request")).items():
+        context, *questions = PROMPTS[name]["requests"]
+        assert {one.context for one in asked} == {context}
+        assert [one.question for one in asked] == questions
+        assert {one.unit for one in asked} == {f"{name}/0"}
+        assert not any(one.further for one in asked)
+        assert {one.max_new_tokens for one in asked} == {MAX_NEW_TOKENS[name]}
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['task']}-{vector['output'][:20]!r}")
+def test_scores_are_the_official_ones_to_the_last_digit(vector: dict[str, Any], write: Callable[..., Path]) -> None:
+    name = vector["task"]
+    row = {**PROMPTS[name]["row"], "multi_turns": [{**PROMPTS[name]["row"]["multi_turns"][0], **vector["turn"]}]}
+    if name == "scbench_mf":
+        row["multi_turns"][0]["input"] = "The number is"
+    (example,) = examples(write(**{name: [row]}), tasks=name)
+    assert SCBench().score(example, vector["output"]).value == vector["score"]
+
+
+def test_whole_answers_are_told_beside_scores_by_characters(write: Callable[..., Path]) -> None:
+    made, task = by_task(examples(write())), SCBench()
+    shot, chinese = made["scbench_many_shot"][0], made["scbench_qa_chn"][0]
+    assert task.score(shot, "(B)").value == 1.0  # its brackets are characters of "(A)"
+    assert task.score(shot, "(B)").details == {"many_shot_whole": 0.0}
+    assert task.score(shot, "it is (a)").details == {"many_shot_whole": 1.0}
+    assert task.score(chinese, "张三").details == {"qa_chn_whole": 1.0}
+    groups = {name: 0.5 for name in ("scbench_kv", "scbench_prefix_suffix", "scbench_vt", "scbench_mf")}
+    averages = task.averages(groups, {"many_shot_whole": 0.25, "other": 1.0})
+    assert averages == {"mean": 0.5, "string_retrieval": 0.5, "many_shot_whole": 0.25}
+
+
+def test_the_models_own_answers_may_stay(write: Callable[..., Path]) -> None:
+    for talk in examples(write(), golden=False):
+        assert all(turn.reply is None for turn in talk.turns)
+    for talk in examples(write(), golden=False, plain=True, tasks=["scbench_kv"]):
+        assert talk.further[0].question == PROMPTS["scbench_kv"]["row"]["multi_turns"][1]["input"]
+
+
+def test_turns_and_samples_are_cut(write: Callable[..., Path]) -> None:
+    row = PROMPTS["scbench_mf"]["row"]
+    root = write(scbench_mf=[row, row, row])
+    made = examples(root, tasks="scbench_mf", samples=2, turns=2)
+    assert [(one.id, len(one.turns)) for one in made] == [("scbench_mf/0", 2), ("scbench_mf/1", 2)]
+    assert made[0].further[0].question.startswith("What is the smallest number of the list?")
+
+
+def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[..., Path]) -> None:
+    row = {**PROMPTS["scbench_qa_eng"]["row"], "context": " ".join(f"word{i}" for i in range(600))}
+    root = write(scbench_qa_eng=[row])
+    made = examples(root, tasks="scbench_qa_eng", mode="multi_request", window=200)
+    (context,) = {one.context for one in made}
+    assert context.startswith("Read the book")
+    assert context.endswith("word599")
+    text = Chat()
+    for one in made:
+        assert 150 < text.count(one.context + one.question) + one.max_new_tokens + 16 <= 201
+        assert one.data["cut_tokens"] > 400
+    (talk,) = examples(root, tasks="scbench_qa_eng", window=400)
+    needed = sum(
+        text.count(one.question, one.prefix) + len(text.encode(one.reply or "")) + 40 for one in talk.turns[1:]
+    )
+    assert talk.max_prompt_tokens == 400 - 40 - needed - 5 - 16
+    assert examples(root, tasks="scbench_qa_eng", max_prompt_tokens=99)[0].max_prompt_tokens == 99
+    with pytest.raises(TaskError, match=r"has no room for a context: lower task\.turns"):
+        examples(root, tasks="scbench_qa_eng", window=90)
+
+
+@pytest.mark.parametrize("place", ["SCBench/data/{}.jsonl", "scbench/{}/test-00000-of-00001.parquet"])
+def test_files_lie_as_on_the_hub(place: str, tmp_path: Path, write: Callable[..., Path]) -> None:
+    wanted = by_task(examples(write()))
+    for name, known in PROMPTS.items():
+        path = tmp_path / "other" / place.format(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            parquet.write_table(pa.Table.from_pylist([known["row"]]), path)
+        else:
+            path.write_text(json.dumps(known["row"], ensure_ascii=False), encoding="utf-8")
+        assert examples(tmp_path / "other", tasks=name) == wanted[name]
+
+
+def test_the_file_of_a_hub_cache_is_read_at_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Hugging Face's client and its layout, without network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    task = SCBench(tasks="scbench_kv")
+    snapshot = tmp_path / "datasets--microsoft--SCBench" / "snapshots" / task.revision / "data"
+    snapshot.mkdir(parents=True)
+    (snapshot / "scbench_kv.jsonl").write_text(json.dumps(PROMPTS["scbench_kv"]["row"]))
+    task.require(None)
+    (talk,) = task.examples(TaskEnv(text=Chat(), seed=0))
+    assert talk.id == "scbench_kv/0"
+    assert task.provenance()["scbench_kv"]["origin"] == f"hub:microsoft/SCBench@{task.revision}:data/scbench_kv.jsonl"
+    with pytest.raises(TaskError, match="hf download microsoft/SCBench data/scbench_vt"):
+        replace(task, tasks=["scbench_kv", "scbench_vt"]).require(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": "scbench_repoqa"}, "scbench_repoqa is scored with tree-sitter's parsers, which is not offered"),
+        ({"tasks": ["scbench_kv", "scbench_summary_with_needles"]}, "mixes two scores"),
+        ({"tasks": "kv"}, "task.tasks='kv': choose english, all, or of scbench_kv, "),
+        ({"tasks": []}, "choose english"),
+        ({"mode": "scdq"}, "task.mode='scdq' is unknown: choose one of multi_turn, multi_request"),
+        ({"mode": "multi_request", "golden": False}, "requests do not see one another's answers"),
+        ({"turns": 0}, "task.turns=0 must be at least 1"),
+        ({"max_prompt_tokens": 1}, "must be at least 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        SCBench(**changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("scbench_kv", {"multi_turns": [{"input": "x"}]}),
+        ("scbench_kv", {"multi_turns": [{"input": 3, "answer": "y"}]}),
+        ("scbench_choice_eng", {"multi_turns": [{"input": "x", "answer": "E", "options": ["A", "B", "C", "D"]}]}),
+        ("scbench_mf", {"multi_turns": [{"input": "Sum", "answer": 3}]}),
+    ],
+    ids=str,
+)
+def test_a_row_of_another_layout_is_named(name: str, change: dict[str, Any], write: Callable[..., Path]) -> None:
+    row = PROMPTS[name]["row"]
+    root = write(**{name: [row, {**row, **change}]})
+    with pytest.raises(
+        TaskError, match=rf"row 2 of local:scbench/{name}.jsonl is not SCBench's .*fetch the file again"
+    ):
+        examples(root, tasks=name)
+
+
+def test_presets_name_tasks_that_are_offered() -> None:
+    assert len(PRESETS["english"]) == 8
+    assert set(PROMPTS) == set(MAX_NEW_TOKENS) == set(PRESETS["all"])
