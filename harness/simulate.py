@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _simulate(options: argparse.Namespace) -> None:
     from harness.history.simulation import costs, outcome, paper
     from harness.history.simulation.scenario import scenarios
+    from harness.results.provenance import provenance
 
     figure = paper.figure(options.figure) if options.figure else None
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
@@ -45,7 +46,8 @@ def _simulate(options: argparse.Namespace) -> None:
     if figure:
         print(f"\n{figure.table(rows)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / "simulation.json", {"schema": SCHEMA, "runs": rows})
+    made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
+    write_json(options.out / "simulation.json", made | {"runs": rows})
     write_atomically(options.out / "simulation.csv", outcome.spreadsheet(rows))
     drawn = figure.draw(rows, options.out / f"figure_{figure.number}.png") if figure else ()
     print(f"\nwrote {options.out}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def _figures(server: Server, jobs: Sequence[Job]) -> Row:
         "turns": len(jobs),
         "returning": sum(job.turn > 0 for job in jobs) / len(jobs),
         "hit_rate": len(found) / len(jobs),
+        "hit_rate_returning": len(found) / max(1, sum(job.turn > 0 for job in jobs)),
         **{f"hit_rate_{tier}": sum(job.tier == tier for job in found) / len(jobs) for tier in TIERS},
         "reused_tokens": sum(job.history for job in found) / prompt,
         "ttft_s": float(prefill_s.mean()),
@@ -72,10 +74,26 @@ def _cost(server: Server, jobs: Sequence[Job], costs: Costs) -> Row:
 def _traffic(server: Server) -> Row:
     """Of the whole run, warm-up included."""
     return {
+        "sessions_per_hour": _most_sessions(server.jobs),
         "dropped_sessions": sum(move.target is None for move in server.moves),
         "host_to_disk_bytes": server.moved[HOST, DISK] + server.moved[None, DISK],
         "disk_to_host_bytes": server.moved[DISK, HOST],
     }
+
+
+def _most_sessions(jobs: Sequence[Job], hour_s: float = 3600.0) -> int:
+    """Different ones served within an hour, at most."""
+    recent: Counter[str] = Counter()
+    most = first = 0
+    for job in jobs:
+        recent[job.session] += 1
+        while jobs[first].start_s <= job.start_s - hour_s:
+            recent[jobs[first].session] -= 1
+            if not recent[jobs[first].session]:
+                del recent[jobs[first].session]
+            first += 1
+        most = max(most, len(recent))
+    return most
 
 
 def table(rows: Sequence[Row], runs: Sequence[Scenario]) -> str:

@@ -38,6 +38,7 @@ class Job:
 
     session: str
     turn: int
+    start_s: float  # from the beginning of the trace
     question: int  # tokens
     history: int
     tier: str | None  # where its history was found
@@ -112,13 +113,13 @@ class Server:
         computed = question + (0 if tier else state.history)
         compute_s = computed * self.model.prefill_s_per_token
         load_s, exposed_s = self._load(state, tier, ready_s, compute_s)
-        wait_s = self.now_s - state.asked_s.popleft()
+        start_s, wait_s = self.now_s, self.now_s - state.asked_s.popleft()
         self._prefetch()
         self._advance(compute_s + exposed_s)
         self.jobs.append(
             Job(
-                session, state.turn, question, state.history, tier, wait_s, compute_s + exposed_s, load_s, exposed_s,
-                self._busy_s,
+                session, state.turn, start_s, question, state.history, tier, wait_s, compute_s + exposed_s, load_s,
+                exposed_s, self._busy_s,
             )
         )  # fmt: skip
         self._busy_s = 0.0
