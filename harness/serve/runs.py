@@ -78,7 +78,8 @@ class Runs:
 
     def _findings(self) -> Iterator[str]:
         if self.limit:
-            yield "\n".join([f"{self.limit}:", *(f"  {_found(*one)}" for one in self.searches.items())])
+            least = min((one.highest for one in self.searches.values() if one.highest), default=None)
+            yield "\n".join([f"{self.limit}:", *(f"  {_found(*one, least)}" for one in self.searches.items())])
 
     def write(self) -> list[Path]:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -103,9 +104,11 @@ def _said(plan: Plan, row: Row, known: bool) -> str:
     return f"{plan.label}: {told}{' (was there already)' * known}"
 
 
-def _found(system: str, search: Search) -> str:
+def _found(system: str, search: Search, least: float | None) -> str:
+    """`least`: the highest rate of the system that keeps least."""
     name = f"{system}: " if system else ""
     if search.highest is None:
-        return f"{name}kept at no rate down to {search.lowest_broken:.3g} sessions per second"
+        return f"{name}kept at no rate down to {search.lowest_broken:.3g} new sessions per second"
     broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ""
-    return f"{name}kept up to {search.highest:.3g} sessions per second{broken}"
+    times = f"; {digits(search.highest / least)} times the least" if least and search.highest > least else ""
+    return f"{name}kept up to {search.highest:.3g} new sessions per second{broken}{times}"

@@ -14,7 +14,7 @@ from harness.engine.attach import attached
 from harness.engine.cache import KVCache
 from harness.history.fingerprint import Fingerprint
 from harness.history.placement import Move, Placement
-from harness.history.policies import POLICIES, SchedulerAware
+from harness.history.policies import POLICIES
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
 from harness.history.simulation.server import Server
@@ -106,15 +106,11 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
     return [Told(a.session, a.turn, a.tier, a.reused_tokens, a.queue_s) for a in answers], store.placement.moves
 
 
-@pytest.mark.parametrize(
-    ("policy", "host", "disk"), [*((policy, 60, 150) for policy in POLICIES), (SchedulerAware.name, 150, 400)]
-)
-def test_simulator_and_store_agree(
-    policy: str, host: int, disk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for `host` and `disk` tokens: sessions are evicted to disk, dropped from there, and fetched ahead."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 60 tokens in memory, 150 on disk: sessions are evicted there, dropped from there, and fetched ahead."""
     monkeypatch.setattr("harness.history.store.Placement", Logged)
-    sizes = host * TOKEN_BYTES, disk * TOKEN_BYTES
+    sizes = 60 * TOKEN_BYTES, 150 * TOKEN_BYTES
     jobs, moves = simulated(policy, *sizes)
     assert served(policy, *sizes, tmp_path) == (jobs, moves)
     assert {None, "host"} <= {job.tier for job in jobs}
