@@ -183,7 +183,9 @@ class Settings:
                 f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
             )
         self._check_windows(self.windows)
-        self._check_history()
+        if self.history == "store":
+            self.store.check()
+        self.overflow.check(self.history)
         self._check_texts()
         self._check_trackers()
         self._check_generation(self.generation)
@@ -220,13 +222,6 @@ class Settings:
         self._at_least(0, **{"windows.sinks": windows.sinks})
         if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
             raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
-
-    def _check_history(self) -> None:
-        if self.history == "store":
-            self.store.check()
-        elif self.store != StoreSettings():
-            raise SettingsError(f"history={self.history} has no store: set history=store, or leave its settings out.")
-        self.overflow.check(self.history)
 
     def _check_texts(self) -> None:
         """An empty text is a slip, as when a shell variable was not set."""

@@ -13,15 +13,17 @@ import torch
 
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Resumed
 from harness.conversations.stored import StoredHistories
-from harness.engine.attach import Attachment
+from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.fingerprint import Fingerprint
 from harness.history.store import HistoryStore
+from methods.base import Budget
 from methods.full import Full
+from methods.pools import IntCodec
 from methods.streaming import Streaming
 from tests.methods.test_contract import attach, small, walked
-from tests.tiny import prompt
+from tests.tiny import prompt, tiny
 
 PRINT = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
 LENGTHS, NEW, CAPACITY = (61, 26, 3, 17), 6, 150
@@ -81,6 +83,23 @@ def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> 
     assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
     assert [found.reused for found in talk.found] == [found.reused for found in wanted.found]
     assert talk.found[1].reused == LENGTHS[0] + NEW - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("pqcache", {"placement": "disk", "codec": IntCodec(bits=4, group=16)}),
+        ("infinigen", {"placement": "host", "reuse_steps": 2}),
+        ("h2o", {"budget": Budget(0.4, generated=4)}),
+        ("full", {"placement": "host"}),
+    ],
+)
+def test_so_it_does_wherever_and_however_its_tokens_lie(name: str, how: dict[str, Any]) -> None:
+    method = replace(small(name), offload=True) if name == "full" else small(name)  # type: ignore[call-arg]
+    with attached(tiny("llama"), method, **{"budget": 0.4, "calibration": prompt(64, seed=9)} | how) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB)).turns()
+    assert talk.said == wanted.said
+    assert [found.tier for found in talk.found[1:]] == ["host"] * 3
 
 
 @pytest.mark.parametrize("tier", TIERS)

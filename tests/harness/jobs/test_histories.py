@@ -116,10 +116,17 @@ def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
     assert "history=store changes nothing here" in capsys.readouterr().err
 
 
+def test_a_store_beside_no_store_is_for_the_other_points_of_a_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, plain = (talked(tmp_path, Full(), **changes) for changes in ({"store": DISK}, {}))
+    assert one.folder == plain.folder
+    assert "store change nothing with history=device_prefix" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"store": DISK}, "set history=store"),
         ({"history": "store", "store": StoreSettings(host=0)}, "store.host=8GB"),
         ({"history": "store", "store": StoreSettings(host="8 gigs")}, "store.host=8 gigs is no size"),
         ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
