@@ -72,8 +72,8 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
-    """history and overflow are left out where no example has a second turn, the store's settings where there is none; all
-    of it is said to be."""
+    """history and overflow are left out where no example has a second turn, the store's settings where there is none,
+    and said to be."""
     if any(item.further for item in items):
         return _without_store(settings)
     if settings.history != "device_prefix":
