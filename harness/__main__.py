@@ -29,7 +29,7 @@ from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
 from harness.jobs.progress import forget
 from harness.sweeps.group import Group
-from harness.sweeps.jobs import JobConfig, distinct, groups
+from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.notices import say_once, tell_of_builds
@@ -122,7 +122,7 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
         collect()
-    return jobs
+    return with_own_stores(jobs)
 
 
 def _settings(job: JobConfig) -> Settings | None:

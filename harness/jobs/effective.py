@@ -72,23 +72,14 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
-    """history and overflow are left out where no example has a second turn, the store's settings where there is none,
-    and said to be."""
+    """history and overflow are left out where no example has a second turn, and said to be."""
     if any(item.further for item in items):
-        return _without_store(settings)
+        return settings
     if settings.history != "device_prefix":
         say_once(f"history={settings.history} changes nothing here: no example has a second turn")
     if settings.overflow.window is not None:
         say_once("overflow changes nothing here: no example has a second turn")
     return replace(settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings())
-
-
-def _without_store(settings: Settings) -> Settings:
-    """In a sweep the store's settings stand beside other histories, too."""
-    if settings.history == "store" or settings.store == StoreSettings():
-        return settings
-    say_once(f"the settings of store change nothing with history={settings.history}, which has none")
-    return replace(settings, store=StoreSettings())
 
 
 def codec_of(settings: Settings) -> Codec | None:

@@ -86,9 +86,6 @@ def points(words: Sequence[str]) -> list[Point]:
     _refuse_twice(found[0])
     varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
     stored = [_is_stored(point) for point in found]
-    for key in found[0] if not any(stored) else ():
-        if key.startswith("store."):
-            raise SettingsError(f"{key} changes nothing without history=store.")
     return [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.config.settings import OWN, WITHOUT_EFFECT
+from harness.config.settings import OWN, WITHOUT_EFFECT, StoreSettings
 from harness.results.files import canonical
 
 
@@ -32,6 +32,16 @@ def groups(jobs: Sequence[JobConfig]) -> list[list[int]]:
         key = canonical(apart) if job.config.get("shared_prefill") else str(number)
         found.setdefault(key, []).append(number)
     return list(found.values())
+
+
+def with_own_stores(jobs: Sequence[JobConfig]) -> list[JobConfig]:
+    """Settings of the store are for the jobs that have one, where some have and some have not."""
+    stored = [job.config.get("history") == "store" for job in jobs]
+    if not any(stored):
+        return list(jobs)
+    none = asdict(StoreSettings())
+    pairs = zip(jobs, stored, strict=True)
+    return [job if own else replace(job, config=job.config | {"store": dict(none)}) for job, own in pairs]
 
 
 def digest(jobs: Sequence[JobConfig]) -> str:

@@ -15,6 +15,7 @@ from harness.jobs.job import Evaluation
 from harness.reports.compare import comparisons
 from harness.reports.turns import turn_reuse
 from harness.results.store import load
+from harness.sweeps.jobs import JobConfig, with_own_stores
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -116,17 +117,16 @@ def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
     assert "history=store changes nothing here" in capsys.readouterr().err
 
 
-def test_a_store_beside_no_store_is_for_the_other_points_of_a_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, plain = (talked(tmp_path, Full(), **changes) for changes in ({"store": DISK}, {}))
-    assert one.folder == plain.folder
-    assert "store change nothing with history=device_prefix" in capsys.readouterr().err
+def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
+    both = [JobConfig({"history": how, "store": vars(DISK)}, {}, []) for how in ("store", "recompute")]
+    assert [job.config["store"] for job in with_own_stores(both)] == [vars(DISK), vars(StoreSettings())]
+    assert with_own_stores(both[1:]) == both[1:]  # which the settings refuse
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"store": DISK}, "set history=store"),
         ({"history": "store", "store": StoreSettings(host=0)}, "store.host=8GB"),
         ({"history": "store", "store": StoreSettings(host="8 gigs")}, "store.host=8 gigs is no size"),
         ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
