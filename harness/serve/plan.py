@@ -82,8 +82,6 @@ def _check(point: Point, job: Job) -> None:
         raise SettingsError(
             "A run begins with an empty store in a temporary folder: leave store.folder out; TMPDIR says where it lies."
         )
-    if traffic.read_buffer is not None and settings.history != "store":
-        raise SettingsError(f"read_buffer={traffic.read_buffer} is about a store: set history=store, or leave it out.")
     if traffic.interleave and settings.prefill_chunk is None:
         raise SettingsError("interleave=true steps between the chunks of a prefill: set prefill_chunk, as to 512.")
     if traffic.clock == "cpu" and (settings.device != "cpu" or settings.threads != 1):

@@ -32,7 +32,7 @@ class Traffic:
 
     rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
     think_s: float = 5.0  # mean, from an answer to the next question
-    replay: str | None = None  # a trace that an earlier command wrote, in place of task, think_s and seed
+    replay: str | None = None  # a trace that an earlier command wrote, in place of task and think_s
     slots: int = 4  # turns that run side by side
     interleave: bool = False  # the others make a step between two chunks of a prefill
     read_buffer: int | None = None  # layers that the next turn loads before it has a slot; null: by the paper's formula
@@ -53,6 +53,7 @@ class Traffic:
 
 OWN = tuple(field.name for field in fields(Traffic))
 TASK = "task=multiturn"  # where none is named
+OF_STORE = ("store.", "read_buffer")
 OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 
@@ -67,7 +68,7 @@ class Point:
     @property
     def system(self) -> str:
         """What is compared."""
-        return " ".join(f"{key}={value}" for key, value in self.others.items())
+        return " ".join(f"{key}={value}" for key, value in self.others.items() if value)
 
     @property
     def others(self) -> dict[str, str]:
@@ -86,7 +87,10 @@ def points(words: Sequence[str]) -> list[Point]:
     _refuse_twice(found[0])
     varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
     stored = [_is_stored(point) for point in found]
-    return [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
+    if "read_buffer" in found[0] and not any(stored):
+        raise SettingsError("read_buffer changes nothing without history=store.")
+    made = [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
+    return list({(one.system, one.traffic.rate): one for one in made}.values())
 
 
 def _is_stored(chosen: Mapping[str, Word]) -> bool:
@@ -95,10 +99,12 @@ def _is_stored(chosen: Mapping[str, Word]) -> bool:
 
 def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> Point:
     """`beside_store`: settings of the store are those of other points."""
+    if beside_store:
+        chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
     own = {key: word.value for key, word in chosen.items() if key in OWN}
     traffic = build({TARGET: f"{Traffic.__module__}.{Traffic.__qualname__}", **own}, "serve")
-    others = [key for key in chosen if key not in OWN and not (beside_store and key.startswith("store."))]
-    named = {key: chosen[key].text.partition("=")[2] for key in varied}
+    others = [key for key in chosen if key not in OWN]
+    named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if {"task", "replay"} & chosen.keys() else [TASK]
     return Point(traffic, (*task, *(chosen[key].text for key in others)), named)
 

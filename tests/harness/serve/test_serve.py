@@ -131,7 +131,7 @@ def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
         (["history=store", "store.disk=1GB", "store.folder=."], "empty store"),
         (["method=ful"], "full"),
         (["interleave=true"], "prefill_chunk"),
-        (["read_buffer=2"], "set history=store"),
+        (["read_buffer=2"], "without history=store"),
         (["read_buffer=-1", "history=store"], "or more"),
         (["clock=cpu"], "threads=1"),
         (["replay=nowhere.jsonl"], "nowhere.jsonl"),
@@ -163,8 +163,10 @@ def test_settings_of_the_store_are_for_the_points_that_have_one() -> None:
     assert (store.words, recompute.words) == (
         ("task=niah", "history=store", "store.host=1GB"), ("task=niah", "history=recompute"),
     )  # fmt: skip
-    [alone] = points(["replay=a", "history=recompute", "store.host=1GB"])  # which the settings refuse
-    assert alone.words == ("history=recompute", "store.host=1GB")
+    made = points(["history=store,recompute", "read_buffer=0,4"])
+    assert [one.system for one in made] == [
+        "history=store read_buffer=0", "history=store read_buffer=4", "history=recompute",
+    ]  # fmt: skip
 
 
 def test_totals_by_hand() -> None:
