@@ -14,6 +14,7 @@ UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 TIERS = ("device", "host", "disk")
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
+CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a range
 POLICIES = ("scheduler_aware", "lru", "fifo")
 
 
@@ -59,6 +60,7 @@ class StoreSettings:
     policy: str = "scheduler_aware"
     ttl_s: float | None = None
     block_tokens: int = 256
+    codec: str | None = None
     durable: bool = False
     io_threads: int = 2
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007
@@ -89,8 +91,22 @@ class StoreSettings:
             raise SettingsError(f"store.ttl_s={self.ttl_s} should be above 0, or null for no end.")
         if self.block_tokens < 1:
             raise SettingsError(f"store.block_tokens={self.block_tokens} must be at least 1.")
+        if self.codec is not None:
+            self._check_codec(self.codec)
         if self.io_threads < 0:
             raise SettingsError(f"store.io_threads={self.io_threads} should be 0, for none, or more.")
+
+    def _check_codec(self, codec: str) -> None:
+        if not CODEC.fullmatch(codec):
+            raise SettingsError(
+                f"store.codec={codec} is unknown: choose null, int8, int4 or int2, with another group as in int4g64."
+            )
+        group = int(codec.partition("g")[2] or 32)
+        if self.block_tokens % group:
+            raise SettingsError(
+                f"store.codec={codec} writes {group} tokens together: make store.block_tokens={self.block_tokens} a "
+                "multiple of that."
+            )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from harness.config.groups import (
+    CODEC,
     CommonWindows,
     Data,
     GenerationSettings,
@@ -78,7 +79,6 @@ OWN = {
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
 
-CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a range
 TRACKERS = ("tensorboard", "wandb")
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from harness.config.settings import Settings, StoreSettings
+from harness.conversations.coding import IntCoding, int_codec
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.history.block import Coding
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
-from harness.history.store import HistoryStore
+from harness.history.store import PLAIN, HistoryStore
 from harness.models.base import LoadedModel
 
 IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
@@ -36,18 +39,18 @@ def histories(
         made.close()
         return
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
-    with opened(settings.store, whose, str(attachment.model.device), run) as store:
+    with opened(settings.store, whose, attachment, run) as store:
         yield StoredHistories(start, attachment, store, read_buffer)
 
 
 @contextmanager
-def opened(settings: StoreSettings, whose: Fingerprint, device: str, run: str) -> Iterator[HistoryStore]:
+def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, run: str) -> Iterator[HistoryStore]:
     """The store alone."""
-    sizes = settings.capacities
+    sizes, coding = settings.capacities, coding_of(settings, attachment)
     with TemporaryDirectory(prefix="kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
         folder = Path(made) if made else Path(settings.folder).expanduser() / run if settings.folder else None
         with HistoryStore(
-            whose,
+            whose if settings.codec is None else replace(whose, codec=settings.codec),
             device=sizes["device"],
             host=sizes["host"],
             disk=sizes["disk"],
@@ -56,8 +59,17 @@ def opened(settings: StoreSettings, whose: Fingerprint, device: str, run: str) -
             block_tokens=settings.block_tokens,
             ttl_s=settings.seconds_to_live,
             durable=settings.durable,
-            on=device,
+            on=str(attachment.model.device),
+            coding=coding,
             io_threads=settings.io_threads,
             write_buffer=settings.write_bytes,
         ) as store:
             yield store
+
+
+def coding_of(settings: StoreSettings, attachment: Attachment) -> Coding:
+    if settings.codec is None:
+        return PLAIN
+    coding = IntCoding(int_codec(settings.codec), attachment.model.dtype)
+    coding.check(attachment.model_specs)
+    return coding

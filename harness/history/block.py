@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 Rows = dict[str, Tensor]  # name -> [..., tokens, width]; the name begins with the layer's number and a dot
+
+
+class Coding(Protocol):
+    """How the rows of a block are written smaller. What is decoded is what was given, or near it."""
+
+    def encode(self, rows: Rows) -> Rows: ...
+
+    def decode(self, rows: Rows) -> Rows: ...
+
+
+class Plain:
+    """As they are."""
+
+    def encode(self, rows: Rows) -> Rows:
+        return rows
+
+    def decode(self, rows: Rows) -> Rows:
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +50,14 @@ class Block:
     rows: Rows | None
     file: File | None = None
 
-    def tail(self, drop: int) -> Block:
+    def tail(self, drop: int, coding: Coding) -> Block:
         """Without its first `drop` tokens, under a name of its own."""
-        assert self.rows is not None
-        return block(self.tokens[drop:], {name: rows[..., drop:, :] for name, rows in self.rows.items()})
+        rows = {name: rows[..., drop:, :] for name, rows in coding.decode(self.rows or {}).items()}
+        return block(self.tokens[drop:], coding.encode(rows))
 
 
 def blocks(
-    tokens: Sequence[int], layers: Mapping[str, Tensor], length: int, rest: Mapping[str, Tensor]
+    tokens: Sequence[int], layers: Mapping[str, Tensor], length: int, rest: Mapping[str, Tensor], coding: Coding
 ) -> Iterator[Block]:
     """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs to
     all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
@@ -50,7 +69,7 @@ def blocks(
     length = length if layers else max(1, len(tokens))
     for start in range(0, len(tokens), length):
         end = start + length
-        yield block(tokens[start:end], {name: rows[..., start:end, :] for name, rows in layers.items()})
+        yield block(tokens[start:end], coding.encode({name: one[..., start:end, :] for name, one in layers.items()}))
     if rest:
         yield block((), rest)
 

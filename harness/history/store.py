@@ -24,7 +24,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Rows, blocks, covered, has_rest, length
+from harness.history.block import Block, Coding, Plain, Rows, blocks, covered, has_rest, length
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import Fingerprint
@@ -37,6 +37,7 @@ from harness.history.statistics import Statistics
 
 Clock = Callable[[], float]
 NOTHING: Rows = {}
+PLAIN = Plain()
 
 
 def as_it_is(number: int, layer: Layer) -> Layer:
@@ -57,8 +58,8 @@ class HistoryStore:
     """`device`, `host`, `disk`: bytes by tier. `durable`: what lies in memory is also written to disk, as a spare copy,
     where there is room. `ttl_s`: seconds since the last use. `wait` for another owner of the folder to end. `on`: the
     device of the first tier, and of rows that are handed out. `io_threads` read for jobs that wait; with 0 all is done
-    by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `clock` never jumps;
-    `wall`, which dates what is on disk, may."""
+    by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `coding`: how rows
+    are written smaller; the fingerprint must name it. `clock` never jumps; `wall`, which dates what is on disk, may."""
 
     def __init__(
         self,
@@ -76,12 +77,13 @@ class HistoryStore:
         on: str = "cpu",
         io_threads: int = 2,
         write_buffer: int = 256 * 10**6,
+        coding: Coding = PLAIN,
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:
         if bool(disk) != (folder is not None):
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
-        self.fingerprint, self.block_tokens = fingerprint, block_tokens
+        self.fingerprint, self.block_tokens, self.coding = fingerprint, block_tokens, coding
         self.placement = Placement({DEVICE: device, HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
         threads = Threads(io_threads)
         files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
@@ -115,6 +117,7 @@ class HistoryStore:
             on=self.contents.on,
             copier=self.contents.threads.copying,
             prepare=prepare,
+            coding=self.coding,
             events=Events(self._accounts, partial(self._begun, key), partial(self._lost, key)),
         )
         try:
@@ -144,7 +147,7 @@ class HistoryStore:
         self, session: str, tokens: Sequence[int], layers: Mapping[str, Tensor], rest: Mapping[str, Tensor] = NOTHING
     ) -> None:
         """All that the session is now. It replaces what was stored."""
-        self._hold(self._fresh(session), list(blocks(tokens, layers, self.block_tokens, rest)))
+        self._hold(self._fresh(session), list(blocks(tokens, layers, self.block_tokens, rest, self.coding)))
 
     def extend(
         self,
@@ -161,7 +164,7 @@ class HistoryStore:
         count = next((n for n in range(len(known) + 1) if length(known[:n]) == start), None)
         if count is None:
             return False
-        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest)])
+        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest, self.coding)])
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
@@ -281,7 +284,7 @@ class HistoryStore:
     def _without_first(self, key: str, known: Sequence[Block], drop: int) -> list[Block]:
         for place, block in enumerate(known):
             if drop < len(block.tokens):
-                first = self.contents.read([block])[0].tail(drop) if drop else block
+                first = self.contents.read([block])[0].tail(drop, self.coding) if drop else block
                 return [first, *known[place + 1 :]]
             drop -= len(block.tokens)
         return []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from harness.config.settings import Settings, SettingsError
+from harness.conversations.coding import int_codec
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.effective import codec_of
 from harness.jobs.items import Item
@@ -29,6 +30,8 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
     method.check_model(shapes(info)[0])
     if method.encodes and (codec := codec_of(settings)) is not None:
         codec.check(info.head_dim)
+    if settings.history == "store" and settings.store.codec is not None:
+        _check_stored_codec(settings.store.codec, settings, method, info)
     layers = info.num_whole_layers
     check_layers("dense_layers", settings.dense_layers, layers)
     if settings.layer_budgets and len(settings.layer_budgets) != layers:
@@ -36,6 +39,16 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
         raise SettingsError(
             f"layer_budgets names {len(settings.layer_budgets)} layers and {info.name} has {layers}{whole}: give one "
             "each."
+        )
+
+
+def _check_stored_codec(codec: str, settings: Settings, method: Method, info: ModelInfo) -> None:
+    """Rows alone are written in few bits."""
+    int_codec(codec).check(info.head_dim)
+    if not method.rows_stay or settings.codec is not None or settings.budget_generated is not None:
+        raise SettingsError(
+            f"store.codec={codec} writes the rows of methods that keep all of them as the model made them, and "
+            f"{type(method).__name__} stores something else here: leave it out."
         )
 
 

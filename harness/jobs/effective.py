@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
+from harness.conversations.coding import int_codec
 from harness.jobs.alignment import aligned, per_token
 from harness.jobs.items import Item
 from harness.jobs.questions import by_context
 from harness.models.base import ModelInfo, choose_device
 from harness.terminal.notices import say_once
 from methods.base import Budget, Codec, Method, PaperBudget
-from methods.pools import IntCodec
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -83,11 +83,8 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def codec_of(settings: Settings) -> Codec | None:
-    """The codec as the engine takes it: `int4g64` is 4 bits with a range per 64 numbers."""
-    if settings.codec is None:
-        return None
-    bits, _, group = settings.codec.removeprefix("int").partition("g")
-    return IntCodec(bits=int(bits), group=int(group)) if group else IntCodec(bits=int(bits))
+    """The codec as the engine takes it."""
+    return None if settings.codec is None else int_codec(settings.codec)
 
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from harness.history.block import Block, Rows, has_rest, joined, length
+from harness.history.block import Block, Coding, Rows, has_rest, joined, length
 from harness.history.file import DamagedBlock
 from harness.history.overlap.fetch import Fetch, Span
 from harness.history.overlap.speeds import Speeds
@@ -71,13 +71,14 @@ class Loading:
         on: torch.device,
         copier: Executor,
         prepare: Prepare,
+        coding: Coding,
         events: Events,
     ) -> None:
         """`new`: tokens that the job has to compute. `prepare`: what the thread that copies does with a layer next."""
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
         self.fetch, self._count, self._on = fetch, len(parts), on
-        self._copier, self._prepare, self._events = copier, prepare, events
+        self._copier, self._prepare, self._coding, self._events = copier, prepare, coding, events
         self._rest = has_rest(parts)
         self._copies: dict[int, Future[Layer]] = {}
         self._sent = 0  # layers whose copies were submitted
@@ -168,7 +169,8 @@ class Loading:
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
         with _beside_the_model(self._on):
-            rows = joined([{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts])
+            near = [{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts]
+            rows = joined([self._coding.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
         self._spans.append((began, perf_counter()))
         return layer

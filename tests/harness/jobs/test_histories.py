@@ -109,6 +109,16 @@ def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> None:
+    store = StoreSettings(host="1GB", codec="int8g8", block_tokens=8)
+    made = talked(tmp_path, Full(), history="store", store=store)
+    assert [turn.hit_tier for record in made.records for turn in record.replies[1:]].count("host") == 3 * len(
+        made.records
+    )
+    with pytest.raises(SettingsError, match=r"store.codec=int8g8 .* H2O stores something else here: leave it out"):
+        talked(tmp_path, H2O(), history="store", store=store, budget=0.5)
+
+
 def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +144,9 @@ def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
         ({"history": "store", "store": StoreSettings(policy="lur")}, "lru"),
         ({"history": "store", "store": StoreSettings(ttl_s=0)}, "above 0"),
         ({"history": "store", "store": StoreSettings(block_tokens=0)}, "at least 1"),
+        ({"history": "store", "store": StoreSettings(codec="int9")}, "int4g64"),
+        ({"history": "store", "store": StoreSettings(codec="int8g48")}, "multiple"),
+        ({"history": "store", "store": StoreSettings(io_threads=-1)}, "or more"),
         ({"history": "stores"}, "device_prefix, store, recompute"),
     ],
     ids=str,
