@@ -171,6 +171,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
     """Whatever comes while a session is on its way up finds its rows."""
     rng = random.Random(0)
     known: dict[str, list[int]] = {}
+    before = set(threading.enumerate())
     sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": LRU(), "durable": True}
     with opened(tmp_path, **sizes, write_buffer=30 * TOKEN_BYTES, **THREADS) as store:
         for number in range(300):
@@ -201,7 +202,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
         assert not store.contents.fetches
         for key, parts in store.contents.sessions.items():  # memory holds what lies in memory, and nothing else
             assert {block.rows is None for block in parts} == {store.placement.tier(key) == "disk"}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("history")]
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_layer_is_there_before_the_next_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,3 +169,29 @@ def test_histories_hear_of_each_turn_that_waits() -> None:
             "+a", "look ahead", "-a", "resume a", "look ahead",
             "+b", "look ahead", "-b", "resume b", "look ahead",
         ]  # fmt: skip
+
+
+def test_the_next_turn_in_the_queue_loads_ahead() -> None:
+    """Each one that had to wait is opened before it has a slot, once, with the text that it then asks for."""
+    opened: list[tuple[str, list[int]]] = []
+
+    class Looking(StoredHistories):
+        def ahead(self, session: str, tokens: Sequence[int]) -> None:
+            opened.append((session, list(tokens)))
+            super().ahead(session, tokens)
+
+        def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+            assert session not in self._ahead or self._ahead[session][0] == tokens
+            return super().resume(session, tokens, capacity)
+
+    def looking(kv: Attachment) -> Histories:
+        plain = store(kv)
+        assert isinstance(plain, StoredHistories)
+        return Looking(plain.start, kv, plain.store)
+
+    talks = [session(name, start, (20, 6), (9, 6), (9, 6)) for name, start in zip("abc", (0.0, 0.1, 0.2), strict=True)]
+    made, wanted = (served(*talks, kind=kind, slots=1) for kind in (looking, recompute))
+    assert {key: one.tokens for key, one in made.items()} == {key: one.tokens for key, one in wanted.items()}
+    assert {name for name, _ in opened} == set("abc")
+    assert len(opened) == len({(name, len(tokens)) for name, tokens in opened})
+    assert all(one.tier == "host" for one in made.values() if one.turn > 1)
