@@ -24,7 +24,7 @@ Reads = Literal["own", "exact", "needle", "all"]
 
 
 class Probe(KVCache):
-    """For one sequence. Call `follow` before the prefill."""
+    """For one sequence. Call `follow` before its first step."""
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         super().__init__(layers, state)

@@ -11,6 +11,7 @@ import torch
 from harness.diagnosis.probe import Probe, Reads
 from harness.engine.attach import Attachment
 from harness.engine.engine import Engine
+from harness.engine.saved_state import Snapshot
 
 Ending = Callable[[int], dict[str, Any]]  # new tokens at most -> how `Engine.complete` picks tokens and stops
 
@@ -36,16 +37,33 @@ class Replay:
     new_tokens: int
     prefill_chunk: int | None = None
 
-    def under(self, attachment: Attachment, reads: Reads = "own", more: int = 0) -> Replayed:
-        """The answer; `more`: tokens on top of `new_tokens`."""
-        engine = Engine(attachment, prefill_chunk=self.prefill_chunk)
-        prompt = torch.tensor([list(self.ids)], device=attachment.model.device)
-        cache = attachment.start(Probe, capacity=len(self.ids) + self.new_tokens + more)
-        cache.follow(self.needle, reads)
-        logits = engine.prefill(cache, prompt[:, : self.context])
-        ending = self.ending(self.new_tokens + more)
-        made = engine.complete(cache, logits, prompt[:, self.context :], began=0.0, **ending)
-        tokens, asked = made.tokens[0], len(self.ids) > self.context
+    def under(self, attachment: Attachment, more: int = 0) -> Sealed:
+        """`more`: tokens that an answer may have on top of `new_tokens`."""
+        return Sealed(self, attachment, more)
+
+
+class Sealed:
+    """A prompt that was prefilled and sealed once, and is answered again and again."""
+
+    @torch.inference_mode()
+    def __init__(self, given: Replay, attachment: Attachment, more: int) -> None:
+        self.given = given
+        self.engine = Engine(attachment, prefill_chunk=given.prefill_chunk)
+        self.prompt = torch.tensor([list(given.ids)], device=attachment.model.device)
+        self.cache = attachment.start(Probe, capacity=len(given.ids) + given.new_tokens + more)
+        self.logits = self.engine.prefill(self.cache, self.prompt[:, : given.context])
+        self.cache.seal()
+        self._before = Snapshot(self.cache)
+
+    @torch.inference_mode()
+    def answer(self, reads: Reads = "own", more: int = 0) -> Replayed:
+        """`more`: tokens on top of `new_tokens`, as many as there is room for."""
+        given, cache = self.given, self.cache
+        self._before.restore()
+        cache.follow(given.needle, reads)
+        question = self.prompt[:, given.context :]
+        made = self.engine.complete(cache, self.logits, question, began=0.0, **given.ending(given.new_tokens + more))
+        tokens, asked = made.tokens[0], bool(question.shape[1])
         steps = len(tokens) - (0 if asked else 1)  # behind a question the first token comes from a step as well
         held, mass = (cache.shares(name, steps) for name in ("held", "mass"))
         return Replayed(tokens, 1 if asked else 2, held, mass, any(layer.evicts for layer in cache.method_layers))

@@ -108,7 +108,9 @@ class Case:
 
     def _followed(self) -> dict[str, Any]:
         attachment, count = self.runner.engine.attachment, self.item.new_tokens
-        own, full = self.replay.under(attachment, more=self._more()), self._full()
+        more = self._more()
+        sealed = self.replay.under(attachment, more)
+        own, full = sealed.answer(more=more), self._full()
         full_score = self._score(full.tokens)
         found: dict[str, Any] = {
             "full_score": full_score,
@@ -124,7 +126,7 @@ class Case:
             return {"cause": "token_limit"} | found
 
         def answer(reads: Reads) -> float:
-            made = own if reads == "own" else self.replay.under(attachment, reads)
+            made = own if reads == "own" else sealed.answer(reads)
             return self._score(made.tokens[:count])
 
         rungs = Rungs(self.record.score, full_score, own.evicts, attachment.method.dense_prefill)
@@ -154,7 +156,7 @@ class Case:
         if key not in _full_answers:
             if len(_full_answers) >= KEPT:
                 _full_answers.clear()
-            _full_answers[key] = self.replay.under(self.full)
+            _full_answers[key] = self.replay.under(self.full).answer()
         return _full_answers[key]
 
     def _score(self, tokens: Sequence[int]) -> float:

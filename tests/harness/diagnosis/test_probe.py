@@ -37,7 +37,7 @@ def replayed(
         return {"max_new_tokens": new}
 
     with attached(tiny("llama"), method, budget=budget, calibration=CALIBRATION) as kv, torch.inference_mode():
-        return Replay(IDS, context, needle, ending, NEW).under(kv, reads)
+        return Replay(IDS, context, needle, ending, NEW).under(kv).answer(reads)
 
 
 def own_tokens(method: Method, budget: float = 0.3, context: int | None = None) -> list[int]:
@@ -55,6 +55,16 @@ def test_following_changes_no_token_of_any_method(method: Method, context: int) 
     assert {len(row) for row in found.held} == {NEW - found.first + 1}
     assert len(found.held) == len(found.mass) == 3
     assert all(0 <= share <= 1 for row in [*found.held, *found.mass] for share in row)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=names)
+def test_one_prefill_gives_the_answers_of_several(method: Method) -> None:
+    with attached(tiny("llama"), method, budget=0.3, calibration=CALIBRATION) as kv:
+        sealed = Replay(IDS, LENGTH, MIDDLE, lambda new: {"max_new_tokens": new}, NEW).under(kv, more=2)
+        longer, *others = sealed.answer(more=2), sealed.answer("exact"), sealed.answer("own")
+    assert others == [replayed(method, "exact"), replayed(method)]
+    assert longer.tokens[:NEW] == others[1].tokens
+    assert len(longer.tokens) == NEW + 2
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.dense_prefill], ids=lambda m: type(m).__name__)
