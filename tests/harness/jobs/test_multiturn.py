@@ -1,0 +1,92 @@
+"""Conversations from task to table: likelihoods of forced replies, facts by turn, requests on one context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evals.base import Task
+from evals.multiturn import Multiturn
+from evals.scbench import SCBench
+from harness.config.settings import Data, Results, Settings
+from harness.jobs.items import prepare
+from harness.jobs.job import Evaluation
+from harness.jobs.run import evaluate
+from harness.jobs.runner import load
+from harness.reports.compare import comparisons
+from harness.reports.document import as_text
+from harness.results.store import load as load_run
+from methods.base import Method
+from methods.full import Full
+from tests.evals.test_scbench import PROMPTS
+from tests.fast import MODEL, PQ
+
+SHORT: dict[str, Any] = {"conversations": 2, "turns": 3, "longest": 2000, "opening": 100, "haystack": "pydoc"}
+
+
+def run(root: Path, task: Task, method: Method, **changes: Any) -> Evaluation:
+    settings = Settings(results=Results(root=str(root)), progress=False, budget=0.4, baseline="off", warmup=0)
+    return evaluate(method, task, MODEL, settings, **changes)
+
+
+def test_forced_replies_have_the_likelihood_of_the_whole_text(tmp_path: Path) -> None:
+    task = Multiturn(**SHORT, replies="forced")
+    made = run(tmp_path, task, Full())
+    model = load(MODEL, "fp32", "cpu").model
+    for record, item in zip(made.records, prepare(task, MODEL, Settings()), strict=True):
+        ids = [one for turn in item.turns for one in (*turn.prompt.ids, *turn.forced)]
+        with torch.inference_mode():
+            costs = -model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        end = 0
+        for turn, asked in zip(record.turns or (), item.turns, strict=True):
+            start, end = end + len(asked.prompt.ids), end + len(asked.prompt.ids) + len(asked.forced)
+            wanted = costs[range(start - 1, end - 1), ids[start:end]].mean().item()
+            assert turn.details["nll"] == pytest.approx(wanted, abs=1e-4)
+            assert turn.stop == "forced"
+    assert made.summary["score"]["averages"]["perplexity"] > 1
+
+
+@pytest.mark.parametrize("replies", ["own", "given"])
+def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replies: str) -> None:
+    made = run(tmp_path, Multiturn(**SHORT, replies=replies, about="first", max_new_tokens=4), PQ)
+    assert {name: row["n"] for name, row in made.summary["turns"].items()} == {"1": 2, "2": 2, "3": 2}
+    assert {name: row["n"] for name, row in made.summary["turns_ago"].items()} == {"0": 2, "1": 2, "2": 2}
+    said = json.loads((made.folder / "run.json").read_text())["task_info"]
+    assert said["metric"] == "needle found"
+    assert said["statistics"]["turns"] == 6
+    text = as_text(comparisons([load_run(made.folder)]))
+    assert "score" in text
+    assert "told so many" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"task": {}}, {"task": {"mode": "multi_request"}, "protocol": "context", "questions": "shared"}],
+    ids=["multi_turn", "multi_request"],
+)
+def test_scbench_runs_in_both_modes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "scbench").mkdir()
+    row = PROMPTS["scbench_kv"]["row"]
+    lines = [row, {**row, "context": row["context"] * 2}]
+    (tmp_path / "scbench" / "scbench_kv.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = SCBench(tasks="scbench_kv", **changes.pop("task"))
+    made = run(tmp_path / "runs", task, Full(), data=Data(str(tmp_path)), **changes)
+    assert made.summary["prefills"] == 2
+    if task.mode == "multi_turn":
+        assert [len(record.turns or ()) for record in made.records] == [2, 2]
+    else:
+        assert [record.prefilled_by for record in made.records] == [None, "scbench_kv/0/0", None, "scbench_kv/1/0"]
+        assert {record.unit for record in made.records} == {"scbench_kv/0", "scbench_kv/1"}
+
+
+def test_given_replies_are_the_same_with_a_store(tmp_path: Path) -> None:
+    """What is put back behind an answer is what the store keeps."""
+    task = Multiturn(**SHORT, replies="given", max_new_tokens=4)
+    runs = [run(tmp_path, task, Full(), history=history) for history in ("device_prefix", "store", "recompute")]
+    tokens = [[[turn.tokens for turn in record.turns or ()] for record in made.records] for made in runs]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(turn.reused_tokens for record in runs[1].records for turn in (record.turns or ())[1:])
