@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from evals import stats
+from evals.base import Task
 from harness.bench.common import arguments, output
 from harness.bench.common.measure import estimate
 from harness.config.compose import built, composed
+from harness.config.settings import Settings
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.history.positions import Rotation
@@ -154,9 +156,8 @@ def _times(values: Sequence[float] | None) -> str | None:
     return None if values is None else f"{exp(values[0]):.3f} ({exp(values[1]):.3f} to {exp(values[2]):.3f})"
 
 
-def texts(source: ModelSource, words: Sequence[str], tokens: int) -> Iterator[Tensor]:
+def texts(task: Task, source: ModelSource, settings: Settings, tokens: int) -> Iterator[Tensor]:
     """Windows of WikiText-2 [1 S], the first `tokens` of each."""
-    _, task, _, settings = built(composed(words))
     task.require(settings.data.folder())
     for item in prepare(task, source, settings):
         yield torch.tensor([[*item.prompt.ids, *item.forced][:tokens]])
@@ -169,8 +170,7 @@ def main(words: Sequence[str] | None = None) -> int:
     tokens = options.window + options.new
     task = [f"task.window={tokens}", f"task.stride={options.new}", f"task.samples={options.texts}"]
     place = [f"data.root={options.data_root}"] if options.data_root else []
-    chosen = [*options.model, "task=wikitext2", *task, *place]
-    _, _, source, _ = built(composed(chosen))
+    _, wikitext, source, settings = built(composed([*options.model, "task=wikitext2", *task, *place]))
     loaded = source.load(options.dtype, options.device)
     title = (
         f"Perplexity behind an overflow: {loaded.name}, {options.dtype}, WikiText-2, window {options.window}, "
@@ -180,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found: dict[str, list[Read]] = {name: [] for name in ways(options.sinks)}
     with attached(loaded.model, Full()) as kv:
         reader = Reader(kv, options.window, options.ratio, options.turn)
-        for number, text in enumerate(texts(source, chosen, tokens), start=1):
+        for number, text in enumerate(texts(wikitext, source, settings, tokens), start=1):
             if report.out_of_time(f"text {number}"):
                 continue
             for name, read in reader.read(text, ways(options.sinks)).items():
