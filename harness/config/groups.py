@@ -61,6 +61,7 @@ class StoreSettings:
     ttl_s: float | None = None
     block_tokens: int = 256
     codec: str | None = None
+    share: bool = False
     durable: bool = False
     io_threads: int = 2
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007

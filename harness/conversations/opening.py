@@ -61,6 +61,7 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
             durable=settings.durable,
             on=str(attachment.model.device),
             coding=coding,
+            share=settings.share,
             io_threads=settings.io_threads,
             write_buffer=settings.write_bytes,
         ) as store:

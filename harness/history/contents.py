@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from harness.history.block import Block
+from harness.history.block import Block, covered, has_rest, length
 from harness.history.disk import Disk, HistoryWarning
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.loading import LOST
@@ -45,12 +45,31 @@ class Contents:
         self.statistics = Statistics()
         self.saving = Saving(threads.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
+        self.whole: set[str] = set()  # keys whose rows are those of the session's text alone, from its first token on
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
 
     def restore(self, key: str, parts: list[Block]) -> None:
         """An earlier process has left it on disk."""
         self.sessions[key] = parts
         self._away[key] = None
+
+    def covered(self, key: str, tokens: Sequence[int]) -> int:
+        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
+        parts = self.sessions.get(key, ())
+        count = covered(parts, tokens)
+        return 0 if has_rest(parts) and count < len(parts) else count
+
+    def known(self, key: str, tokens: Sequence[int]) -> int:
+        """How many tokens these blocks hold."""
+        return length(self.sessions.get(key, [])[: self.covered(key, tokens)])
+
+    def longest(self, own: str, tokens: Sequence[int]) -> str:
+        """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
+        best, most = own, self.known(own, tokens)
+        for key in self.whole & self.sessions.keys():
+            if not has_rest(self.sessions[key]) and (known := self.known(key, tokens)) > most:
+                best, most = key, known
+        return best
 
     def collect(self) -> None:
         """What others have done by now."""

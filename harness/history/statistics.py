@@ -21,6 +21,7 @@ class Statistics:
     hits: Counter[str] = field(default_factory=Counter)  # by tier
     asked_tokens: int = 0
     reused_tokens: int = 0
+    shared_tokens: int = 0  # of these, found in another session
     dropped: int = 0
     refused: int = 0
     lost: int = 0

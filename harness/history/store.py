@@ -24,7 +24,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Coding, Plain, Rows, blocks, covered, has_rest, length
+from harness.history.block import Block, Coding, Plain, Rows, blocks, has_rest, length
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import Fingerprint
@@ -59,7 +59,8 @@ class HistoryStore:
     where there is room. `ttl_s`: seconds since the last use. `wait` for another owner of the folder to end. `on`: the
     device of the first tier, and of rows that are handed out. `io_threads` read for jobs that wait; with 0 all is done
     by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `coding`: how rows
-    are written smaller; the fingerprint must name it. `clock` never jumps; `wall`, which dates what is on disk, may."""
+    are written smaller; the fingerprint must name it. `share`: a text may begin with what another session has
+    saved since the store was opened. `clock` never jumps; `wall`, which dates what is on disk, may."""
 
     def __init__(
         self,
@@ -78,12 +79,13 @@ class HistoryStore:
         io_threads: int = 2,
         write_buffer: int = 256 * 10**6,
         coding: Coding = PLAIN,
+        share: bool = False,
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:
         if bool(disk) != (folder is not None):
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
-        self.fingerprint, self.block_tokens, self.coding = fingerprint, block_tokens, coding
+        self.fingerprint, self.block_tokens, self.coding, self.share = fingerprint, block_tokens, coding, share
         self.placement = Placement({DEVICE: device, HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
         threads = Threads(io_threads)
         files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
@@ -105,7 +107,8 @@ class HistoryStore:
         The session counts as used, and moves into a faster tier, when the job begins (`Loading.begin`)."""
         key = self._fresh(session)
         self.statistics.asked(len(tokens))
-        tier, count = self.placement.tier(key), self._covered(key, tokens)
+        own, key = key, self.contents.longest(key, tokens) if self.share else key
+        tier, count = self.placement.tier(key), self.contents.covered(key, tokens)
         if not (tier and count):
             return None
         parts = self.contents.sessions[key][:count]
@@ -118,7 +121,7 @@ class HistoryStore:
             copier=self.contents.threads.copying,
             prepare=prepare,
             coding=self.coding,
-            events=Events(self._accounts, partial(self._begun, key), partial(self._lost, key)),
+            events=Events(self._accounts, partial(self._begun, key, key != own), partial(self._lost, key)),
         )
         try:
             loading.preload(read_buffer)
@@ -140,14 +143,14 @@ class HistoryStore:
 
     def known(self, session: str, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
-        key = self._fresh(session)
-        return length(self.contents.sessions.get(key, [])[: self._covered(key, tokens)])
+        return self.contents.known(self._fresh(session), tokens)
 
     def put(
         self, session: str, tokens: Sequence[int], layers: Mapping[str, Tensor], rest: Mapping[str, Tensor] = NOTHING
     ) -> None:
         """All that the session is now. It replaces what was stored."""
-        self._hold(self._fresh(session), list(blocks(tokens, layers, self.block_tokens, rest, self.coding)))
+        self.contents.whole.add(key := self._fresh(session))
+        self._hold(key, list(blocks(tokens, layers, self.block_tokens, rest, self.coding)))
 
     def extend(
         self,
@@ -164,6 +167,8 @@ class HistoryStore:
         count = next((n for n in range(len(known) + 1) if length(known[:n]) == start), None)
         if count is None:
             return False
+        if not start:
+            self.contents.whole.add(key)
         self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest, self.coding)])
         return True
 
@@ -175,6 +180,7 @@ class HistoryStore:
         key = self._fresh(session)
         known = self.contents.sessions.get(key, [])
         keep = 0.0 if has_rest(known) else keep
+        self.contents.whole.discard(key)
         drop = length(known) - int(length(known) * keep)
         try:
             kept = self._without_first(key, known, drop)
@@ -252,17 +258,11 @@ class HistoryStore:
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
 
-    def _covered(self, key: str, tokens: Sequence[int]) -> int:
-        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
-        known = self.contents.sessions.get(key, ())
-        count = covered(known, tokens)
-        return 0 if has_rest(known) and count < len(known) else count
-
     def _hold(self, key: str, parts: list[Block]) -> None:
         moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
         self.contents.hold(key, parts, moves)
 
-    def _begun(self, key: str, loading: Loading) -> None:
+    def _begun(self, key: str, shared: bool, loading: Loading) -> None:
         """A session that has left since it was opened is in the read buffer still, and found where it was then."""
         self.contents.collect()
         tier = self.placement.tier(key)
@@ -272,6 +272,7 @@ class HistoryStore:
             self.contents.carry_out(self.placement.use(key, self._clock()))
             self.contents.touch(key)
         self.statistics.found(loading.tier, loading.tokens)
+        self.statistics.shared_tokens += loading.tokens * shared
 
     def _lost(self, key: str, loading: Loading, error: Exception) -> HistoryLost:
         """The session goes, unless it was given up or replaced before."""

@@ -30,8 +30,8 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
     method.check_model(shapes(info)[0])
     if method.encodes and (codec := codec_of(settings)) is not None:
         codec.check(info.head_dim)
-    if settings.history == "store" and settings.store.codec is not None:
-        _check_stored_codec(settings.store.codec, settings, method, info)
+    if settings.history == "store":
+        _check_stored_rows(settings, method, info)
     layers = info.num_whole_layers
     check_layers("dense_layers", settings.dense_layers, layers)
     if settings.layer_budgets and len(settings.layer_budgets) != layers:
@@ -42,14 +42,20 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
         )
 
 
-def _check_stored_codec(codec: str, settings: Settings, method: Method, info: ModelInfo) -> None:
-    """Rows alone are written in few bits."""
-    int_codec(codec).check(info.head_dim)
-    if not method.rows_stay or settings.codec is not None or settings.budget_generated is not None:
-        raise SettingsError(
-            f"store.codec={codec} writes the rows of methods that keep all of them as the model made them, and "
-            f"{type(method).__name__} stores something else here: leave it out."
-        )
+def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
+    """Of a store with rows, which some methods have not."""
+    store = settings.store
+    if store.codec is not None:
+        int_codec(store.codec).check(info.head_dim)
+    if store.share and settings.overflow.window is not None:
+        raise SettingsError("store.share takes rows for those of their text alone, and overflow shortens: choose one.")
+    rows = method.rows_stay and settings.codec is None and settings.budget_generated is None
+    for name, off in (("codec", None), ("share", False)):
+        if getattr(store, name) != off and not rows:
+            raise SettingsError(
+                f"store.{name}={getattr(store, name)} is about the rows of methods that keep all of them as the model "
+                f"made them, and {type(method).__name__} stores something else here: leave it out."
+            )
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:

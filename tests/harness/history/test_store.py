@@ -326,3 +326,37 @@ class Shadow(Server):
         self.tokens[name] = known + new
         if not self.real.extend(name, start, new, rows(name, new, start + behind)):
             self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind))
+
+
+@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
+def test_sessions_share_what_they_begin_with_if_asked(host: int, tmp_path: Path) -> None:
+    """Rows here depend on the session: they tell from which one they come."""
+    with opened(tmp_path, host=host, share=True) as store, opened(host=host or 1) as alone:
+        for one in (store, alone):
+            one.put("a", TOKENS, rows("a", TOKENS))
+        other = [*TOKENS[:8], 5, 6, 7, 8, 9]
+        assert alone.get("b", other).tokens == 0
+        found = store.get("b", other)
+        assert found.tokens == 8
+        assert right(found, "a", other)
+        assert store.known("b", other) == 0
+        store.put("b", other, rows("b", other))
+        assert right(store.get("b", [*other, 1]), "b", other)
+        assert right(store.get("c", [*other[:12], 0]), "b", other[:12])  # which knows more of it
+        assert store.statistics.shared_tokens == 8 + 12
+        assert sum(store.statistics.hits.values()) == 3
+
+
+def test_what_is_not_of_a_text_alone_is_not_shared(tmp_path: Path) -> None:
+    settings = {"share": True, "host": 0}
+    with opened(tmp_path, **settings) as store:
+        store.put("a", TOKENS, rows("a", TOKENS))
+        dropped = store.truncate("a", 0.5)
+        store.put("r", TOKENS[dropped:], rows("r", TOKENS[dropped:]), {"0.sums": torch.ones(3)})
+        assert store.get("b", TOKENS[dropped:]).tokens == 0
+        assert store.get("a", TOKENS[dropped:]).tokens == len(TOKENS) - dropped
+        store.put("a", TOKENS, rows("a", TOKENS))
+        assert store.get("b", TOKENS).tokens == len(TOKENS)
+    with opened(tmp_path, **settings) as store:  # it does not know who was truncated before
+        assert store.get("b", TOKENS).tokens == 0
+        assert store.get("a", TOKENS).tokens == len(TOKENS)

@@ -115,8 +115,11 @@ def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> No
     assert [turn.hit_tier for record in made.records for turn in record.replies[1:]].count("host") == 3 * len(
         made.records
     )
-    with pytest.raises(SettingsError, match=r"store.codec=int8g8 .* H2O stores something else here: leave it out"):
-        talked(tmp_path, H2O(), history="store", store=store, budget=0.5)
+    for refused in (store, StoreSettings(host="1GB", share=True)):
+        with pytest.raises(
+            SettingsError, match=r"store\.(codec|share)=.* H2O stores something else here: leave it out"
+        ):
+            talked(tmp_path, H2O(), history="store", store=refused, budget=0.5)
 
 
 def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
