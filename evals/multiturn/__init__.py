@@ -105,9 +105,8 @@ class Multiturn(Task):
 
     def _too_few(self, made: int, limit: int) -> TaskError:
         kind = "" if self.turns is None else f" of {self.turns} turns"
-        remedy = (
-            f"set task.conversations={made}" if made else "raise task.longest" if self.longest else "set task.turns"
-        )
+        least = "raise task.longest" if self.longest else "take a model with a longer window"
+        remedy = f"set task.conversations={made}" if made else least
         return TaskError(
             f"{self._made['origin']} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
             f"task.conversations={self.conversations}: {remedy}."
