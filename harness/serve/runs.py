@@ -36,7 +36,9 @@ class Runs:
         self.plans = [self._plan(point, config_dirs) for point in points]
         self.rows: list[tuple[Plan, Row]] = []
         rates = sorted({plan.rate for plan in self.plans})
-        self.searches = {system: Search(rates) for system in self.systems} if limit else {}
+        self.searches = {}
+        if limit:
+            self.searches = {name: Search(rates, _most(plan, limit)) for name, plan in self.systems.items()}
 
     def _plan(self, point: Point, config_dirs: Sequence[Path]) -> Plan:
         if point.system not in self.systems:
@@ -97,6 +99,11 @@ class Runs:
         return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
 
 
+def _most(plan: Plan, limit: Limit) -> float:
+    """The rate at which all sessions come within the seconds of the limit."""
+    return len(plan.sessions) / limit.seconds
+
+
 def _said(plan: Plan, row: Row, known: bool) -> str:
     """A run in a line."""
     figures = row["figures"]
@@ -109,6 +116,6 @@ def _found(system: str, search: Search, least: float | None) -> str:
     name = f"{system}: " if system else ""
     if search.highest is None:
         return f"{name}kept at no rate down to {search.lowest_broken:.3g} new sessions per second"
-    broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ""
+    broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ", broken at none: take more sessions"
     times = f"; {digits(search.highest / least)} times the least" if least and search.highest > least else ""
     return f"{name}kept up to {search.highest:.3g} new sessions per second{broken}{times}"

@@ -10,7 +10,7 @@ from typing import Self
 
 from harness.config.settings import SettingsError
 
-MOST = 8  # doublings, or halvings, from the rates that were given
+MOST = 8  # halvings from the rates that were given
 CLOSE = 1.1  # ratio of the two rates between which the limit lies
 
 
@@ -39,9 +39,11 @@ class Limit:
 
 @dataclass
 class Search:
-    """Of one system. `given`: rates that are run whatever comes of them."""
+    """Of one system. `given`: rates that are run whatever comes of them. `most`: a rate beyond which nothing changes,
+    for all sessions are there at once."""
 
     given: Sequence[float]
+    most: float
     kept: list[float] = field(default_factory=list)  # rates within the limit
     broken: list[float] = field(default_factory=list)
 
@@ -66,5 +68,5 @@ class Search:
         if low is None:
             return high / 2 if high > min(self.given) / 2**MOST else None
         if not self.broken:
-            return low * 2 if low < max(self.given) * 2**MOST else None
+            return low * 2 if low < self.most else None
         return sqrt(low * high) if high / low > CLOSE else None
