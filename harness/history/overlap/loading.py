@@ -100,7 +100,7 @@ class Loading:
         number = len(self.layers())
         if layers is None:
             layers = self._events.accounts.speeds.read_buffer(self.tier, self.size, number, self.new)
-        self._buffer = min(layers, number)
+        self._buffer = max(0, min(layers, number))
         self._submit(self._buffer)
 
     def begin(self) -> None:
