@@ -38,12 +38,19 @@ class HistoryError(ValueError):
     """The store cannot be opened or used like this; the message says what to do."""
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HistoryError(f"the store cannot use {folder.parent} ({error.strerror}): name another folder") from error
+
+
 class Disk:
     """`capacity` counts bytes of rows; a file's header and its tokens come on top. `wait` for another owner to end."""
 
     def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
         self.folder, self.capacity, self._wall = folder, capacity, wall
-        (folder / "blocks").mkdir(parents=True, exist_ok=True)
+        _make(folder / "blocks")
         try:
             self._lock = FolderLock(folder, wait=wait)
         except FolderInUse as error:

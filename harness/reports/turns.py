@@ -24,6 +24,8 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
         counts = dict.fromkeys(f"{row['num_examples']} questions on {row['prefills']} prefills" for _, row in shared)
         named = "" if len(shared) == len(rows) else f" ({', '.join(title for title, _ in shared)})"
         yield f"questions=shared{named}: {', '.join(counts)}"
+    if lost := [entry.title for entry in entries if _finds_nothing(entry)]:
+        yield f"history=store ({', '.join(lost)}): no turn found its history; where none fits, give the store more room"
     for count in {len({record.independent for record in one.run.records}): one for one in entries if _united(one)}:
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(row["ttft_later_s"]["p50"] is not None for _, row in rows):
@@ -32,6 +34,12 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _united(entry: Entry) -> bool:
     return any(record.unit for record in entry.run.records)
+
+
+def _finds_nothing(entry: Entry) -> bool:
+    later = [turn for number, turn in (entry.summary["turns"] or {}).items() if number != "1"]
+    stored = entry.run.config.get("history", DEFAULT) == "store"
+    return stored and bool(later) and not any(turn.get("hits") for turn in later)
 
 
 def turn_scores(comparison: Comparison) -> list[Column]:

@@ -168,7 +168,7 @@ def _later(records: Sequence[Record]) -> Iterator[Reply]:
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
     """By turn: mean score with its interval, median seconds to the first token from the turn's own start, tokens when
-    it was asked; where how many histories were found, medians of tokens reused and computed, and of seconds
+    it was asked; where how many histories were found, mean tokens reused and computed, and median seconds
     waited for, hidden and to save; null where no example has several."""
     found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
@@ -202,9 +202,9 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
     clocked = own if timed else []
     return _scored(replies) | {
         "ttft_s": timing.quantiles(reply.ttft_s for reply in clocked)["p50"],
-        "tokens": median(reply.history_tokens + reply.prompt_tokens for reply in own),
+        "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
-        **{name: _known(median, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
+        **{name: _known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
         **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "hidden_s", "save_s")},
     }
 
