@@ -15,7 +15,7 @@ from harness.jobs.run import evaluate
 from tests.fast import MODEL, PQ, niah
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
-OF_PAPERS = ("infinigen", "pqcache", "shadowkv")  # they read results/published/experiments
+OF_PAPERS = ("cachedattention", "infinigen", "pqcache", "shadowkv")  # they read results/published
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

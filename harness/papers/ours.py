@@ -13,7 +13,8 @@ from harness.results.store import find, load
 if TYPE_CHECKING:
     import pandas as pd
 
-COMMITTED = Path(__file__).resolve().parents[2] / "results" / "published" / "experiments"
+PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published"
+COMMITTED = PUBLISHED / "experiments"
 
 
 def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
@@ -31,6 +32,13 @@ def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]
     """result.json of an observation, in the same way."""
     found = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
     return read_json(found[-1] if found else COMMITTED / f"{experiment}.json")
+
+
+def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:
+    """What a benchmark or the simulator wrote into the folder `name` of `runs`, else what is committed for `paper`."""
+    made = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
+    found = [file for file in made if file.is_file()]
+    return read_json(found[0] if found else PUBLISHED / paper / f"{name}.json")
 
 
 def measured_on(rows: pd.DataFrame) -> str:
