@@ -13,7 +13,7 @@
 #
 # Three kinds of results stand here, and each picture says which it is:
 #
-# - **simulated**, figures 13 to 17, 21 and 22, 25: the trace simulator at the paper's scale (9000 sessions, 52,000 turns), with
+# - **simulated**, figures 13 to 17, 21, 22 and 25: the trace simulator at the paper's scale (9000 sessions, 52,000 turns), with
 #   the store's own policies. Hit rates can be compared with the paper's. Times and cost come from a table of costs
 #   (`harness/history/simulation/costs.yaml`), for the paper has prefill and decode in pictures only.
 # - **measured**, figures 18 to 20: single prefills of the embedded model on a CPU. Ratios and their order can be compared,
@@ -73,8 +73,8 @@ with pd.option_context("display.max_colwidth", None):
 # %% [markdown]
 # ## Figures 13 to 17: a server under load, against recomputation
 #
-# 128 GB of host memory, 10 TB of disk, one new session a second, turns after the first 10,000. One turn in ten of those
-# counted is a first one, so 90 % is all that can be hit. The upper row of the second picture has our seconds, tokens, hours
+# 128 GB of host memory, 10 TB of disk, one new session a second, turns after the first 10,000. A first
+# turn has no history to be hit: the black line is as high as hits can get. The upper row of the second picture has our seconds, tokens, hours
 # and dollars, the lower what the store saves; the paper's text has the lower alone.
 
 
