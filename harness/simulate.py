@@ -40,7 +40,8 @@ def _simulate(options: argparse.Namespace) -> None:
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
     rows = [outcome.simulated(run, known) for run in runs]
-    for line in dict.fromkeys(outcome.trace_line(row["trace"]) for row in rows):
+    traces = [outcome.trace_line(row["trace"]) for row in rows]
+    for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
         print(line)
     print(f"\n{outcome.table(rows, runs)}")
     if figure:

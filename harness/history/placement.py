@@ -60,7 +60,7 @@ class Placement:
             item.size = size
         else:
             source = None
-            item = self.items[session] = Item(session, size, self._ticks, 0, 0.0, 0)
+            item = self.items[session] = Item(session, size, self._ticks + 1, 0, 0.0, 0)
             self._bytes += size
         self._touch(item, now_s)
         self._place(item, self.names.index(fastest) if fastest in self.names else 0, source, moves)
@@ -146,9 +146,13 @@ class Placement:
         if item.size > tier.capacity:
             return False
         victims: list[Item] = []
+        before = item.entered
+        if level != item.level:
+            item.entered = self._ticks = self._ticks + 1
         while tier.free < item.size:
             victim = tier.lowest(self.rank)
             if self.rank(victim) > self.rank(item):
+                item.entered = before
                 for one in victims:
                     tier.add(one, self.rank(one))
                 return False

@@ -15,8 +15,8 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class Item:
-    """A stored session. `entered` and `used` are ticks of the store's own count, which no clock disturbs; `used_s` is
-    the time of the last use, for the time to live. `level`: its tier, 0 the fastest."""
+    """A stored session. `entered`, when it came into its tier, and `used` are ticks of the store's own count, which no
+    clock disturbs; `used_s` is the time of the last use, for the time to live. `level`: its tier, 0 the fastest."""
 
     session: str
     size: int  # bytes
@@ -68,7 +68,9 @@ class LRU(Policy):
 
 
 class FIFO(Policy):
-    """First in, first out: the session that has been in the store for longest leaves first, used or not."""
+    """First in, first out, in each tier: the session that has been in its tier for longest leaves first, used or not.
+
+    What comes from another tier is the last one in, so it always finds room."""
 
     name = "fifo"
 

@@ -16,8 +16,11 @@ FILE = Path(__file__).with_name("costs.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
+    """`disk_duplex`: it reads as if it did not write meanwhile."""
+
     pcie_bytes_per_s: float
     disk_bytes_per_s: float
+    disk_duplex: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,6 @@ def _checked(kind: type, values: Any, place: str, path: Path) -> Any:
         raise SettingsError(f"{path}: {place} should hold keys and numbers.")
     made = build({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, place)
     for name, value in vars(made).items():
-        if value <= 0:
+        if not isinstance(value, bool) and value <= 0:
             raise SettingsError(f"{path}: {place}.{name}={value} should be above 0.")
     return made

@@ -1,7 +1,7 @@
 """The figures of a simulated run, as a row: for a terminal, JSON and CSV.
 
 The hit rate counts turns, first turns included, which have no history to be found: so the paper's figures can be read
-(`returning` is the share of turns that have one).
+(`returning` is the share of turns that have one: all but first turns and those that fill the window by themselves).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from harness.history.placement import DISK, HOST, TIERS
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.scenario import Scenario, varied
 from harness.history.simulation.server import Job, Server
-from harness.history.simulation.trace import statistics
-from harness.terminal.tables import Column, number, quantity, share, text_table
+from harness.history.simulation.trace import cuts, statistics
+from harness.terminal.tables import Column, number, percent, quantity, share, text_table
 
 Row = dict[str, Any]
 GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
 def simulated(scenario: Scenario, costs: Costs) -> Row:
-    """`settings`, `trace` and `figures` of one run."""
+    """`settings`, `trace`, `cuts` and `figures` of one run."""
     trace = scenario.trace()
     server = Server(scenario, costs)
     measured = server.serve(trace)[scenario.warmup :]
@@ -36,6 +36,7 @@ def simulated(scenario: Scenario, costs: Costs) -> Row:
     return {
         "settings": scenario.plain(),
         "trace": statistics(trace),
+        "cuts": cuts(trace, server.model.window),
         "figures": _figures(server, measured) | _cost(server, measured, costs) | _traffic(server),
     }
 
@@ -44,12 +45,13 @@ def _figures(server: Server, jobs: Sequence[Job]) -> Row:
     found = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
+    returning = sum(job.history > 0 for job in jobs)
     prompt = sum(job.question + job.history for job in jobs)
     return {
         "turns": len(jobs),
-        "returning": sum(job.turn > 0 for job in jobs) / len(jobs),
+        "returning": returning / len(jobs),
         "hit_rate": len(found) / len(jobs),
-        "hit_rate_returning": len(found) / max(1, sum(job.turn > 0 for job in jobs)),
+        "hit_rate_returning": len(found) / max(1, returning),
         **{f"hit_rate_{tier}": sum(job.tier == tier for job in found) / len(jobs) for tier in TIERS},
         "reused_tokens": sum(job.history for job in found) / prompt,
         "ttft_s": float(prefill_s.mean()),
@@ -132,4 +134,13 @@ def trace_line(told: Row) -> str:
         f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
         f"{100 * told['one_turn']:.0f} %), over 2K tokens {100 * told['over_2k_tokens']:.0f} %, over 4K "
         f"{100 * told['over_4k_tokens']:.0f} %, mean {told['mean_tokens']:.0f}"
+    )
+
+
+def cuts_line(told: Row) -> str:
+    """What a model's window takes from the trace, in one line."""
+    return (
+        f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "
+        f"{percent(told['lost_question_tokens'])} % of the tokens of questions and "
+        f"{percent(told['lost_answer_tokens'])} % of answers are lost"
     )

@@ -1,7 +1,8 @@
 """One server with slots, driven from event to event: prefills one after the other, decode steps of the whole batch.
 
-A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving is taken to hide
-behind decoding; loading hides as far as `preload` lets it.
+A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
+taken to hide behind decoding; loading hides as far as `preload` lets it. The disk reads and writes whole sessions, one
+after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.history.policies import POLICIES
 from harness.history.queue import JobQueue
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.scenario import RECOMPUTE, Scenario
-from harness.history.simulation.trace import Conversation
+from harness.history.simulation.trace import Conversation, Turn
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Server:
         self._rng = Random(scenario.seed)
         self._steps = 0  # decode steps since the beginning
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
-        self._ready_s: dict[str, float] = {}  # when a session that is fetched ahead will lie in host memory
+        self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
         self.jobs: list[Job] = []
         self.moved: Counter[tuple[str | None, str | None]] = Counter()  # bytes, of the whole run
         self.moves: list[Move] = []
@@ -104,34 +105,33 @@ class Server:
 
     def _start(self, session: str) -> None:
         state = self.states[session]
-        turn = state.conversation.turns[state.turn]
-        question = min(turn.question, self.model.window // 2)
-        answer = min(turn.answer, self.model.window - question)
+        turn = state.conversation.turns[state.turn].within(self.model.window)
+        asked_s = state.asked_s.popleft()
         self.queue.leave(session)
-        self._fit(state, question)
+        self._fit(state, turn)
         tier, ready_s = self._find(session, state)
-        computed = question + (0 if tier else state.history)
+        computed = turn.question + (0 if tier else state.history)
         compute_s = computed * self.model.prefill_s_per_token
-        load_s, exposed_s = self._load(state, tier, ready_s, compute_s)
-        start_s, wait_s = self.now_s, self.now_s - state.asked_s.popleft()
+        load_s, exposed_s = self._load(state, tier, max(ready_s, asked_s), compute_s)
+        start_s, wait_s = self.now_s, self.now_s - asked_s
         self._prefetch()
         self._advance(compute_s + exposed_s)
         self.jobs.append(
             Job(
-                session, state.turn, start_s, question, state.history, tier, wait_s, compute_s + exposed_s, load_s,
+                session, state.turn, start_s, turn.question, state.history, tier, wait_s, compute_s + exposed_s, load_s,
                 exposed_s, self._busy_s,
             )
         )  # fmt: skip
         self._busy_s = 0.0
-        state.history = min(self.model.window, state.history + question + answer)
+        state.history += turn.question + turn.answer
         state.turn += 1
         state.running = True
-        heappush(self._running, (self._steps + answer, len(self.jobs), session))
+        heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
 
-    def _fit(self, state: State, question: int) -> None:
-        """Cuts the oldest tokens until the question fits the window."""
+    def _fit(self, state: State, turn: Turn) -> None:
+        """Cuts the oldest tokens until question and answer fit the window, as `harness.conversations.overflow` does."""
         before = state.history
-        while state.history + question > self.model.window:
+        while state.history and state.history + turn.question + turn.answer > self.model.window:
             state.history = int(state.history * self.scenario.truncation_ratio)
         session = state.conversation.name
         if state.history < before and self.store and self.store.tier(session):
@@ -141,26 +141,30 @@ class Server:
                 self.store.shrink(session, self._bytes(state))
 
     def _find(self, session: str, state: State) -> tuple[str | None, float]:
-        """The tier where the history lies, and when it can be read from there."""
+        """The tier where the history lies, and since when it can be loaded from host memory."""
         tier = self.store.tier(session) if self.store and state.history else None
         if tier is None or self.store is None:
             return None, self.now_s
+        ready_s = self._ready_s.pop(session)
+        if tier == DISK:
+            ready_s = self._disk(self._bytes(state))
         self._note(self.store.use(session, self.now_s))
-        ready_s = self._ready_s.pop(session, self.now_s)
-        if tier == HOST and ready_s > self.now_s:
-            return DISK, ready_s
-        return tier, self._read(self._bytes(state)) if tier == DISK else self.now_s
+        return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
     def _load(self, state: State, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
-        """Seconds to read the history, and how many of them the job waits for it."""
+        """Seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its rows lie in
+        host memory and the job is known.
+
+        The read buffer of the paper, S_buf = B (T_load L_hist - T_pref L_new) bytes, is what comes before the job."""
         previous_s, self._last_start_s = self._last_start_s, self.now_s
         if tier not in (HOST, DISK):
             return 0.0, 0.0
         load_s = self._bytes(state) / self.hardware.pcie_bytes_per_s
         if self.scenario.preload == "off":
-            return load_s, ready_s - self.now_s + load_s
-        earliest_s = previous_s if self.scenario.preload == "buffered" and tier == HOST else ready_s
-        self._pcie_free_s = max(self._pcie_free_s, earliest_s) + load_s
+            return load_s, max(0.0, ready_s - self.now_s) + load_s
+        before_s = max(0.0, load_s - compute_s) if self.scenario.preload == "buffered" else 0.0
+        buffered_s = max(self._pcie_free_s, previous_s, ready_s) + before_s
+        self._pcie_free_s = max(buffered_s, self.now_s) + load_s - before_s
         return load_s, max(0.0, self._pcie_free_s - self.now_s - compute_s)
 
     def _decode(self) -> None:
@@ -178,7 +182,7 @@ class Server:
         session = state.conversation.name
         state.running = False
         if self.store:
-            self._ready_s.pop(session, None)
+            self._ready_s[session] = self.now_s
             self._note(self.store.save(session, self._bytes(state), self.now_s))
         if self.scenario.arrivals == "answered" and state.turn < len(state.conversation.turns):
             heappush(self._coming, (self.now_s + state.conversation.think_s[state.turn - 1], session))
@@ -186,20 +190,23 @@ class Server:
     def _prefetch(self) -> None:
         if self.store:
             for moves in self.store.prefetch():
-                self._note(moves)
                 for move in moves:
                     if (move.source, move.target) == (DISK, HOST):
-                        self._ready_s[move.session] = self._read(move.size)
+                        self._ready_s[move.session] = self._disk(move.size)
+                self._note(moves)
 
-    def _read(self, size: int) -> float:
-        """When the disk, which reads one session after the other, will have read `size` bytes."""
+    def _disk(self, size: int) -> float:
+        """When the disk, which does one thing after the other, will have read or written `size` bytes."""
         self._disk_free_s = max(self.now_s, self._disk_free_s) + size / self.hardware.disk_bytes_per_s
         return self._disk_free_s
 
     def _note(self, moves: Sequence[Move]) -> None:
+        """Counts them. What is written waits in memory until the disk is free, behind what was to be read."""
         for move in moves:
             self.moved[move.source, move.target] += move.size
             self.moves.append(move)
+            if move.target == DISK and not self.hardware.disk_duplex:
+                self._disk(move.size)
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds

@@ -23,6 +23,11 @@ class Turn:
     question: int  # tokens
     answer: int
 
+    def within(self, window: int) -> Turn:
+        """Cut to a window of so many tokens: the question to half of it, the answer to what is left."""
+        question = min(self.question, window // 2)
+        return Turn(question, min(self.answer, window - question))
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -69,6 +74,18 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
 def statistics(trace: Sequence[Conversation]) -> dict[str, float]:
     """What a stand-in has to be judged by."""
     return law.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
+
+
+def cuts(trace: Sequence[Conversation], window: int) -> dict[str, float]:
+    """What a window takes from single turns, before any history is cut: shares of turns and tokens."""
+    turns = [turn for one in trace for turn in one.turns]
+    kept = [turn.within(window) for turn in turns]
+    return {
+        "window": window,
+        "cut_turns": sum(old != new for old, new in zip(turns, kept, strict=True)) / len(turns),
+        "lost_question_tokens": 1 - sum(turn.question for turn in kept) / sum(turn.question for turn in turns),
+        "lost_answer_tokens": 1 - sum(turn.answer for turn in kept) / sum(turn.answer for turn in turns),
+    }
 
 
 def timed(

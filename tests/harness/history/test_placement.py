@@ -62,6 +62,28 @@ def test_fifo_forgets_the_first_one_in_however_often_it_was_used() -> None:
     assert set(lru.items) == {"first", "third"}
 
 
+def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
+    """The oldest session falls to disk; used again it is the newest in host memory, and the others leave before it."""
+    placement = Placement({HOST: 2, DISK: 2}, FIFO())
+    for session in "abc":
+        placement.save(session, 1, 0)
+    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
+    assert placement.use("a", 1) == [Move("b", HOST, DISK, 1), Move("a", DISK, HOST, 1)]
+    placement.save("d", 1, 2)
+    assert placed(placement) == {"a": HOST, "b": DISK, "c": DISK, "d": HOST}
+    placement.save("e", 1, 3)  # a, in host memory for longest, falls; b, on disk for longest, is gone
+    assert placed(placement) == {"a": DISK, "c": DISK, "d": HOST, "e": HOST}
+
+
+def test_fifo_is_not_renewed_by_what_grows_in_its_tier() -> None:
+    placement = Placement({HOST: 3, DISK: 5}, FIFO())
+    placement.save("a", 1, 0)
+    placement.save("b", 1, 0)
+    placement.save("a", 2, 1)
+    placement.save("c", 1, 2)
+    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
+
+
 def test_lru_and_fifo_fetch_nothing_ahead() -> None:
     for policy in (LRU(), FIFO()):
         placement = Placement({HOST: 10, DISK: 10}, policy)

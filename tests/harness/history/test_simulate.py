@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.outcome import simulated
 from harness.history.simulation.scenario import Scenario, scenarios
 from harness.history.simulation.server import Job, Server
-from harness.history.simulation.trace import Conversation, Turn, drawn, statistics
+from harness.history.simulation.trace import Conversation, Turn, cuts, drawn, statistics
 from harness.simulate import main
 
 GB = 10**9
@@ -55,22 +56,53 @@ def test_without_a_store_the_history_is_computed_again() -> None:
 
 
 def test_loading_hides_behind_computing_and_with_a_buffer_behind_the_job_before() -> None:
-    trace = [talk("a", 0.0, (100, 4), (6, 3)), talk("b", 100.0, (50, 40))]
+    """a comes again at 19 s, while b computes from 15 to 21 s; 10.4 s of loading, 0.6 s of computing."""
+    trace = [talk("a", 0.0, (100, 4), (6, 3)), talk("b", 15.0, (60, 40))]
     exposed = {}
     for preload in ("off", "layerwise", "buffered"):
         again = next(job for job in served(trace, preload=preload) if job.turn == 1)
-        assert again.load_s == pytest.approx(10.4)
+        assert (again.start_s, again.load_s) == pytest.approx((21.0, 10.4))
         exposed[preload] = again.exposed_s
     assert exposed["off"] == pytest.approx(10.4)
     assert exposed["layerwise"] == pytest.approx(10.4 - 0.6)
-    assert exposed["buffered"] == 0.0  # 19 s lie between the starts of the two jobs
+    assert exposed["buffered"] == pytest.approx(10.4 - 0.6 - 2.0)
+
+
+def test_nothing_is_loaded_before_the_question_has_come() -> None:
+    """19 s lie between the starts of the two jobs, and the question comes at the end of them."""
+    first, again = served([talk("a", 0.0, (100, 4), (6, 3))], preload="buffered")
+    assert again.start_s - first.start_s == pytest.approx(19.0)
+    assert again.exposed_s == pytest.approx(10.4 - 0.6)
+
+
+def test_the_read_buffer_holds_what_computing_will_not_hide() -> None:
+    """b has 10 s of loading and 8 of computing: 2 s come before its job, so that c's loading can begin 8 s later."""
+    trace = [
+        talk("b", 0.0, (60, 40), (80, 3), think_s=20.0),
+        talk("c", 0.1, (60, 40), (5, 3), think_s=20.1),
+        talk("d", 70.0, (100, 3)),
+    ]
+    jobs = served(trace, priced(batch=3), preload="buffered")
+    b, c = (job for job in jobs if job.turn == 1)
+    assert (b.session, c.session) == ("b", "c")
+    assert b.exposed_s == 0.0
+    assert c.start_s - b.start_s == pytest.approx(8.0)
+    assert c.exposed_s == pytest.approx(10.0 - 0.5)
 
 
 def test_a_job_waits_for_what_is_still_on_its_way_from_disk() -> None:
     """No host memory: 14 GB at 2 GB/s, and then as layers arrive over PCIe."""
-    second = served([talk("a", 0.0, (10, 4), (6, 3))], host=0, preload="off")[1]
+    second = served([talk("a", 0.0, (10, 4), (6, 3), think_s=7.0)], host=0, preload="off")[1]
     assert second.tier == "disk"
     assert second.exposed_s == pytest.approx(7 + 1.4)
+
+
+@pytest.mark.parametrize(("duplex", "waits_s"), [(False, 2.0), (True, 0.0)])
+def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits_s: float) -> None:
+    """The 14 GB of the first turn take 7 s to write; the next question comes after 5."""
+    prices = replace(priced(), hardware=replace(priced().hardware, disk_duplex=duplex))
+    second = served([talk("a", 0.0, (10, 4), (6, 3))], prices, host=0, preload="off")[1]
+    assert second.exposed_s == pytest.approx(waits_s + 7 + 1.4)
 
 
 def test_the_queue_is_served_in_order_and_waiting_is_counted() -> None:
@@ -102,6 +134,28 @@ def test_an_overflow_cuts_the_stored_history_unless_positions_are_in_it() -> Non
     assert coupled.prefill_s == pytest.approx(4.0 + 3.5)
 
 
+def test_the_answer_has_its_place_in_the_window_too() -> None:
+    """40 + 30 stored, 20 asked: 90 of 100, but an answer of 20 does not fit behind."""
+    trace = [talk("a", 0.0, (40, 30), (20, 20))]
+    assert served(trace, priced(window=100))[1].history == 35
+    assert served(trace, priced(window=110))[1].history == 70
+
+
+def test_what_the_window_takes_from_single_turns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = [talk("a", 0.0, (70, 80), (10, 10))]
+    assert trace[0].turns[0].within(100) == Turn(50, 50)
+    cut = {"window": 100, "cut_turns": 0.5, "lost_question_tokens": 20 / 80, "lost_answer_tokens": 30 / 90}
+    assert cuts(trace, 100) == pytest.approx(cut)
+    assert served(trace, priced(window=100))[0].question == 50
+    assert main(["sessions=30", "warmup=20", "model=llama-13b,llama-65b", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "a window of 4096 tokens cuts" in shown
+    assert "a window of 2048 tokens cuts" in shown
+    stored = json.loads((tmp_path / "simulation.json").read_text())["runs"]
+    assert [run["cuts"]["window"] for run in stored] == [4096, 2048]
+    assert stored[0]["cuts"]["lost_answer_tokens"] < stored[1]["cuts"]["lost_answer_tokens"]
+
+
 def test_a_time_to_live_ends_while_the_user_thinks() -> None:
     trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=100.0)]
     assert served(trace, ttl_s=99.0)[1].tier is None
@@ -115,23 +169,29 @@ def test_the_papers_storage_shares_follow_from_its_prices(model: str, share: flo
     assert storage / (gpus + storage) == pytest.approx(share, abs=0.002)
 
 
-def test_a_store_without_limits_misses_first_turns_alone() -> None:
+def test_a_store_without_limits_misses_turns_without_a_history_alone() -> None:
+    """First turns, and those that fill the window by themselves."""
     scenario = Scenario(sessions=300, warmup=100, host="100TB", disk="100TB")
     figures = simulated(scenario, costs.load())["figures"]
     assert figures["hit_rate"] == pytest.approx(figures["returning"])
     assert figures["hit_rate_host"] == figures["hit_rate"]
-    assert figures["dropped_sessions"] == 0
+    jobs = served([talk("a", 0.0, (10, 10), (60, 40))], priced(window=100))
+    assert [(job.tier, job.history) for job in jobs] == [(None, 0), (None, 0)]
 
 
-def test_where_a_queue_builds_up_looking_ahead_wins() -> None:
-    """The regime of the paper: more turns come than are served, and the store holds a part of the sessions."""
+@pytest.mark.parametrize(("duplex", "from_host"), [(False, 0.5), (True, 0.8)])
+def test_where_a_queue_builds_up_looking_ahead_wins(duplex: bool, from_host: float) -> None:
+    """The regime of the paper: more turns come than are served, and the store holds a part of the sessions. What the
+    disk has to write leaves less time to fetch ahead."""
     shape = {"sessions": 600, "warmup": 600, "rate": 2.0, "host": "20GB", "disk": "200GB"}
+    known = costs.load()
+    known = replace(known, hardware=replace(known.hardware, disk_duplex=duplex))
     rates = {}
     for policy in ("scheduler_aware", "lru", "fifo", "recompute"):
-        figures = simulated(Scenario(policy=policy, **shape), costs.load())["figures"]  # type: ignore[arg-type]
+        figures = simulated(Scenario(policy=policy, **shape), known)["figures"]  # type: ignore[arg-type]
         rates[policy] = figures["hit_rate"]
         if policy == "scheduler_aware":
-            assert figures["hit_rate_host"] > 0.8 * figures["hit_rate"]
+            assert figures["hit_rate_host"] > from_host * figures["hit_rate"]
         else:
             assert figures["hit_rate_host"] < 0.1
     assert rates["scheduler_aware"] > 1.5 * max(rates["lru"], rates["fifo"])
