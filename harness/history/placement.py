@@ -38,7 +38,7 @@ class Placement:
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
         self.items: OrderedDict[str, Item] = OrderedDict()  # least recently used first
-        self._capacity = sum(tier.capacity for tier in self.tiers)
+        self._waiting_capacity = sum(tier.capacity for tier in self.tiers if tier.name != DEVICE)
         self._ticks = self._bytes = 0
 
     def tier(self, session: str) -> str | None:
@@ -111,7 +111,7 @@ class Placement:
         return [self._out(item, tier.name)]
 
     def rank(self, item: Item) -> Rank:
-        horizon = self.queue.head + self.policy.window(self._capacity, self.mean_size)
+        horizon = self.queue.head + self.policy.window(self._waiting_capacity, self.mean_size)
         return self.policy.rank(item, self.queue.ticket(item.session), horizon)
 
     def _touch(self, item: Item, now_s: float) -> None:

@@ -140,6 +140,15 @@ def test_of_several_jobs_of_a_session_the_first_one_counts() -> None:
     assert list(placement.queue) == ["c"]
 
 
+def test_the_window_counts_what_host_and_disk_hold() -> None:
+    """As in the paper. Three sessions fit there: a fourth waiting job protects nobody, whatever the device holds."""
+    placement = Placement({"device": 9, HOST: 1, DISK: 2}, SchedulerAware())
+    for session in "abcd":
+        placement.save(session, 1, 0)
+        placement.queue.join(session)
+    assert [placement.rank(placement.items[session])[0] for session in "abcd"] == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize("seed", range(4))
 def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], seed: int) -> None:
