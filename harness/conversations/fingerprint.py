@@ -1,9 +1,9 @@
-"""Whose rows a store holds: of which model, and what it was run under."""
+"""Whose rows a store holds: of which model, what it was run under, and what the method had prepared."""
 
 from __future__ import annotations
 
 from harness.engine.attach import Attachment
-from harness.history.fingerprint import Fingerprint
+from harness.history.fingerprint import Fingerprint, content_digest
 from harness.models.base import LoadedModel
 from harness.prompts.prompt import Tools
 from harness.results.files import canonical
@@ -23,5 +23,5 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
         rotary=f"{canonical(rotary)}, keys before rotation",
         dtype=str(loaded.model.dtype),
         codec=str(attachment.codec or "plain"),
-        method=f"{run} {sorted(more.items())}",
+        method=f"{run} {sorted(more.items())} prepared {content_digest(attachment.prepared)}",
     )

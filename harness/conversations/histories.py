@@ -108,17 +108,22 @@ class Histories(ABC):
             return both_ends(tokens, keep, sinks)
         finally:
             if found.loading is not None:
-                found.loading.finish()
+                found.loading.account()
         if found.reused < len(tokens):
             return both_ends(tokens, keep, sinks)
-        contents, fresh = found.cache.contents(), self.start(capacity)
+        fresh = self._cut(found.cache, tokens, keep, capacity, sinks, naive)
+        kept = both_ends(tokens, fresh.num_tokens, sinks)
+        self.save(session, kept, fresh)
+        return kept
+
+    def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
+        """A fresh cache with what stays of `cache`, which holds `tokens`."""
+        contents, fresh = cache.contents(), self.start(capacity)
         rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
         for rotation in rotations:
             rotation.check(len(tokens))
         fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
-        kept = both_ends(tokens, fresh.num_tokens, sinks)
-        self.save(session, kept, fresh)
-        return kept
+        return fresh
 
     def forget(self, session: str) -> None:  # noqa: B027 (a store has its own rules)
         """The conversation is over."""

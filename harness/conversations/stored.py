@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from harness.conversations.histories import Histories, Resumed, Start, both_ends
 from harness.conversations.rows import Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.history.fingerprint import EXACT, behind_cut
 from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.store import HistoryStore
 
@@ -18,6 +20,9 @@ class StoredHistories(Histories):
     A method whose rows stay (`Method.rows_stay`) uses any prefix that is stored, and a turn writes its own rows alone.
     Every other method goes on where the text is the same to its last token, else everything is computed; a turn writes
     the whole session.
+
+    What a cut left is of a lineage of its own, and so is what was computed behind it (harness/history/fingerprint.py).
+    A session is asked for under the lineage that it was saved with here; one that was not, as EXACT.
     """
 
     def __init__(
@@ -27,6 +32,8 @@ class StoredHistories(Histories):
         super().__init__(start)
         self.store, self.cut, self.read_buffer = store, Cut(attachment), read_buffer
         self._device = attachment.model.device
+        self._lineages: dict[str, str] = {}  # by session
+        self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
         self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
 
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
@@ -41,6 +48,7 @@ class StoredHistories(Histories):
             loading.begin()
         except HistoryLost:
             return Resumed(cache)
+        self._behind[cache] = self._lineage(session)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
         return Resumed(cache, loading.tokens, loading.tier, loading=loading)
 
@@ -49,15 +57,20 @@ class StoredHistories(Histories):
             self._ahead[session] = list(tokens), self._open(session, tokens)
 
     def _open(self, session: str, tokens: Sequence[int]) -> Loading | None:
-        return self.store.open(session, tokens, self.read_buffer, self.cut.states(len(tokens), self._device))
+        states = self.cut.states(len(tokens), self._device)
+        return self.store.open(session, tokens, self.read_buffer, states, self._lineage(session))
+
+    def _lineage(self, session: str) -> str:
+        return self._lineages.get(session, EXACT)
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        contents = cache.contents()
-        known = self.store.known(session, tokens) if self.cut.by_token else 0
+        contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
+        self._lineages[session] = lineage
+        known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
         rows = self.cut.rows(contents, known) if known < len(tokens) else {}
         rest = self.cut.rest(contents)
-        if not self.store.extend(session, known, tokens[known:], rows, rest):
-            self.store.put(session, tokens, self.cut.rows(contents, 0), rest)
+        if not self.store.extend(session, known, tokens[known:], rows, rest, lineage):
+            self.store.put(session, tokens, self.cut.rows(contents, 0), rest, lineage)
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
@@ -69,9 +82,19 @@ class StoredHistories(Histories):
             return super().shorten(session, tokens, keep, capacity, sinks=sinks)
         self._ahead.pop(session, None)
         self.cut.check(len(tokens))
-        if self.store.known(session, tokens) == len(tokens):
+        if self.store.known(session, tokens, self._lineage(session)) == len(tokens):
             self.store.truncate(session, (keep + 0.5) / len(tokens))
+            self._lineages[session] = self.store.lineage(session) or EXACT
         return both_ends(tokens, keep, sinks)
+
+    def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
+        fresh = super()._cut(cache, tokens, keep, capacity, sinks, naive)
+        dropped = len(tokens) - fresh.num_tokens
+        self._behind[fresh] = behind_cut(self._behind.pop(cache, EXACT), tokens, dropped, sinks)
+        return fresh
+
+    def forget(self, session: str) -> None:
+        self._lineages.pop(session, None)
 
     def enqueue(self, session: str) -> None:
         self.store.enqueue(session)

@@ -13,6 +13,7 @@ import torch
 
 from harness.history.block import Block, covered, has_rest, length
 from harness.history.disk import Disk, HistoryWarning
+from harness.history.fingerprint import EXACT, behind_cut
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.loading import LOST
 from harness.history.overlap.saving import Saving
@@ -45,29 +46,33 @@ class Contents:
         self.statistics = Statistics()
         self.saving = Saving(threads.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
-        self.whole: set[str] = set()  # keys whose rows are those of the session's text alone, from its first token on
+        self.lineages: dict[str, str] = {}  # of the sessions
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
 
-    def restore(self, key: str, parts: list[Block]) -> None:
+    def restore(self, key: str, parts: list[Block], lineage: str) -> None:
         """An earlier process has left it on disk."""
-        self.sessions[key] = parts
+        self.sessions[key], self.lineages[key] = parts, lineage
         self._away[key] = None
 
-    def covered(self, key: str, tokens: Sequence[int]) -> int:
+    def of(self, key: str, lineage: str) -> list[Block]:
+        """The session's blocks, if they are of that lineage."""
+        return self.sessions.get(key, []) if self.lineages.get(key) == lineage else []
+
+    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
         """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
-        parts = self.sessions.get(key, ())
+        parts = self.of(key, lineage)
         count = covered(parts, tokens)
         return 0 if has_rest(parts) and count < len(parts) else count
 
-    def known(self, key: str, tokens: Sequence[int]) -> int:
+    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
         """How many tokens these blocks hold."""
-        return length(self.sessions.get(key, [])[: self.covered(key, tokens)])
+        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
 
     def longest(self, own: str, tokens: Sequence[int]) -> str:
         """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
-        best, most = own, self.known(own, tokens)
-        for key in self.whole & self.sessions.keys():
-            if not has_rest(self.sessions[key]) and (known := self.known(key, tokens)) > most:
+        best, most = own, self.known(own, tokens, EXACT)
+        for key, parts in self.sessions.items():
+            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
                 best, most = key, known
         return best
 
@@ -77,9 +82,9 @@ class Contents:
         for key in [key for key, fetch in self.fetches.items() if fetch.finished]:
             self.attempt(key, self.arrive)
 
-    def hold(self, key: str, parts: list[Block], moves: Sequence[Move]) -> None:
+    def hold(self, key: str, parts: list[Block], lineage: str, moves: Sequence[Move]) -> None:
         """The session is `parts` now, and `moves` are those of its placement."""
-        self.sessions[key] = parts
+        self.sessions[key], self.lineages[key] = parts, lineage
         if self.placement.tier(key) not in (DISK, None):
             self.attempt(key, self.load)  # first: its files may make room
         self.carry_out([move for move in moves if move.session != key])
@@ -88,6 +93,13 @@ class Contents:
         elif key in self.sessions:
             self.statistics.refused += 1
             self.forget(key)
+
+    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
+        """The first `dropped` tokens have left the session."""
+        if dropped:
+            text = [token for block in self.sessions[key] for token in block.tokens]
+            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
+        self.sessions[key] = kept
 
     def carry_out(self, moves: Sequence[Move], reader: Executor | None = None) -> None:
         """What comes from disk first: its files may make room for what goes there. `reader` brings it, by default one
@@ -151,6 +163,11 @@ class Contents:
         if fetch.brings(self.sessions[key]):
             self.fetches.setdefault(key, fetch)
 
+    def found_in(self, key: str) -> str | None:
+        """The tier that its rows come from: what is still on its way from disk is found there."""
+        fetch = self.fetches.get(key)
+        return DISK if fetch is not None and fetch.reads_disk else self.placement.tier(key)
+
     def arrive(self, key: str) -> None:
         """Waits until a fetch of the session has ended; its rows stay if the session was brought into memory."""
         fetch = self.fetches.pop(key, None)
@@ -176,6 +193,7 @@ class Contents:
 
     def forget(self, key: str) -> None:
         self.sessions.pop(key, None)
+        self.lineages.pop(key, None)
         self._away.pop(key, None)
         fetch = self.fetches.pop(key, None)
         self._change(lambda disk: disk.drop(key), fetch)
@@ -213,7 +231,8 @@ class Contents:
 
     def _save(self, key: str, ticket: object, size: int) -> None:
         assert self.disk is not None
-        self.saving.submit(partial(self.disk.write, key, self.sessions[key]), partial(self._saved, key, ticket), size)
+        write = partial(self.disk.write, key, self.sessions[key], self.lineages[key])
+        self.saving.submit(write, partial(self._saved, key, ticket), size)
 
     def _saved(self, key: str, ticket: object, future: Future[Saved]) -> None:
         """`ticket`: of a session that was to leave memory; since then it may have been brought back or replaced."""

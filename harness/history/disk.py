@@ -90,9 +90,9 @@ class Disk:
         for path in found.keys() - named:
             path.unlink()
 
-    def write(self, key: str, blocks: Sequence[Block]) -> tuple[int, list[Block]]:
-        """Makes `blocks` the session. -> bytes written, which are those of blocks that it had not yet; all blocks, as
-        they lie on disk"""
+    def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
+        """Makes `blocks` of `lineage` the session. -> bytes written, which are those of blocks that it had not yet;
+        all blocks, as they lie on disk"""
         entry = self.entries.get(key, Entry([], 0, 0.0))
         known = {block.name: block for block in entry.blocks}
         new = [block for block in blocks if block.name not in known]
@@ -102,7 +102,7 @@ class Disk:
         self._make_room(size - sum(block.size for block in gone), key)
         written = known | {block.name: block for block in self._written(new)}
         self._used += 1
-        made = Entry([written[block.name] for block in blocks], self._used, self._wall())
+        made = Entry([written[block.name] for block in blocks], self._used, self._wall(), lineage)
         try:
             self._index.replace(key, made, _same(entry.blocks, blocks))
         except sqlite3.Error:

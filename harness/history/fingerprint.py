@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from harness.results.files import canonical
+
+EXACT = ""  # rows that were computed in sight of their text alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
     """`model`, `weights`: whose rows they are. `tokenizer`: a hash of it. `rotary`: its settings, and whether keys lie
     before the rotation. `codec`: how rows are encoded. `method`: what else shapes them, for what a method lets a token
-    see is in the rows of those behind it."""
+    see is in the rows of those behind it; what it has prepared too."""
 
     model: str
     weights: str
@@ -24,4 +31,30 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:32]
+        return _sha256(canonical(asdict(self)).encode())
+
+
+def behind_cut(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
+    """The lineage of what stays of `tokens`, whose rows were of `lineage`: `dropped` of them left behind the first
+    `sinks`. Rows that stay were computed in sight of those that left, so they never serve as rows of the same text."""
+    return _sha256(canonical({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks}).encode())
+
+
+def content_digest(value: object) -> str:
+    """Of tensors bit by bit, in tuples, lists and mappings; of all else what `repr` says."""
+    return _sha256(canonical({"value": _described(value)}).encode())
+
+
+def _described(value: object) -> object:
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return [str(value.dtype), list(value.shape), _sha256(data)]
+    if isinstance(value, Mapping):
+        return [[repr(key), _described(one)] for key, one in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [_described(one) for one in value]
+    return repr(value)
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

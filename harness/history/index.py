@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.history.block import Block, File
+from harness.history.fingerprint import EXACT
 
-FORMAT = 2
+FORMAT = 3
 NAME = "index.sqlite"
 _TABLES = """
-create table if not exists sessions (key text primary key, used integer not null, used_at real not null);
+create table if not exists sessions (
+    key text primary key, used integer not null, used_at real not null, lineage text not null
+);
 create table if not exists blocks (
     key text not null references sessions, place integer not null, name text not null, tokens blob not null,
     size integer not null, sha256 text not null, bytes integer not null, primary key (key, place)
@@ -31,11 +34,13 @@ class OtherFormat(sqlite3.DatabaseError):
 
 @dataclass(slots=True)
 class Entry:
-    """A session on disk. `used`: a count that grows with every use; `used_at`: the wall clock's seconds then."""
+    """A session on disk. `used`: a count that grows with every use; `used_at`: the wall clock's seconds then.
+    `lineage`: EXACT, or which cut its rows lie behind."""
 
     blocks: list[Block]  # without rows, with files
     used: int
     used_at: float
+    lineage: str = EXACT
 
 
 class Index:
@@ -64,17 +69,21 @@ class Index:
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """The least recently used first."""
-        for key, used, used_at in self._connection.execute("select * from sessions order by used").fetchall():
+        for key, used, used_at, lineage in self._connection.execute("select * from sessions order by used").fetchall():
             rows = self._connection.execute(
                 "select name, tokens, size, sha256, bytes from blocks where key = ? order by place", (key,)
             ).fetchall()
-            yield key, Entry([_block(*row) for row in rows], used, used_at)
+            yield key, Entry([_block(*row) for row in rows], used, used_at, lineage)
 
     def replace(self, key: str, entry: Entry, unchanged: int) -> None:
         """The first `unchanged` blocks are those that it has already."""
         places = range(unchanged, len(entry.blocks))
         with self._connection as connection:
-            self._touch(key, entry.used, entry.used_at)
+            connection.execute(
+                "insert into sessions values (:key, :used, :at, :lineage) "
+                "on conflict do update set used = :used, used_at = :at, lineage = :lineage",
+                {"key": key, "used": entry.used, "at": entry.used_at, "lineage": entry.lineage},
+            )
             connection.execute("delete from blocks where key = ? and place >= ?", (key, unchanged))
             connection.executemany(
                 "insert into blocks values (?, ?, ?, ?, ?, ?, ?)",
@@ -82,14 +91,8 @@ class Index:
             )
 
     def touch(self, key: str, used: int, used_at: float) -> None:
-        with self._connection:
-            self._touch(key, used, used_at)
-
-    def _touch(self, key: str, used: int, used_at: float) -> None:
-        self._connection.execute(
-            "insert into sessions values (?, ?, ?) on conflict do update set used = ?, used_at = ?",
-            (key, used, used_at, used, used_at),
-        )
+        with self._connection as connection:
+            connection.execute("update sessions set used = ?, used_at = ? where key = ?", (used, used_at, key))
 
     def drop(self, key: str) -> None:
         with self._connection as connection:

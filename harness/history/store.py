@@ -6,7 +6,8 @@
 
 Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
 row of a token goes into `rest`, tensors of any shape: they come back with all tokens of the session or not at all. A
-name begins with the number of its layer: `open` hands them over layer by layer.
+name begins with the number of its layer: `open` hands them over layer by layer. What is stored is found under its
+`lineage` alone: EXACT, or which cut its rows lie behind.
 
 A store, and what it opens, belong to one thread. Threads of the store read files and write them behind its back.
 """
@@ -27,8 +28,8 @@ from torch import Tensor
 from harness.history.block import Block, Coding, Plain, Rows, blocks, has_rest, length
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
-from harness.history.fingerprint import Fingerprint
-from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Layer, Loading, Prepare
+from harness.history.fingerprint import EXACT, Fingerprint
+from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
 from harness.history.overlap.speeds import Speeds
 from harness.history.overlap.threads import Threads
 from harness.history.placement import DEVICE, DISK, HOST, Placement
@@ -38,10 +39,6 @@ from harness.history.statistics import Statistics
 Clock = Callable[[], float]
 NOTHING: Rows = {}
 PLAIN = Plain()
-
-
-def as_it_is(number: int, layer: Layer) -> Layer:
-    return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class HistoryStore:
     device of the first tier, and of rows that are handed out. `io_threads` read for jobs that wait; with 0 all is done
     by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `coding`: how rows
     are written smaller; the fingerprint must name it. `share`: a text may begin with what another session has
-    saved since the store was opened. `clock` never jumps; `wall`, which dates what is on disk, may."""
+    stored. `clock` never jumps; `wall`, which dates what is on disk, may."""
 
     def __init__(
         self,
@@ -98,7 +95,12 @@ class HistoryStore:
             self._restore(files, wall())
 
     def open(
-        self, session: str, tokens: Sequence[int], read_buffer: int | None = None, prepare: Prepare = as_it_is
+        self,
+        session: str,
+        tokens: Sequence[int],
+        read_buffer: int | None = None,
+        prepare: Prepare = as_it_is,
+        lineage: str = EXACT,
     ) -> Loading | None:
         """The longest stored prefix of `tokens`, in whole blocks, layer by layer; None on a miss. With a rest: all of
         the session, or a miss. `read_buffer`: layers that come before the job begins, by default as many as the paper's
@@ -107,8 +109,8 @@ class HistoryStore:
         The session counts as used, and moves into a faster tier, when the job begins (`Loading.begin`)."""
         key = self._fresh(session)
         self.statistics.asked(len(tokens))
-        own, key = key, self.contents.longest(key, tokens) if self.share else key
-        tier, count = self.placement.tier(key), self.contents.covered(key, tokens)
+        own, key = key, self.contents.longest(key, tokens) if self.share and lineage == EXACT else key
+        tier, count = self.contents.found_in(key), self.contents.covered(key, tokens, lineage)
         if not (tier and count):
             return None
         parts = self.contents.sessions[key][:count]
@@ -129,9 +131,9 @@ class HistoryStore:
             return None
         return loading
 
-    def get(self, session: str, tokens: Sequence[int]) -> Found:
+    def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> Found:
         """The same, whole; rows are copies."""
-        loading = self.open(session, tokens)
+        loading = self.open(session, tokens, lineage=lineage)
         if loading is None:
             return Found()
         try:
@@ -141,16 +143,25 @@ class HistoryStore:
         loading.account()
         return Found(loading.tokens, loading.tier, layers, rest)
 
-    def known(self, session: str, tokens: Sequence[int]) -> int:
+    def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
         """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
-        return self.contents.known(self._fresh(session), tokens)
+        return self.contents.known(self._fresh(session), tokens, lineage)
+
+    def lineage(self, session: str) -> str | None:
+        """Of its rows; None where there are none."""
+        return self.contents.lineages.get(self._key(session))
 
     def put(
-        self, session: str, tokens: Sequence[int], layers: Mapping[str, Tensor], rest: Mapping[str, Tensor] = NOTHING
+        self,
+        session: str,
+        tokens: Sequence[int],
+        layers: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor] = NOTHING,
+        lineage: str = EXACT,
     ) -> None:
         """All that the session is now. It replaces what was stored."""
-        self.contents.whole.add(key := self._fresh(session))
-        self._hold(key, list(blocks(tokens, layers, self.block_tokens, rest, self.coding)))
+        parts = list(blocks(tokens, layers, self.block_tokens, rest, self.coding))
+        self._hold(self._fresh(session), parts, lineage)
 
     def extend(
         self,
@@ -159,28 +170,26 @@ class HistoryStore:
         tokens: Sequence[int],
         layers: Mapping[str, Tensor],
         rest: Mapping[str, Tensor] = NOTHING,
+        lineage: str = EXACT,
     ) -> bool:
         """Appends `tokens` behind the first `start`, of which no row is touched; `rest` replaces that of before. False
         where these are not stored (any more): `put` the whole session then."""
         key = self._fresh(session)
-        known = self.contents.sessions.get(key, [])
+        known = self.contents.of(key, lineage)
         count = next((n for n in range(len(known) + 1) if length(known[:n]) == start), None)
         if count is None:
             return False
-        if not start:
-            self.contents.whole.add(key)
-        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest, self.coding)])
+        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest, self.coding)], lineage)
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
-        """Drops the oldest tokens down to a share; returns how many. Rows that stay were computed in sight of them.
-        With a rest all of them go."""
+        """Drops the oldest tokens down to a share; returns how many. With a rest all of them go. Rows that stay were
+        computed in sight of those that went: they are found under their new `lineage` alone."""
         if not 0 <= keep <= 1:
             raise ValueError(f"keep={keep} should be a share, from 0 to 1")
         key = self._fresh(session)
         known = self.contents.sessions.get(key, [])
         keep = 0.0 if has_rest(known) else keep
-        self.contents.whole.discard(key)
         drop = length(known) - int(length(known) * keep)
         try:
             kept = self._without_first(key, known, drop)
@@ -188,7 +197,7 @@ class HistoryStore:
             self.contents.lose(key, error)
             return length(known)
         if kept:
-            self.contents.sessions[key] = kept
+            self.contents.cut(key, kept, drop)
             self.placement.shrink(key, sum(block.size for block in kept))
             self.contents.settle(key)
         elif key in self.placement.items:
@@ -252,20 +261,20 @@ class HistoryStore:
             youngest = min(youngest, now - max(0.0, wall - entry.used_at))
             used_s.insert(0, youngest)
         for (key, entry), at in zip(list(disk.entries.items()), used_s, strict=True):
-            self.contents.restore(key, list(entry.blocks))
+            self.contents.restore(key, list(entry.blocks), entry.lineage)
             size = sum(block.size for block in entry.blocks)
             moves = self.placement.save(key, size, at, fastest=DISK)
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
 
-    def _hold(self, key: str, parts: list[Block]) -> None:
+    def _hold(self, key: str, parts: list[Block], lineage: str) -> None:
         moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
-        self.contents.hold(key, parts, moves)
+        self.contents.hold(key, parts, lineage, moves)
 
     def _begun(self, key: str, shared: bool, loading: Loading) -> None:
         """A session that has left since it was opened is in the read buffer still, and found where it was then."""
         self.contents.collect()
-        tier = self.placement.tier(key)
+        tier = self.contents.found_in(key)
         if tier is not None:
             loading.tier = tier
             self.contents.adopt(key, loading.fetch)

@@ -49,6 +49,11 @@ class Fetch:
     def finished(self) -> bool:
         return self._error is not None or (self._layers is not None and len(self._rows) == len(self._layers))
 
+    @property
+    def reads_disk(self) -> bool:
+        """And has not ended."""
+        return not self.finished and any(part.rows is None for part in self._parts)
+
     def brings(self, parts: Sequence[Block]) -> bool:
         """All of them that do not lie in memory."""
         return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}

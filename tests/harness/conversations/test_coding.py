@@ -59,7 +59,7 @@ def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
                 assert (found.layers[name] - x).abs().max() < (0.01 if codec is None else 0.7 if "8" in codec else 6)
             sizes[codec] = store.bytes_by_tier()["disk"]
             dropped = store.truncate("a", 0.5)  # in the midst of a block
-            rest = store.get("a", tokens[dropped:])
+            rest = store.get("a", tokens[dropped:], store.lineage("a"))
             assert rest.tokens == 75
             assert rest.layers["1.v"].shape == (1, 2, 75, 16)
     assert sizes["int4g16"] < 0.5 * sizes["int8g16"] + 0.2 * sizes[None]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.history.disk import HistoryError
+from harness.history.fingerprint import EXACT
 from harness.history.policies import FIFO, LRU, POLICIES, Policy, SchedulerAware
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
@@ -129,16 +130,40 @@ def test_truncation_drops_the_oldest_tokens(keep: float, dropped: int, host: int
     with filled(opened(tmp_path, host=host), "a") as store:
         assert store.truncate("a", keep) == dropped
         rest = TOKENS[dropped:]
-        found = store.get("a", rest)
+        lineage = store.lineage("a") or EXACT
+        found = store.get("a", rest, lineage)
         assert found.tokens == len(rest)
         assert right(found, "a", rest, dropped)
         assert sum(store.bytes_by_tier().values()) == len(rest) * TOKEN_BYTES
         assert found.tier == (tier if rest else None)
         if rest:
-            assert store.extend("a", len(rest), [1, 2], rows("a", [1, 2], 11))
-            assert right(store.get("a", [*rest, 1, 2]), "a", [*rest, 1, 2], dropped)
+            assert store.extend("a", len(rest), [1, 2], rows("a", [1, 2], 11), lineage=lineage)
+            assert right(store.get("a", [*rest, 1, 2], lineage), "a", [*rest, 1, 2], dropped)
         with pytest.raises(ValueError, match="from 0 to 1"):
             store.truncate("a", 2.0)
+
+
+@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
+def test_rows_behind_a_cut_are_not_those_of_the_shorter_text(host: int, tmp_path: Path) -> None:
+    """They were computed in sight of what left: only who knows of the cut finds them, in any process."""
+    with filled(opened(tmp_path, host=host, durable=True), "a", "b") as store:
+        dropped, rest = store.truncate("a"), TOKENS[6:]
+        lineage = store.lineage("a")
+        assert lineage not in (None, EXACT)
+        assert store.get("a", rest).tokens == 0
+        assert not store.extend("a", len(rest), [1], rows("a", [1]))
+        store.truncate("b", 8 / 11)
+        assert store.lineage("b") not in (EXACT, lineage)  # another cut of the same text
+    with opened(tmp_path, host=host, durable=True) as store:
+        assert store.known("a", rest) == 0
+        found = store.get("a", rest, lineage)
+        assert found.tokens == len(rest)
+        assert right(found, "a", rest, dropped)
+        store.put("a", rest, rows("a", rest))  # computed again
+        assert right(store.get("a", rest), "a", rest)
+    with opened(tmp_path, host=host) as store:
+        assert store.get("a", rest, lineage).tokens == 0
+        assert right(store.get("a", rest), "a", rest)
 
 
 def test_another_model_never_matches(tmp_path: Path) -> None:
@@ -283,6 +308,7 @@ class Shadow(Server):
         self.real, self.tiers, self.wrong = real, [], 0
         self.tokens: dict[str, list[int]] = {}
         self.dropped: dict[str, int] = {}
+        self.lineages: dict[str, str] = {}
         self.rng = random.Random(0)
 
     def _arrivals(self) -> None:
@@ -291,12 +317,17 @@ class Shadow(Server):
         for session in self.queue:
             if session not in waiting:
                 self.real.enqueue(session)
-                self.real.prefetch()
+                self._fetch_ahead()
 
     def _start(self, session: str) -> None:
         self.real.dequeue(session)
         super()._start(session)
+        self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        """The simulated disk takes no time."""
         self.real.prefetch()
+        self.real.flush()
 
     def _fit(self, state, question) -> None:  # type: ignore[no-untyped-def]
         before = state.history
@@ -306,12 +337,13 @@ class Shadow(Server):
             cut = before - state.history
             if self.real.tier(name):
                 assert self.real.truncate(name, (state.history + 0.5) / before) == cut
+                self.lineages[name] = self.real.lineage(name) or EXACT
             self.tokens[name] = self.tokens[name][cut:]
             self.dropped[name] = self.dropped.get(name, 0) + cut
 
     def _find(self, session, state):  # type: ignore[no-untyped-def]
         tokens = self.tokens.get(session, [])
-        found = self.real.get(session, tokens)
+        found = self.real.get(session, tokens, self.lineages.get(session, EXACT))
         self.tiers.append(found.tier)
         self.wrong += found.tokens not in (0, len(tokens))
         self.wrong += not right(found, session, tokens, self.dropped.get(session, 0))
@@ -324,8 +356,9 @@ class Shadow(Server):
         new = [self.rng.randrange(1000) for _ in range(state.history - len(known))]
         start, behind = len(known), self.dropped.get(name, 0)
         self.tokens[name] = known + new
-        if not self.real.extend(name, start, new, rows(name, new, start + behind)):
-            self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind))
+        lineage = self.lineages.get(name, EXACT)
+        if not self.real.extend(name, start, new, rows(name, new, start + behind), lineage=lineage):
+            self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind), lineage=lineage)
 
 
 @pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
@@ -354,9 +387,9 @@ def test_what_is_not_of_a_text_alone_is_not_shared(tmp_path: Path) -> None:
         dropped = store.truncate("a", 0.5)
         store.put("r", TOKENS[dropped:], rows("r", TOKENS[dropped:]), {"0.sums": torch.ones(3)})
         assert store.get("b", TOKENS[dropped:]).tokens == 0
-        assert store.get("a", TOKENS[dropped:]).tokens == len(TOKENS) - dropped
-        store.put("a", TOKENS, rows("a", TOKENS))
+        assert store.get("a", TOKENS[dropped:], store.lineage("a")).tokens == len(TOKENS) - dropped
+        store.put("c", TOKENS, rows("c", TOKENS))
         assert store.get("b", TOKENS).tokens == len(TOKENS)
-    with opened(tmp_path, **settings) as store:  # it does not know who was truncated before
-        assert store.get("b", TOKENS).tokens == 0
-        assert store.get("a", TOKENS).tokens == len(TOKENS)
+    with opened(tmp_path, **settings) as store:  # it knows who was truncated before
+        assert store.get("b", TOKENS[dropped:]).tokens == 0
+        assert store.get("b", TOKENS).tokens == len(TOKENS)

@@ -159,6 +159,10 @@ def test_prefetching_runs_ahead_in_a_thread(tmp_path: Path, monkeypatch: pytest.
             assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "disk"]
             assert not in_memory(store, "a")
             assert right(store.get("c", TOKENS), "c", TOKENS)  # on its way to disk, still in memory
+            loading = store.open("b", TOKENS)
+            assert loading is not None
+            loading.begin()
+            assert (loading.tier, store.statistics.hits["disk"]) == ("disk", 2)  # on its way to memory, still on disk
         store.flush()
         assert in_memory(store, "a")
         assert store.statistics.read_bytes == 2 * SIZE
@@ -333,7 +337,7 @@ def test_a_store_of_another_format_is_dropped_and_says_so(tmp_path: Path) -> Non
     connection = sqlite3.connect(tmp_path / index.NAME)
     connection.execute("pragma user_version = 1")
     connection.close()
-    with pytest.warns(HistoryWarning, match="of another version .*format 1, this version reads and writes 2"):
+    with pytest.warns(HistoryWarning, match="of another version .*format 1, this version reads and writes 3"):
         store = opened(tmp_path)
     assert store.get("a", TOKENS).tokens == 0
     store.close()

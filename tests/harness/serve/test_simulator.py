@@ -95,7 +95,14 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
     who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
     with attached(tiny("llama"), Full()) as kv:
         store = HistoryStore(
-            who, host=host, disk=disk, folder=folder, policy=POLICIES[policy](), block_tokens=8, clock=time
+            who,
+            host=host,
+            disk=disk,
+            folder=folder,
+            policy=POLICIES[policy](),
+            block_tokens=8,
+            clock=time,
+            io_threads=0,  # the simulated disk takes no time
         )
         histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)
