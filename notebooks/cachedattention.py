@@ -9,11 +9,11 @@
 # ---
 
 # %% [markdown]
-# # CachedAttention: its figures and both tables, from our results
+# # CachedAttention: figures 13 to 25 and both tables, from our results
 #
 # Three kinds of results stand here, and each picture says which it is:
 #
-# - **simulated**, figures 13 to 17, 21, 22 and 25: the trace simulator at the paper's scale (9000 sessions, 52,000 turns), with
+# - **simulated**, figures 13 to 17 and 21 to 25: the trace simulator at the paper's scale (9000 sessions, 52,000 turns), with
 #   the store's own policies. Hit rates can be compared with the paper's. Times and cost come from a table of costs
 #   (`harness/history/simulation/costs.yaml`), for the paper has prefill and decode in pictures only.
 # - **measured**, figures 18 to 20: single prefills of the embedded model on a CPU. Ratios and their order can be compared,
@@ -46,7 +46,7 @@ OURS, THEIRS, PALE = "#1a59b3", "#c2571a", "#9dbbe0"
 NAMES = {"llama-13b": "LLaMA-13B", "llama-65b": "LLaMA-65B", "llama-70b": "LLaMA-70B", "falcon-40b": "Falcon-40B"}
 SERVED = costs.load().models
 LABELS = {model: f"{name}\n{SERVED[model].gpus} A100" for model, name in NAMES.items()}
-SIMULATED = {number: our_figures("cachedattention", f"figure_{number}", runs) for number in ("14", "21", "22", "25")}
+SIMULATED = {number: our_figures("cachedattention", f"figure_{number}", runs) for number in ("14", "21", "22", "23", "24", "25")}
 MEASURED = {name: our_figures("cachedattention", name, runs) for name in ("history", "overlap", "overflow")}
 
 
@@ -255,6 +255,57 @@ for axes in panels:
     axes.legend(fontsize=8, loc="upper right", ncols=2)
     axes.margins(y=0.3)
 figure.suptitle("128 GB of host memory, 10 TB of disk. Ours simulated; the paper's on A100-80GB", fontsize=9)
+
+# %% [markdown]
+# ## Figure 23: capacity
+#
+# CCpUT is what the store needs to keep every session of a unit of time (its TTL, an hour) at the length of the window. The
+# text says neither model nor load, so two loads stand here: one that leaves no backlog where the store has room, and the usual
+# session a second, under which turns come to wait for hours and outlive the TTL. The paper's two points lie between them. Turns that have a history are counted, as the paper's 98 % must be.
+
+# %%
+rows = table("23")
+rows["capacity"] = [sum(Scenario(**run["settings"]).capacities.values()) for run in SIMULATED["23"]["runs"]]
+session = SERVED["llama-13b"].window * SERVED["llama-13b"].kv_bytes_per_token
+said = {float(row.quantity.rpartition("=")[2]): row.value for row in published("cachedattention_fig23") if row.value is not None}
+figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+for (rate, some), colour in zip(rows.groupby("rate"), (OURS, PALE), strict=False):
+    some = some.sort_values("capacity")
+    most = some.sessions_per_hour.iloc[-1]  # where the store has room
+    label = f"ours, simulated: {rate:g} sessions/s, {most} an hour"
+    axes.plot(some.capacity / (most * session), 100 * some.hit_rate_returning, "o-", color=colour, label=label)
+axes.plot(list(said), list(said.values()), "D", color=THEIRS, label="paper")
+axes.set(xlabel="capacity / CCpUT", ylabel="hits, of turns with a history (%)", ylim=(0, 105), xlim=(0, 0.6))
+axes.legend(fontsize=8, loc="lower right")
+figure.suptitle("Figure 23. Ours: LLaMA-13B on 2 A100, simulated; the paper: A100-80GB, model and load not available", fontsize=9)
+[row.said for row in published("cachedattention_fig23")]
+
+# %% [markdown]
+# ## Figure 24: tiers
+#
+# 10 GB of device memory alone, with 128 GB of host memory, with 10 TB of disk besides.
+
+# %%
+rows = table("24")
+rows["tiers"] = ["HBM" if row.host == 0 else "+ DRAM" if row.disk == 0 else "+ SSD" for row in rows.itertuples()]
+rows = rows.set_index(["tiers", "model"])
+said = [at | {"hit": 100 * there} for at, there, _ in claims("24", "hit_rate")]
+said = {("HBM" if at.get("host") == 0 else "+ DRAM" if at["disk"] == 0 else "+ SSD", at["model"]): at["hit"] for at in said}
+figure, panels = plt.subplots(1, 2, figsize=(13, 3.6), layout="constrained")
+for shift, tiers, colour in ((-0.27, "HBM", "#999999"), (0, "+ DRAM", PALE), (0.27, "+ SSD", OURS)):
+    some, places = rows.loc[tiers].loc[list(NAMES)], [place + shift for place in range(4)]
+    panels[0].bar_label(panels[0].bar(places, 100 * some.hit_rate, 0.27, color=colour, label=f"ours, {tiers}"), fmt="%.3g", fontsize=7, padding=3)
+    for number, (place, model) in enumerate(zip(places, NAMES, strict=True)):
+        label = "paper" if tiers == "HBM" and not number else None
+        panels[0].plot([place - 0.13, place + 0.13], [said[tiers, model]] * 2, color=THEIRS, linewidth=2.5, label=label)
+    panels[1].bar_label(panels[1].bar(places, some.gpu_hours, 0.27, color=colour, label=f"ours, {tiers}"), fmt="%.3g", fontsize=7)
+panels[0].set(title="24a: hit rate", ylabel="turns (%)", ylim=(0, 125))
+panels[1].set(title="24b: GPU time; the paper's is not available", ylabel="hours")
+panels[1].margins(y=0.3)
+for axes in panels:
+    axes.set_xticks(range(4), LABELS.values(), fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", ncols=4)
+figure.suptitle("HBM 10 GB, DRAM 128 GB, SSD 10 TB. Ours simulated; the paper's on A100-80GB", fontsize=9)
 
 # %% [markdown]
 # ## Figure 25: new sessions a second
