@@ -73,8 +73,9 @@ with pd.option_context("display.max_colwidth", None):
 # %% [markdown]
 # ## Figures 13 to 17: a server under load, against recomputation
 #
-# 128 GB of host memory, 10 TB of disk, one new session a second, turns after the first 10,000. A first
-# turn has no history to be hit: the black line is as high as hits can get. The upper row of the second picture has our seconds, tokens, hours
+# 128 GB of host memory, 10 TB of disk, one new session a second, turns after the first 10,000. First
+# turns, and those that fill the window alone, have no history to be hit: the black line is as high as hits can get. LLaMA-65B
+# has the paper's printed cost of prefill, under which our disk is slower than computing again. The upper row of the second picture has our seconds, tokens, hours
 # and dollars, the lower what the store saves; the paper's text has the lower alone.
 
 
@@ -212,8 +213,9 @@ rows[["what", "tokens", "way", "layers", "speedup", "both", "disturbed", "sample
 # %% [markdown]
 # ## Figure 21: three policies
 #
-# LLaMA-13B on 2 A100. With 10 TB all our sessions with turns to come fit, so all policies find them; the paper's come to about
-# twice as many bytes (`docs/history.md`). LRU and FIFO find next to nothing in host memory in both.
+# LLaMA-13B on 2 A100. With 10 TB all our sessions with turns to come fit, so all policies find them; the paper's LRU and FIFO
+# do not. Writing occupies our disk, which leaves less time to fetch ahead into host memory (`docs/history.md`). LRU and FIFO
+# find next to nothing there in both.
 
 # %%
 rows = table("21")
