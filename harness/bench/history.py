@@ -174,7 +174,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
     longest = max(options.tokens) + options.new
@@ -209,15 +209,15 @@ def _measure(
             report.show([*before, *rows], f"{name} behind {tokens} tokens, round {number}: {', '.join(told)}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench history", description=__doc__)
-    parser.add_argument("--tokens", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="lengths of the history")
-    parser.add_argument("--new", type=int, default=32, help="tokens of the turn")
-    parser.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")
-    parser.add_argument("--budget", type=arguments.budget, default=0.2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
-    arguments.add_out(parser)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench history", description=__doc__)
+    made.add_argument("--tokens", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="lengths of the history")
+    made.add_argument("--new", type=int, default=32, help="tokens of the turn")
+    made.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")
+    made.add_argument("--budget", type=arguments.budget, default=0.2)
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    made.add_argument("--device", default="cpu", type=arguments.device)
+    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    arguments.add_out(made)
+    return made

@@ -164,7 +164,7 @@ def texts(task: Task, source: ModelSource, settings: Settings, tokens: int) -> I
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     if not 0 < options.ratio < 1 or int(options.window * options.ratio) + options.turn > options.window:
         raise ValueError(f"--ratio {options.ratio} leaves no room for a turn of {options.turn}: choose a smaller one.")
     tokens = options.window + options.new
@@ -195,17 +195,17 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overflow", description=__doc__)
-    parser.add_argument("--model", nargs="*", default=["model=smollm2"], help="as of a run: model=hf model.name=...")
-    parser.add_argument("--texts", type=int, default=24, help="windows of the test split")
-    parser.add_argument("--window", type=int, default=2048, help="tokens of history and turn together, at most")
-    parser.add_argument("--ratio", type=float, default=0.5, help="share of the history that stays")
-    parser.add_argument("--new", type=int, default=1024, help="tokens of a text behind the first overflow")
-    parser.add_argument("--turn", type=int, default=512, help="tokens of a turn")
-    parser.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--data-root", type=Path, help="folder with data sets")
-    arguments.add_out(parser)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overflow", description=__doc__)
+    made.add_argument("--model", nargs="*", default=["model=smollm2"], help="as of a run: model=hf model.name=...")
+    made.add_argument("--texts", type=int, default=24, help="windows of the test split")
+    made.add_argument("--window", type=int, default=2048, help="tokens of history and turn together, at most")
+    made.add_argument("--ratio", type=float, default=0.5, help="share of the history that stays")
+    made.add_argument("--new", type=int, default=1024, help="tokens of a text behind the first overflow")
+    made.add_argument("--turn", type=int, default=512, help="tokens of a turn")
+    made.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
+    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    made.add_argument("--device", default="cpu", type=arguments.device)
+    made.add_argument("--data-root", type=Path, help="folder with data sets")
+    arguments.add_out(made)
+    return made

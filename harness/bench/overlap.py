@@ -192,7 +192,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 @torch.inference_mode()
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
     loaded = source.load(options.dtype, options.device)
     longest = max(options.tokens) + options.new
@@ -226,15 +226,15 @@ def _measure(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: 
                 report.show([*before, *rows], f"{measured.name}, {jobs.history}, round {number}: {', '.join(told)}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overlap", description=__doc__)
-    parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="lengths of the history")
-    parser.add_argument("--new", type=int, default=32, help="tokens of the turn")
-    parser.add_argument("--beside", type=int, default=256, help="tokens of the job before a turn, behind a save")
-    parser.add_argument("--buffers", nargs="*", type=int, default=[5, 10, 15, 30], help="layers of the read buffer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
-    arguments.add_out(parser)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overlap", description=__doc__)
+    made.add_argument("--tokens", nargs="*", type=int, default=[4096], help="lengths of the history")
+    made.add_argument("--new", type=int, default=32, help="tokens of the turn")
+    made.add_argument("--beside", type=int, default=256, help="tokens of the job before a turn, behind a save")
+    made.add_argument("--buffers", nargs="*", type=int, default=[5, 10, 15, 30], help="layers of the read buffer")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    made.add_argument("--device", default="cpu", type=arguments.device)
+    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    arguments.add_out(made)
+    return made
