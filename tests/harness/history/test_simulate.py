@@ -169,13 +169,21 @@ def test_the_papers_storage_shares_follow_from_its_prices(model: str, share: flo
     assert storage / (gpus + storage) == pytest.approx(share, abs=0.002)
 
 
+def test_the_one_prefill_that_the_paper_prints_is_in_the_costs() -> None:
+    """Section 2.4: LLaMA-65B on 4 A100 prefills 2K tokens in 360 ms, 5 GB of keys and values."""
+    model = costs.load().models["llama-65b"]
+    assert model.gpus == 4
+    assert 2048 * model.prefill_s_per_token == pytest.approx(0.36, rel=0.01)
+    assert 2048 * model.kv_bytes_per_token == pytest.approx(5 * GB, rel=0.08)
+
+
 def test_a_store_without_limits_misses_turns_without_a_history_alone() -> None:
     """First turns, and those that fill the window by themselves."""
     scenario = Scenario(sessions=300, warmup=100, host="100TB", disk="100TB")
     figures = simulated(scenario, costs.load())["figures"]
     assert figures["hit_rate"] == pytest.approx(figures["returning"])
     assert figures["hit_rate_host"] == figures["hit_rate"]
-    jobs = served([talk("a", 0.0, (10, 10), (60, 40))], priced(window=100))
+    jobs = served([talk("a", 0.0, (10, 10), (60, 60))], priced(window=100))
     assert [(job.tier, job.history) for job in jobs] == [(None, 0), (None, 0)]
 
 
