@@ -43,7 +43,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
         for name in (forced,) if forced in self.targets else self.targets:
-            run, refuses = self._loaded.get(name) or self._import(name)
+            run, refuses = self._loaded.get(name) or self.backend(name)
             reason = None if refuses is None else refuses(*args, **kwargs)
             if reason is None:
                 self.used.add(name)
@@ -55,8 +55,12 @@ class Op:
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
         """Why `backend` cannot serve this call, or None where it can."""
-        refuses = (self._loaded.get(backend) or self._import(backend)).refuses
+        refuses = self.backend(backend).refuses
         return None if refuses is None else refuses(*args, **kwargs)
+
+    def backend(self, name: str) -> Backend:
+        """Whether it can serve a call or not."""
+        return self._loaded.get(name) or self._import(name)
 
     def _import(self, backend: str) -> Backend:
         try:

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from evals.base import Example, Task
 from evals.longbench_tables import DATASETS
+from evals.scbench import LISTS
+from evals.scbench.scoring import SCORERS
 from harness.config import plugins
 from harness.config.catalogue import entries
 
 CLASSES = ["Date", "City", "Other location", "a.*", ""]
 REFERENCES = {"gsm8k": ("42",), "passage_retrieval_en": ("Paragraph 7",), "passage_retrieval_zh": ("段落7",)}
+REFERENCES |= {name: ("7",) for name in SCORERS if name not in LISTS}
 NASTY = [
     "", " ", "\n", ".", "...", "\x00\x1f", "\ud7ff", "é" * 50, "日本語。" * 20, "�", "-1e999", "NaN", "7" * 5000,
     "(" * 900, "\\", "[a-z]+(", "Paragraph", "The answer is ", "####", "Question: ", "#\n" * 999, "`//",
@@ -42,6 +45,8 @@ def kinds(task: str) -> dict[str, dict[str, Any]]:
     if task == "longbench":
         names = [name for name in DATASETS if find_spec("jieba") or "_zh" not in DATASETS[name].metric]
         return {name: {"dataset": name, "all_classes": CLASSES} for name in names}
+    if task == "scbench":
+        return {name: {"task": name} for name in SCORERS}
     if task == "ruler":
         return {name: {"task": name} for name in ("niah_single_2", "qa_1", "vt")}
     return {} if task == "wikitext2" else {"all": {"depth": 0}}  # its output is the harness' own number

@@ -103,7 +103,7 @@ def launch(name: str, *args: Any) -> None:
         reason = op.refusal("triton", *args)
     common.INTERPRETED = False
     assert reason is None, f"{name}: {reason}"
-    op._load("triton")[0](*args)
+    op.backend("triton").run(*args)
 
 
 def main(words: list[str]) -> None:
