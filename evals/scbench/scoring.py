@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from evals.metrics.answers import ASCII_PUNCTUATION, CHINESE_PUNCTUATION
@@ -51,7 +52,8 @@ def first_number(output: str, answer: float) -> float:
     if found is None:
         return 0.0
     number = float(found[0])
-    return float((int(number) if isinstance(answer, int) else number) == answer)
+    whole = isinstance(answer, int) and isfinite(number)  # thousands of digits make an infinite one
+    return float((int(number) if whole else number) == answer)
 
 
 def characters_f1(output: str, answers: Sequence[str]) -> float:

@@ -24,7 +24,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "ruler": {"tasks": ["niah_single_2", "qa_1", "qa_2"], "lengths": [4096], "samples": 1},
 }
 NOT_THERE = {"scbench"}  # shared data have none of it
-BUILT_IN = {"multiturn", "niah", "niah_pqcache", "niah_shadowkv"}  # their text comes with Python
+BUILT_IN = {"multiturn", "niah", "niah_pqcache", "niah_shadowkv", "overflow"}  # their text comes with Python
 
 
 @pytest.fixture(autouse=True)
