@@ -14,6 +14,7 @@ from evals.base import Example, Score, Task, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.diagnosis.ladder import Rungs, cause
+from harness.engine import attach
 from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
 from harness.jobs.run import evaluate
@@ -26,6 +27,7 @@ from harness.results.store import load
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
+from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
 from tests.fake_records import record
@@ -182,6 +184,15 @@ def test_triage_changes_no_record_and_is_taken_up_again(tmp_path: Path) -> None:
     run(tmp_path, PQ, task, triage="on")
     assert (plain.folder / triage.NAME).read_bytes() == lines
     assert read_json(plain.folder / "summary.json")["triage"]["wrong"] == 1
+
+
+def test_a_method_that_prepares_itself_is_followed_in_a_fresh_process(tmp_path: Path) -> None:
+    """What it made of the model is gone then, and is made again on a calibration text."""
+    task, method = knowing(tmp_path), InfiniGen(dense_layers=(0,), alpha=0.1)
+    wrong = run(tmp_path, method, task)
+    assert wrong.records[0].score == 0, "choose another text: this one needs no needle"
+    attach._prepared.clear()
+    assert only(run(tmp_path, method, task, triage="on"))["repeated"]
 
 
 def test_right_answers_are_left_alone(tmp_path: Path) -> None:
