@@ -43,7 +43,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
         for name in (forced,) if forced in self.targets else self.targets:
-            run, refuses = self._loaded.get(name) or self.backend(name)
+            run, refuses = self._loaded.get(name) or self._import(name)
             reason = None if refuses is None else refuses(*args, **kwargs)
             if reason is None:
                 self.used.add(name)

@@ -23,12 +23,12 @@ def qa_f1(prediction: str, reference: str) -> float:
     >>> qa_f1("New-York City", "the New York City")
     0.4
     """
-    return _f1(_words(prediction), _words(reference))
+    return f1(_words(prediction), _words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 of bags of jieba's words, without case and punctuation."""
-    return _f1(_words_zh(prediction), _words_zh(reference))
+    return f1(_words_zh(prediction), _words_zh(reference))
 
 
 def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
@@ -83,7 +83,8 @@ def _words_zh(text: str) -> list[str]:
     return [word for word in ("".join(word.split()) for word in cleaned) if word]
 
 
-def _f1(prediction: list[str], reference: list[str]) -> float:
+def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
+    """Of bags of words or characters."""
     same = (Counter(prediction) & Counter(reference)).total()
     if same == 0:
         return 0.0

@@ -6,12 +6,11 @@ All are pure functions of an output and the answer of a row, as the file has it,
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from evals.metrics.answers import ASCII_PUNCTUATION, CHINESE_PUNCTUATION
+from evals.metrics.answers import ASCII_PUNCTUATION, CHINESE_PUNCTUATION, f1
 from evals.metrics.rouge_sum import rouge_lsum
 
 OPTIONS = "ABCD"
@@ -59,7 +58,7 @@ def first_number(output: str, answer: float) -> float:
 def characters_f1(output: str, answers: Sequence[str]) -> float:
     """Best F1 of bags of characters. The official code hands over qa_chn's answer, a text, as the list of its
     characters: the best F1 with one of them."""
-    return max((_f1(_characters(output), _characters(answer)) for answer in answers), default=0.0)
+    return max((f1(_characters(output), _characters(answer)) for answer in answers), default=0.0)
 
 
 def choice(output: str, answers: Sequence[str]) -> float:
@@ -83,14 +82,6 @@ def choice(output: str, answers: Sequence[str]) -> float:
 
 def _characters(text: str) -> list[str]:
     return list("".join(text.lower().translate(ASCII_PUNCTUATION | CHINESE_PUNCTUATION).split()))
-
-
-def _f1(output: Sequence[str], answer: Sequence[str]) -> float:
-    same = (Counter(output) & Counter(answer)).total()
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(output), same / len(answer)
-    return 2 * precision * recall / (precision + recall)
 
 
 SCORERS: Mapping[str, Callable[[str, Any], float]] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.bench import calibrate
-from harness.bench.common import arguments, methods, output
+from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios
 from harness.bench.common.synthetic import Shape
@@ -26,8 +26,6 @@ from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
 from harness.models.base import LoadedModel
-from harness.models.embedded import SmolLM2
-from harness.models.random import Random
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 from methods.base import BudgetError, Method, Placement
@@ -186,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", nargs="*", type=int, default=[2048, 4096, 7936], help="of the prompt")
     made.add_argument("--new", type=int, default=16, help="tokens of a turn")
     made.add_argument("--budget", type=arguments.budget, default=0.2)
-    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    models.add_shape(made)
     made.add_argument("--layers", type=int, help="of the random weights; all by default")
     made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
     made.add_argument("--graphs", action="store_true", help="capture decode steps as CUDA graphs, where that can be")
@@ -203,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
     methods.chosen(options.methods)  # a wrong name is found now
     limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
-    source = Random(options.shape, options.layers, 0, "auto") if options.shape else SmolLM2()
+    source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from harness.bench.common import arguments, output
+from harness.bench.common import arguments, models, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Estimate, Seconds, estimate, marks, ratios
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.models.base import LoadedModel
-from harness.models.embedded import SmolLM2
-from harness.models.random import Random
 from harness.prompts.calibration import calibration_text
 from harness.prompts.teacher import Forced
 from harness.terminal.tables import Column
@@ -86,11 +84,11 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
     return timed(made.tokens[0], made.token_s, watch.disturbed())
 
 
-def rounds_of(models: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Iterator[Runs]:
+def rounds_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Iterator[Runs]:
     """Every dtype of ours and theirs, `rounds` times in turn, the order turning round from round to round: all runs so
     far, after each round."""
     calls: dict[tuple[str, str], Callable[[Tensor, int], Timed]] = {}
-    for dtype, loaded in models.items():
+    for dtype, loaded in loaded_as.items():
         for whose, run in (("ours", ours), ("generate", theirs)):
             calls[whose, dtype] = partial(run, loaded)
     for call in calls.values():
@@ -193,25 +191,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    models.add_shape(parser)
     arguments.add_out(parser)
     options = parser.parse_args(words)
-    source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
-    models = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
-    exact = models.get("fp32") or source.load("fp32", options.device)
-    if (needed := max(options.tokens) + options.new) > exact.window:
-        raise ValueError(
-            f"--tokens and --new make {needed}, and {exact.name} has a window of {exact.window}: use fewer."
-        )
+    source = models.source(options.shape)
+    loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
+    exact = loaded_as.get("fp32") or source.load("fp32", options.device)
+    models.check_window(exact, max(options.tokens), options.new)
     text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=exact.model.device)
-    agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in models.items()}
+    agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in loaded_as.items()}
     title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, table, model=exact.name)
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
         before: list[output.Row] = report.rows
-        for runs in rounds_of(models, text[:, :tokens], options.new, options.rounds):
+        for runs in rounds_of(loaded_as, text[:, :tokens], options.new, options.rounds):
             rows = compare(runs, options.dtypes, tokens, set(exact.eos_ids), agree)
             report.show([*before, *rows], _progress(rows[-1], runs))
     shown, unit = _bars(report.finish()), "ours / generate"

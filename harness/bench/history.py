@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bench.common import arguments, methods, output
+from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios
 from harness.conversations.fingerprint import fingerprint
@@ -31,8 +31,6 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
-from harness.models.embedded import SmolLM2
-from harness.models.random import Random
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 
@@ -175,12 +173,10 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
+    source = models.source(options.shape)
     loaded = source.load(options.dtype, options.device)
-    longest = max(options.tokens) + options.new
-    if longest > loaded.window:
-        raise ValueError(f"--tokens and --new make {longest}, and {loaded.name} has a window of {loaded.window}.")
-    text = calibration_text(source.tokenizer(), longest)
+    models.check_window(loaded, max(options.tokens), options.new)
+    text = calibration_text(source.tokenizer(), max(options.tokens) + options.new)
     chosen = methods.chosen(options.methods)
     title = f"A further turn of {options.new} tokens: {loaded.name}, {options.dtype}, {options.device}"
     report = output.Report("history", title, options, table, model=loaded.name)
@@ -218,6 +214,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
     made.add_argument("--device", default="cpu", type=arguments.device)
-    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    models.add_shape(made)
     arguments.add_out(made)
     return made

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bench.common import arguments, output
+from harness.bench.common import arguments, models, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios
 from harness.bench.history import ROOM, SESSION, forget
@@ -32,8 +32,6 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
-from harness.models.embedded import SmolLM2
-from harness.models.random import Random
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 from methods.full import Full
@@ -193,12 +191,10 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 @torch.inference_mode()
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    source = Random(options.shape, None, 0, "auto") if options.shape else SmolLM2()
+    source = models.source(options.shape)
     loaded = source.load(options.dtype, options.device)
-    longest = max(options.tokens) + options.new
-    if longest > loaded.window:
-        raise ValueError(f"--tokens and --new make {longest}, and {loaded.name} has a window of {loaded.window}.")
-    text = calibration_text(source.tokenizer(), longest)
+    models.check_window(loaded, max(options.tokens), options.new)
+    text = calibration_text(source.tokenizer(), max(options.tokens) + options.new)
     title = (
         f"Loading and saving beside computing: turns of {options.new} tokens, a job of {options.beside} beside them, "
         f"{loaded.name}, {options.dtype}, {options.device}"
@@ -235,6 +231,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
     made.add_argument("--device", default="cpu", type=arguments.device)
-    made.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+    models.add_shape(made)
     arguments.add_out(made)
     return made

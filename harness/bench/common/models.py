@@ -1,0 +1,26 @@
+"""The model of a benchmark: the embedded one, or random weights of a named shape."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from harness.models.base import LoadedModel
+from harness.models.embedded import SmolLM2
+from harness.models.random import Random
+
+
+def add_shape(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+
+
+def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
+    """`layers` of the random weights; None for all."""
+    return Random(shape, layers, 0, "auto") if shape else SmolLM2()
+
+
+def check_window(loaded: LoadedModel, tokens: int, new: int) -> None:
+    """Raise `ValueError` where --tokens and --new are more than the model takes."""
+    if tokens + new > loaded.window:
+        raise ValueError(
+            f"--tokens and --new make {tokens + new}, and {loaded.name} has a window of {loaded.window}: use fewer."
+        )
