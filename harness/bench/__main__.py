@@ -1,5 +1,4 @@
-"""`python -m harness.bench KIND`, with `--help`: layer, decode, ops, generate, kvpress, overflow, history, overlap,
-busy or calibrate."""
+"""`python -m harness.bench KIND`: one benchmark; `--help` behind its KIND explains it."""
 
 from __future__ import annotations
 

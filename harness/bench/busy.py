@@ -74,14 +74,11 @@ def measure(decoding: Decoding, rounds: int, switch: Callable[[bool], None]) -> 
 
 
 def table(rows: Sequence[output.Row]) -> list[Column]:
-    def ms(key: str) -> Callable[[output.Row], list[float]]:
-        return lambda row: [value * 1e3 for value in row[key]]
-
     return [
         output.column("tokens", "", rows, lambda row: str(row["tokens"])),
         output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("alone", "ms", rows, ms("alone_s")),
-        output.column("beside a busy process", "ms", rows, ms("beside_s")),
+        output.column("alone", "ms", rows, output.scaled("alone_s", 1e3)),
+        output.column("beside a busy process", "ms", rows, output.scaled("beside_s", 1e3)),
         output.column("its 90th percentile", "ms", rows, lambda row: row["beside_p90_s"] * 1e3),
         output.column("times as long", "", rows, lambda row: row["ratio"]),
     ]

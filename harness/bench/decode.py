@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios
+from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
 from harness.bench.common.synthetic import Shape
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
@@ -48,7 +48,6 @@ class Decoding:
         else:
             self.logits = self.engine.prefill(self.cache, prompt)
         self.first = self.turn()  # with the seal; not counted
-        self.times: list[Seconds] = []
         self.moved: list[float] = []
 
     def turn(self) -> Generation:
@@ -57,14 +56,15 @@ class Decoding:
             self.cache, self.logits, self.question, began=perf_counter(), max_new_tokens=self.new
         )
 
-    def timed_turn(self) -> None:
+    def timed_turn(self) -> Seconds:
+        """Of a token behind the second."""
         traffic = self.cache.traffic
         before, watch = traffic.total_bytes, Watch()
         self.last = self.turn()
         disturbed = watch.disturbed()
         self.moved.append((traffic.total_bytes - before) / (self.new - 1))
         times = self.last.token_s
-        self.times.append(Seconds((times[-1] - times[1]) / (len(times) - 2), disturbed))
+        return Seconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
 
 def _shape(kv: Attachment) -> Shape:
@@ -78,28 +78,26 @@ def measure(
     """One row. ids [1 S]: the prompt."""
     with routed(asked.model):
         own, beside = (Decoding(kv, ids, options) for kv in (asked, full))
-        for place in range(options.rounds):
-            for decoding in (own, beside)[:: -1 if place % 2 else 1]:
-                decoding.timed_turn()
-    tpot_s, made = estimate(own.times), own.last
+        *_, times = rounds_of({"own": own.timed_turn, "full": beside.timed_turn}, options.rounds)
+    tpot_s, made = estimate(times["own"]), own.last
     floor = floor_s(own, read_gb_s)
     return {
         "method": name,
         "tokens": ids.shape[1],
         "tpot_s": tpot_s,
-        "full_s": estimate(beside.times),
-        "speedup": None if isinstance(asked.method, Full) else ratios(beside.times, own.times),
+        "full_s": estimate(times["full"]),
+        "speedup": None if isinstance(asked.method, Full) else ratios(times["full"], times["own"]),
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
         "seal_s": own.first.seal_s,
-        "capture_s": own.last.capture_s,
+        "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
         "attended_prompt": made.attended_prompt,
         "device_bytes": made.kv.device_bytes,
         "host_bytes": made.kv.host_bytes,
         "moved_bytes_per_step": sum(own.moved) / len(own.moved),
         "fallback": made.fallback,
-        **marks(own.times, beside.times),
+        **marks(*times.values()),
     }
 
 
@@ -165,7 +163,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
     return [
         output.column("tokens", "", rows, lambda row: str(row["tokens"])),
         output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("TPOT", "ms", rows, lambda row: [value * 1e3 for value in row["tpot_s"]]),
+        output.column("TPOT", "ms", rows, output.scaled("tpot_s", 1e3)),
         output.column("Full / it", "", rows, lambda row: row["speedup"]),
         output.column("of limit", "%", rows, lambda row: 100 * row["of_limit"]),
         output.column("attended", "", rows, lambda row: row["attended_prompt"]),

@@ -8,7 +8,7 @@ the fp32 model is the share of tokens of a given text on which both would pick t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, models, output
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Estimate, Seconds, estimate, marks, ratios
+from harness.bench.common.measure import Call, Estimate, Seconds, estimate, marks, ratios, rounds_of
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from harness.models.base import LoadedModel
+from harness.models.base import DTYPES, LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.prompts.teacher import Forced
 from harness.terminal.tables import Column
@@ -84,20 +84,14 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
     return timed(made.tokens[0], made.token_s, watch.disturbed())
 
 
-def rounds_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int, rounds: int) -> Iterator[Runs]:
-    """Every dtype of ours and theirs, `rounds` times in turn, the order turning round from round to round: all runs so
-    far, after each round."""
-    calls: dict[tuple[str, str], Callable[[Tensor, int], Timed]] = {}
+def warmed_up(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:
+    """A run of each side in each dtype, after a short one."""
+    calls: dict[tuple[str, str], Call] = {}
     for dtype, loaded in loaded_as.items():
         for whose, run in (("ours", ours), ("generate", theirs)):
-            calls[whose, dtype] = partial(run, loaded)
-    for call in calls.values():
-        call(prompt[:, :256], 8)
-    done: dict[tuple[str, str], list[Timed]] = {key: [] for key in calls}
-    for place in range(rounds):
-        for key in list(calls)[:: -1 if place % 2 else 1]:
-            done[key].append(calls[key](prompt, new))
-        yield done
+            run(loaded, prompt[:, :256], 8)
+            calls[whose, dtype] = partial(run, loaded, prompt, new)
+    return calls
 
 
 def compare(
@@ -189,7 +183,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=arguments.device)
     models.add_shape(parser)
     arguments.add_out(parser)
@@ -206,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if report.out_of_time(f"{tokens} tokens"):
             continue
         before: list[output.Row] = report.rows
-        for runs in rounds_of(loaded_as, text[:, :tokens], options.new, options.rounds):
+        for runs in rounds_of(warmed_up(loaded_as, text[:, :tokens], options.new), options.rounds):
             rows = compare(runs, options.dtypes, tokens, set(exact.eos_ids), agree)
             report.show([*before, *rows], _progress(rows[-1], runs))
     shown, unit = _bars(report.finish()), "ours / generate"

@@ -8,9 +8,9 @@ turn the system is told to forget the store's files, and what the turn then read
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,25 +18,19 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from harness.bench.common import arguments, methods, models, output
+from harness.bench.common.history import SESSION, History, forget
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios
-from harness.conversations.fingerprint import fingerprint
+from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
-from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment, attached
-from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 
-SESSION = "session"
 RECOMPUTE, STAYED, TIERS = "recompute", "device_prefix", ("device", "host", "disk")
-ROOM = 1 << 50  # bytes of a tier: all there is
 
 
 class Timed(NamedTuple):
@@ -48,49 +42,31 @@ class Timed(NamedTuple):
 
 
 class Turn:
-    """A turn behind `history` tokens of `text`, in every way."""
+    """A turn behind a history, in every way."""
 
-    def __init__(
-        self, kv: Attachment, loaded: LoadedModel, text: Sequence[int], history: int, folder: Path, closing: ExitStack
-    ) -> None:
-        self.kv, self.text, self.history, self.folder = kv, list(text), history, folder
-        self.engine = Engine(kv)
-        self.first = self._start(history)
-        self._prefill(self.first, self.text[:history])
-        self.first.seal()
-        self.ways: dict[str, Histories] = {RECOMPUTE: Recompute(self._start), STAYED: DevicePrefix(self._start)}
+    def __init__(self, behind: History, folder: Path, closing: ExitStack) -> None:
+        self.behind, self.folder = behind, folder
+        self.ways: dict[str, Histories] = {RECOMPUTE: Recompute(behind.start), STAYED: DevicePrefix(behind.start)}
         self.stores: dict[str, HistoryStore] = {}
         for tier in TIERS:
-            place: dict[str, Any] = {tier: ROOM, "folder": folder if tier == "disk" else None}
-            store = HistoryStore(fingerprint(kv, loaded), **place, on=str(kv.model.device))
-            self.stores[tier] = closing.enter_context(store)
-            self.ways[tier] = StoredHistories(self._start, kv, store)
-            self.ways[tier].save(SESSION, self.text[:history], self.first)
-            store.flush()
-
-    def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-        return self.engine.prefill(cache, torch.tensor([tokens], device=self.kv.model.device))
-
-    def _start(self, capacity: int) -> KVCache:
-        return self.kv.start(KVCache, capacity=capacity)
+            stored = behind.stored(tier, folder, closing)
+            self.ways[tier], self.stores[tier] = stored, stored.store
 
     def prepare(self, way: str) -> None:
         """In no clock: a cache that stays has taken in the turn before; the system may have kept the files."""
         if way == STAYED:
-            cache = self._start(len(self.text))
-            cache.refill(self.first.contents())
-            self.ways[way].save(SESSION, self.text[: self.history], cache)
+            cache = self.behind.start(len(self.behind.text))
+            cache.refill(self.behind.cache.contents())
+            self.ways[way].save(SESSION, self.behind.tokens, cache)
         if way == "disk":
             forget(self.folder)
 
     @torch.inference_mode()
     def run(self, way: str) -> Timed:
         self.prepare(way)
-        read, histories = from_storage(), self.ways[way]
+        read, histories, text = from_storage(), self.ways[way], self.behind.text
         watch, began = Watch(), perf_counter()
-        found, logits = histories.compute(
-            histories.resume(SESSION, self.text[:-1], len(self.text)), self.text, self._prefill
-        )
+        found, logits = histories.compute(histories.resume(SESSION, text[:-1], len(text)), text, self.behind.prefill)
         assert logits is not None
         token = int(logits.argmax())
         seconds = Seconds(perf_counter() - began, watch.disturbed())
@@ -103,13 +79,6 @@ class Turn:
         return sum(self.stores[way].bytes_by_tier().values()) if way in self.stores else None
 
 
-def forget(folder: Path) -> None:
-    """Lets the system drop the pages of all files in `folder`, which are on disk already."""
-    for path in folder.rglob("*.safetensors"):
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def from_storage() -> int:
     """Bytes that this process has had fetched from storage so far; 0 where the system does not count."""
     with suppress(OSError):
@@ -120,24 +89,13 @@ def from_storage() -> int:
     return 0
 
 
-def rounds_of(turn: Turn, rounds: int) -> Iterator[Mapping[str, Sequence[Timed]]]:
-    """Every way `rounds` times in turn, the order turning round from round to round: all runs so far, after each."""
-    for way in (STAYED, *TIERS):
-        turn.run(way)
-    done: dict[str, list[Timed]] = {way: [] for way in turn.ways}
-    for place in range(rounds):
-        for way in list(done)[:: -1 if place % 2 else 1]:
-            done[way].append(turn.run(way))
-        yield done
-
-
 def rows_of(method: str, turn: Turn, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
     """One for each way."""
     again = done[RECOMPUTE]
     return [
         {
             "method": method,
-            "tokens": turn.history,
+            "tokens": turn.behind.count,
             "way": way,
             "series": f"{method} {way}",
             "ttft_s": estimate([one.ttft_s for one in runs]),
@@ -154,17 +112,14 @@ def rows_of(method: str, turn: Turn, done: Mapping[str, Sequence[Timed]]) -> lis
 
 
 def table(rows: Sequence[output.Row]) -> list[Column]:
-    def scaled(key: str, factor: float) -> Callable[[output.Row], list[float] | None]:
-        return lambda row: None if row[key] is None else [value * factor for value in row[key]]
-
     return [
         output.column("method", "", rows, lambda row: row["method"], left=True),
         output.column("history", "tokens", rows, lambda row: str(row["tokens"])),
         output.column("comes from", "", rows, lambda row: row["way"], left=True),
-        output.column("TTFT", "ms", rows, scaled("ttft_s", 1e3)),
-        output.column("waiting for rows", "ms", rows, scaled("load_s", 1e3)),
-        output.column("hidden", "ms", rows, scaled("hidden_s", 1e3)),
-        output.column("recompute / this", "", rows, scaled("speedup", 1)),
+        output.column("TTFT", "ms", rows, output.scaled("ttft_s", 1e3)),
+        output.column("waiting for rows", "ms", rows, output.scaled("load_s", 1e3)),
+        output.column("hidden", "ms", rows, output.scaled("hidden_s", 1e3)),
+        output.column("recompute / this", "", rows, lambda row: row["speedup"]),
         output.column("stored", "MB", rows, lambda row: row["stored_bytes"] and row["stored_bytes"] / 1e6),
         output.column("read from storage", "MB", rows, lambda row: row["storage_bytes"] / 1e6 or None),
         output.column("first token", "", rows, lambda row: "same" if row["same_token"] else "other", left=True),
@@ -198,8 +153,11 @@ def _measure(
 ) -> None:
     before = report.rows
     with TemporaryDirectory(dir=report.folder) as folder, ExitStack() as closing:
-        turn = Turn(kv, loaded, text, tokens, Path(folder), closing)
-        for number, done in enumerate(rounds_of(turn, rounds), start=1):
+        turn = Turn(History(kv, loaded, text, tokens), Path(folder), closing)
+        for way in (STAYED, *TIERS):
+            turn.run(way)
+        calls = {way: partial(turn.run, way) for way in turn.ways}
+        for number, done in enumerate(rounds_of(calls, rounds), start=1):
             rows = rows_of(name, turn, done)
             told = (f"{row['way']} {1e3 * row['ttft_s'].median:.0f} ms" for row in rows)
             report.show([*before, *rows], f"{name} behind {tokens} tokens, round {number}: {', '.join(told)}")
@@ -211,9 +169,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=int, default=32, help="tokens of the turn")
     made.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")
     made.add_argument("--budget", type=arguments.budget, default=0.2)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    made.add_argument("--device", default="cpu", type=arguments.device)
-    models.add_shape(made)
-    arguments.add_out(made)
+    models.add_run(made)
     return made

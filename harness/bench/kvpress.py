@@ -28,7 +28,7 @@ import yaml
 from evals.base import Task
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios
+from harness.bench.common.measure import Seconds, estimate, marks, ratios, turned
 from harness.config import plugins
 from harness.config.catalogue import CONF
 from harness.config.settings import Data, GenerationSettings, Settings
@@ -158,7 +158,7 @@ def interleaved(runs: dict[tuple[str, Key], Run], items: Sequence[Item]) -> Iter
         run(items[0], 4)
     samples: Samples = defaultdict(list)
     for place, item in enumerate(items):
-        for key in list(runs)[:: -1 if place % 2 else 1]:
+        for key in turned(runs, place):
             samples[key].append(runs[key](item, item.new_tokens))
         yield item, samples
 

@@ -18,7 +18,7 @@ import torch
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, seconds
+from harness.bench.common.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
 from harness.engine.step_parts import PHASES
@@ -77,16 +77,13 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
     shape = full.shape
     own = Decoding(method, shape, tokens, options)
 
-    def with_next(decoding: Decoding) -> list[Seconds]:
+    def next_step(decoding: Decoding) -> Seconds:
         decoding.advance()
-        return [own_seconds(decoding.step, shape.device)]
+        return own_seconds(decoding.step, shape.device)
 
     for decoding in (full, own) * 2:
-        with_next(decoding)
-    times: dict[str, list[Seconds]] = defaultdict(list)
-    for place in range(options.rounds):
-        for key, decoding in (("own", own), ("full", full))[:: -1 if place % 2 else 1]:
-            times[key] += with_next(decoding)
+        next_step(decoding)
+    *_, times = rounds_of({"own": partial(next_step, own), "full": partial(next_step, full)}, options.rounds)
     parts, read = trace(own)
     step_s = estimate(times["own"])
     return {
@@ -101,7 +98,7 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
         "seal_s": own.seal_s,
         "attended": sum(own.layer.attended),
         "fallback": own.layer.fallback,
-        **marks(times["own"], times["full"]),
+        **marks(*times.values()),
     }
 
 
@@ -122,7 +119,7 @@ def trace(decoding: Decoding) -> tuple[dict[str, float], float]:
 def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
     """Seconds of the step, and of each phase in it; bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
-    with clocked(watch, lambda *call: read.append(bytes_read(*call))):
+    with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
         whole = own_seconds(decoding.step, decoding.shape.device)
     return whole, watch.totals(), sum(read)
 
@@ -156,13 +153,10 @@ def table(rows: Sequence[output.Row], limit_gb_s: float) -> list[Column]:
     def part(phase: str) -> Callable[[output.Row], float]:
         return lambda row: row["parts_s"][phase] * 1e3
 
-    def ms(row: output.Row) -> list[float]:
-        return [value * 1e3 for value in row["step_s"]]
-
     return [
         output.column("tokens", "", rows, lambda row: str(row["tokens"])),
         output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("step", "ms", rows, ms),
+        output.column("step", "ms", rows, output.scaled("step_s", 1e3)),
         output.column("Full / it", "", rows, lambda row: row["speedup"]),
         *(output.column(phase, "ms", rows, part(phase)) for phase in (*PHASES, "rest")),
         output.column("read", "MB", rows, lambda row: row["read_bytes"] / 1e6),

@@ -8,7 +8,7 @@ calls of an operation run in turn, with nothing of their inputs in a cache; rati
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ def measure(
 
 def limit_s(case: OpCase, shape: Shape, limits: calibrate.Limits) -> float:
     """Seconds that this machine needs at least."""
-    read = bytes_read(case.op, case.args, None) / limits["read_gb_s"]
+    read = bytes_read(case.op, case.args) / limits["read_gb_s"]
     return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
 
@@ -88,15 +88,12 @@ def _progress(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[output.Row]) -> list[Column]:
-    def scaled(key: str, factor: float) -> Callable[[output.Row], list[float] | None]:
-        return lambda row: row[key] and [value * factor for value in row[key]]
-
     return [
         output.column("operation", "", rows, lambda row: row["op"], left=True),
         output.column("for", "", rows, lambda row: row["what"], left=True),
         output.column("backend", "", rows, lambda row: row["backend"], left=True),
-        output.column("time", "ms", rows, scaled("time_s", 1e3)),
-        output.column("of limit", "%", rows, scaled("of_limit", 100)),
+        output.column("time", "ms", rows, output.scaled("time_s", 1e3)),
+        output.column("of limit", "%", rows, output.scaled("of_limit", 100)),
         output.column("torch / it", "", rows, lambda row: row["reference"]),
         output.column("rival", "", rows, lambda row: row["rival"], left=True),
         output.column("rival / it", "", rows, lambda row: row["beside_rival"]),

@@ -31,7 +31,7 @@ from harness.engine.cache import KVCache
 from harness.history.positions import Rotation
 from harness.history.truncation import truncated
 from harness.jobs.items import prepare
-from harness.models.base import ModelSource
+from harness.models.base import DTYPES, ModelSource
 from harness.terminal.tables import Column
 from methods.full import Full
 
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=int, default=1024, help="tokens of a text behind the first overflow")
     made.add_argument("--turn", type=int, default=512, help="tokens of a turn")
     made.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
-    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    made.add_argument("--dtype", default="fp32", choices=DTYPES)
     made.add_argument("--device", default="cpu", type=arguments.device)
     made.add_argument("--data-root", type=Path, help="folder with data sets")
     arguments.add_out(made)

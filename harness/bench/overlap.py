@@ -10,8 +10,9 @@ of neighbours. Those with the job beside say whether loading has slowed it down.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,19 +20,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from harness.bench.common import arguments, models, output
+from harness.bench.common import models, output
+from harness.bench.common.history import ROOM, SESSION, History, forget
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios
-from harness.bench.history import ROOM, SESSION, forget
-from harness.conversations.fingerprint import fingerprint
-from harness.conversations.stored import StoredHistories
-from harness.engine.attach import Attachment, attached
-from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
-from harness.history.store import HistoryStore
-from harness.models.base import LoadedModel
+from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.engine.attach import attached
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 from methods.full import Full
@@ -54,31 +48,16 @@ class Timed(NamedTuple):
 
 
 class Jobs:
-    """A model with a text, whose beginning is a history; the job beside computes --beside tokens of it."""
+    """A turn behind a history, and the job beside it: `beside` tokens of the same text, computed."""
 
-    def __init__(self, kv: Attachment, loaded: LoadedModel, text: Sequence[int], history: int, beside: int) -> None:
-        self.kv, self.loaded, self.text, self.history = kv, loaded, list(text), history
-        self.engine, self._other = Engine(kv), self.text[:beside]
-        self.saved = self.start(history)
-        self.prefill(self.saved, self.text[:history])
-        self.saved.seal()
-
-    def start(self, capacity: int) -> KVCache:
-        return self.kv.start(KVCache, capacity=capacity)
-
-    def prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-        return self.engine.prefill(cache, torch.tensor([tokens], device=self.kv.model.device))
+    def __init__(self, behind: History, beside: int) -> None:
+        self.behind, self._other = behind, behind.text[:beside]
 
     def beside(self) -> float:
         """-> seconds"""
         began = perf_counter()
-        int(self.prefill(self.start(len(self._other)), self._other).argmax())
+        int(self.behind.prefill(self.behind.start(len(self._other)), self._other).argmax())
         return perf_counter() - began
-
-    def histories(self, closing: ExitStack, **settings: Any) -> StoredHistories:
-        on = str(self.kv.model.device)
-        store = closing.enter_context(HistoryStore(fingerprint(self.kv, self.loaded), on=on, **settings))
-        return StoredHistories(self.start, self.kv, store)
 
 
 class Load:
@@ -86,27 +65,24 @@ class Load:
 
     def __init__(self, jobs: Jobs, tier: str, buffers: Sequence[int], folder: Path, closing: ExitStack) -> None:
         self.name, self.jobs, self.folder = f"load from {tier}", jobs, folder
-        place: dict[str, Any] = {tier: ROOM, "folder": folder if tier == "disk" else None}
-        self.histories = jobs.histories(closing, **place)
-        self.histories.save(SESSION, jobs.text[: jobs.history], jobs.saved)
-        self.histories.store.flush()
+        self.histories = jobs.behind.stored(tier, folder, closing)
         self.ways: dict[str, int | None] = {OFF: 0, **{f"buffer {layers}": layers for layers in (0, *buffers)}}
         self.ways[FORMULA] = None
         self.tokens: set[int] = set()  # the first of every answer
 
     def run(self, way: str) -> Timed:
-        jobs, histories = self.jobs, self.histories
+        jobs, histories, text = self.jobs, self.histories, self.jobs.behind.text
         forget(self.folder)
         histories.read_buffer = self.ways[way]
-        histories.ahead(SESSION, jobs.text[:-1])
+        histories.ahead(SESSION, text[:-1])
         beside_s = jobs.beside()
         watch, began = Watch(), perf_counter()
-        found = histories.resume(SESSION, jobs.text[:-1], len(jobs.text))
+        found = histories.resume(SESSION, text[:-1], len(text))
         loading = found.loading
         assert loading is not None
         if way == OFF:
             found.cache.await_layers()
-        found, logits = histories.compute(found, jobs.text, jobs.prefill)
+        found, logits = histories.compute(found, text, jobs.behind.prefill)
         assert logits is not None
         token = int(logits.argmax())
         turn_s = Seconds(perf_counter() - began, watch.disturbed())
@@ -121,32 +97,21 @@ class Save:
     def __init__(self, jobs: Jobs, folder: Path, closing: ExitStack) -> None:
         self.name, self.jobs, self._names = "save to disk", jobs, count()
         ways = {OFF: {"write_buffer": 0}, "write buffer": {"write_buffer": ROOM}}
-        size = {"disk": 2 * sum(x.nbytes for state in jobs.saved.contents() for x in state.values())}
+        size = {"disk": 2 * sum(x.nbytes for state in jobs.behind.cache.contents() for x in state.values())}
         self.ways = {
-            way: jobs.histories(closing, folder=folder / way, **size, **settings) for way, settings in ways.items()
+            way: jobs.behind.opened(closing, folder=folder / way, **size, **settings) for way, settings in ways.items()
         }
 
     def run(self, way: str) -> Timed:
-        jobs, histories = self.jobs, self.ways[way]
+        behind, histories = self.jobs.behind, self.ways[way]
         before = histories.store.statistics.saving_s
         watch = Watch()
-        save_s = histories.save(str(next(self._names)), jobs.text[: jobs.history], jobs.saved)
+        save_s = histories.save(str(next(self._names)), behind.tokens, behind.cache)
         turn_s = Seconds(save_s, watch.disturbed())
-        beside_s = jobs.beside()
+        beside_s = self.jobs.beside()
         histories.store.flush()
         saving_s = histories.store.statistics.saving_s - before
         return Timed(turn_s, beside_s, None, 0.0 if way == OFF else saving_s, None)
-
-
-def rounds_of(measured: Load | Save, rounds: int) -> Iterator[Mapping[str, Sequence[Timed]]]:
-    """Every way `rounds` times in turn, the order turning round from round to round: all runs so far, after each."""
-    for way in measured.ways:
-        measured.run(way)
-    done: dict[str, list[Timed]] = {way: [] for way in measured.ways}
-    for place in range(rounds):
-        for way in list(done)[:: -1 if place % 2 else 1]:
-            done[way].append(measured.run(way))
-        yield done
 
 
 def rows_of(measured: Load | Save, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
@@ -154,7 +119,7 @@ def rows_of(measured: Load | Save, done: Mapping[str, Sequence[Timed]]) -> list[
     off = done[OFF]
     return [
         {
-            "tokens": measured.jobs.history,
+            "tokens": measured.jobs.behind.count,
             "what": measured.name,
             "way": way,
             "turn_s": estimate([one.turn_s for one in runs]),
@@ -171,18 +136,15 @@ def rows_of(measured: Load | Save, done: Mapping[str, Sequence[Timed]]) -> list[
 
 
 def table(rows: Sequence[output.Row]) -> list[Column]:
-    def ms(key: str) -> Callable[[output.Row], list[float] | None]:
-        return lambda row: None if row[key] is None else [1e3 * value for value in row[key]]
-
     return [
         output.column("", "", rows, lambda row: row["what"], left=True),
         output.column("history", "tokens", rows, lambda row: str(row["tokens"])),
         output.column("way", "", rows, lambda row: row["way"], left=True),
         output.column("read buffer", "layers", rows, lambda row: row["layers"]),
-        output.column("TTFT or save", "ms", rows, ms("turn_s")),
-        output.column("waiting for rows", "ms", rows, ms("waited_s")),
-        output.column("hidden", "ms", rows, ms("hidden_s")),
-        output.column("job beside", "ms", rows, ms("beside_s")),
+        output.column("TTFT or save", "ms", rows, output.scaled("turn_s", 1e3)),
+        output.column("waiting for rows", "ms", rows, output.scaled("waited_s", 1e3)),
+        output.column("hidden", "ms", rows, output.scaled("hidden_s", 1e3)),
+        output.column("job beside", "ms", rows, output.scaled("beside_s", 1e3)),
         output.column("off / this", "", rows, lambda row: row["speedup"]),
         output.column("with the job beside", "", rows, lambda row: row["both"]),
     ]
@@ -203,7 +165,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with attached(loaded.model, Full()) as kv:
         for tokens in options.tokens:
             if not report.out_of_time(f"{tokens} tokens"):
-                jobs = Jobs(kv, loaded, text[: tokens + options.new], tokens, options.beside)
+                jobs = Jobs(History(kv, loaded, text[: tokens + options.new], tokens), options.beside)
                 _measure(report, jobs, options.buffers, options.rounds)
     report.finish()
     return 0
@@ -215,11 +177,15 @@ def _measure(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: 
         loads = [Load(jobs, tier, buffers, place / tier, closing) for tier in ("host", "disk")]
         kinds: list[Load | Save] = [*loads, Save(jobs, place / "save", closing)]
         for measured in kinds:
-            before = report.rows
-            for number, done in enumerate(rounds_of(measured, rounds), start=1):
+            before, calls = report.rows, {way: partial(measured.run, way) for way in measured.ways}
+            for call in calls.values():
+                call()
+            for number, done in enumerate(rounds_of(calls, rounds), start=1):
                 rows = rows_of(measured, done)
                 told = (f"{row['way']} {1e3 * row['turn_s'].median:.0f} ms" for row in rows)
-                report.show([*before, *rows], f"{measured.name}, {jobs.history}, round {number}: {', '.join(told)}")
+                report.show(
+                    [*before, *rows], f"{measured.name}, {jobs.behind.count}, round {number}: {', '.join(told)}"
+                )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -228,9 +194,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=int, default=32, help="tokens of the turn")
     made.add_argument("--beside", type=int, default=256, help="tokens of the job before a turn, behind a save")
     made.add_argument("--buffers", nargs="*", type=int, default=[5, 10, 15, 30], help="layers of the read buffer")
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    made.add_argument("--device", default="cpu", type=arguments.device)
-    models.add_shape(made)
-    arguments.add_out(made)
+    models.add_run(made)
     return made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from math import sqrt
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from harness.engine.wait import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
+Key = TypeVar("Key")
+Result = TypeVar("Result")
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
 
@@ -104,12 +107,23 @@ class Cold:
 def interleaved(
     calls: Mapping[str, Call], clock: Callable[[Call], float], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """`rounds` times of each call, in turn; the order turns round from round to round."""
+    """`rounds` times of each call, in turn."""
     for _ in range(warmup):
         for call in calls.values():
             call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for place in range(rounds):
-        for name in list(calls)[:: -1 if place % 2 else 1]:
-            times[name].append(clock(calls[name]))
+    *_, times = rounds_of({name: partial(clock, call) for name, call in calls.items()}, rounds)
     return times
+
+
+def rounds_of(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> Iterator[dict[Key, list[Result]]]:
+    """Each call `rounds` times, in turn: all results so far, after each round."""
+    done: dict[Key, list[Result]] = {key: [] for key in calls}
+    for place in range(rounds):
+        for key in turned(calls, place):
+            done[key].append(calls[key]())
+        yield done
+
+
+def turned(keys: Collection[Key], place: int) -> list[Key]:
+    """Of round `place`: the order turns round from round to round, so that nothing always comes first."""
+    return list(keys)[:: -1 if place % 2 else 1]

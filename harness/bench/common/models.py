@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from harness.models.base import LoadedModel
+from harness.bench.common import arguments
+from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 
 
 def add_shape(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
+
+
+def add_run(parser: ArgumentParser) -> None:
+    """What is measured on a whole model, turn by turn."""
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--device", default="cpu", type=arguments.device)
+    add_shape(parser)
+    arguments.add_out(parser)
 
 
 def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:

@@ -110,6 +110,11 @@ def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any]
     return Column(head, unit, [_text(cell(row)) for row in rows], left)
 
 
+def scaled(key: str, factor: float) -> Callable[[Row], list[float] | None]:
+    """The cell of an estimate in another unit; of None, as where nothing was measured, it is empty."""
+    return lambda row: None if row[key] is None else [factor * value for value in row[key]]
+
+
 def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, labels: tuple[str, str], title: str) -> None:
     """One line per series over x, both axes logarithmic, intervals as bands. Left out where matplotlib is missing."""
     try:

@@ -54,6 +54,6 @@ _READ: dict[str, Callable[..., int]] = {
 }
 
 
-def bytes_read(name: str, arguments: tuple[Any, ...], result: Any) -> int:
+def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
     """By the arguments' sizes; nothing that a cache may save is taken off."""
     return _READ[name](*arguments)

@@ -83,11 +83,10 @@ def test_a_real_prefill_is_the_model_s_own() -> None:
     kv = Attachment(model, Full())
     with routed(model):
         decoding = decode.Decoding(kv, ids, options())
-        decoding.timed_turn()
+        assert decoding.timed_turn() > 0
     wanted = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 100:].tolist()
     assert decoding.first.tokens == [wanted]
     assert decoding.cache.num_tokens == 100 + 2 * 4
-    assert len(decoding.times) == 1
 
 
 def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:

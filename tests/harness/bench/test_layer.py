@@ -120,7 +120,7 @@ def test_a_layer_that_chooses_ahead_does_so_within_the_step() -> None:
 def test_attention_is_charged_for_the_rows_it_reads(rows: str | None) -> None:
     k = torch.zeros(1, 2, 50, 64)
     chosen = None if rows is None else torch.zeros(1, 2 if rows == "kv_head" else 4, 7, dtype=torch.int64)
-    made = bytes_read("segment_attention", (torch.zeros(1, 4, 1, 64), [Segment(k, k, chosen)], 1.0), None)
+    made = bytes_read("segment_attention", (torch.zeros(1, 4, 1, 64), [Segment(k, k, chosen)], 1.0))
     assert made == {None: 2 * 50, "kv_head": 2 * 7, "query_head": 4 * 7}[rows] * 2 * 64 * 4
 
 
@@ -129,9 +129,8 @@ def test_every_operation_of_a_step_has_a_phase_and_its_bytes() -> None:
     seen = {}
 
     def note(name: str, arguments: tuple[Any, ...], call: Any) -> Any:
-        made = call()
-        seen[name] = bytes_read(name, arguments, made)
-        return made
+        seen[name] = bytes_read(name, arguments)
+        return call()
 
     for name in methods.names():
         decoding = Decoding(methods.load(name), SHAPE, TOKENS, options())
