@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -21,9 +22,10 @@ from harness.results.summary import detectable
 from harness.results.summary_file import FULL, ONE_TABLE, combination, current_summary, method_of, reference
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
-    """A run in its table. `label` tells it from its neighbours, but for the budget."""
+    """A run in its table. `label` tells it from its neighbours, but for the budget. What takes a test is worked out
+    once, however many forms the table is shown in."""
 
     run: StoredRun
     full: StoredRun | None
@@ -34,7 +36,7 @@ class Entry:
     def title(self) -> str:
         return f"{self.label} {budget(self.summary)}".strip()
 
-    @property
+    @cached_property
     def significant_groups(self) -> set[str]:
         """Groups whose difference to Full holds after Holm's correction over this run's groups; of one alone, none."""
         groups: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
@@ -46,9 +48,9 @@ class Entry:
         return {group for group, p in zip(groups, adjusted, strict=True) if p < ALPHA}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Comparison:
-    """All runs of one task, model and protocol, Full first."""
+    """All runs of one task, model and protocol, Full first. What takes a test is worked out once, as in `Entry`."""
 
     title: str
     metric: str
@@ -59,7 +61,7 @@ class Comparison:
         """Rows that are held against Full."""
         return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
 
-    @property
+    @cached_property
     def adjusted(self) -> dict[int, float]:
         """Per row that is held against Full, p after Holm's correction over this table."""
         corrected = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
@@ -70,14 +72,14 @@ class Comparison:
         """Rows whose difference to Full holds after this correction."""
         return {i for i, p in self.adjusted.items() if p < ALPHA}
 
-    @property
+    @cached_property
     def alarms(self) -> list[Alarm]:
         """What a reader must see before the table, red ones first."""
         p = self.adjusted
         rows = [Row(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
 
-    @property
+    @cached_property
     def detectable(self) -> list[tuple[Entry, float | None]]:
         """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
         rows, count = [self.entries[i] for i in self.tested], len(self.tested)

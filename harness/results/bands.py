@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -103,7 +102,8 @@ def outside(run: StoredRun, bands: Sequence[Band]) -> list[Outside]:
 
     A mean is outside where its interval and the band's do not touch, both at 90 % over all means that are looked at.
     """
-    known, here = next((band for band in bands if band.about == about(run)), None), _by_group(run.records)
+    own, here = about(run), _by_group(run.records)
+    known = next((band for band in bands if band.about == own), None)
     if known is None:
         return []
     groups = [group for group in here if group in known.scores]
@@ -166,12 +166,8 @@ def _held(here: Scores, band: Scores, looks: int) -> Outside | None:
 
 
 def _interval(scores: Scores, level: float) -> stats.Interval:
-    return _interval_of(tuple((group, score) for group, some in scores.items() for score in some), level)
-
-
-@lru_cache(maxsize=1024)  # a table is shown as text, as Markdown, as a page
-def _interval_of(scores: tuple[tuple[str, float], ...], level: float) -> stats.Interval:
-    found = stats.interval([score for _, score in scores], [group for group, _ in scores], level=level)
+    flat = [(score, group) for group, some in scores.items() for score in some]
+    found = stats.interval(*zip(*flat, strict=True), level=level)
     assert found is not None
     return found
 
