@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,14 @@ SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".
 
 def pytest_report_header() -> str:
     return f"inputs drawn from seed {os.environ.get('KV_HARNESS_TEST_SEED', '0')} (KV_HARNESS_TEST_SEED)"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """A killed process loses nothing without it, and a busy disk takes long. Crashes are tested in other processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,12 @@ class Death:
         return file
 
 
-def killed(root: Path, at: int, shared: bool, batch: int) -> bool:
-    """Whether the run still lived to see its `at`-th step."""
+def killed(root: Path, at: int, work: Callable[[], object]) -> bool:
+    """Whether `work`, which writes below `root`, lived to see its `at`-th step."""
     child = os.fork()
     if not child:
         Death(at).install(root)
-        run(root, shared, batch)
+        work()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
@@ -138,7 +139,7 @@ def kill_and_go_on(folder: Path, shared: bool, batch: int, first: int, step: int
     run(folder / "whole", shared, batch)  # loads the model, for all forks
     print(json.dumps(left(folder / "whole")), flush=True)
     at = first
-    while killed(root := folder / f"killed-{at}", at, shared, batch):
-        run(root, shared, batch)
+    while killed(root := folder / f"killed-{at}", at, go := partial(run, root, shared, batch)):
+        go()
         print(json.dumps(left(root)), flush=True)
         at += step

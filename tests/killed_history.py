@@ -1,4 +1,4 @@
-"""A history store that is killed again and again: `python -m tests.killed_history FOLDER SEED KILLS HOST THREADS`.
+"""A history store that is killed again and again, for tests/harness/history/test_store_faults.py.
 
 Each kill is SIGKILL to a fork at a random line of harness/history, in any of its threads. The next one opens what was
 left, and every session that had been saved must be found whole, with its own rows, in a state that it was in since.
@@ -123,7 +123,8 @@ def settled(folder: Path, host_tokens: int) -> dict[str, int]:
     return told
 
 
-def main(folder: Path, seed: int, kills: int, host_tokens: int, threads: int) -> None:
+def kill_again_and_again(folder: Path, seed: int, kills: int, host_tokens: int, threads: int) -> None:
+    """In a process of its own, for torch must not have run in it."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # a kill damages nothing
     rng = random.Random(seed)
@@ -138,7 +139,3 @@ def main(folder: Path, seed: int, kills: int, host_tokens: int, threads: int) ->
             total[name] += told[name]
         total["orphans"] += told["left"] - told["files"]
     print(json.dumps(total | {"open_files": len(os.listdir("/proc/self/fd")) - files}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

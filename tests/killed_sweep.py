@@ -7,11 +7,11 @@ the same command runs to its end, and what it left is printed as JSON, beside wh
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from harness.config.settings import RunConfig
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig
 from harness.sweeps.ledger import sweeps_in
-from tests.crash_points import KILLED, TIMES, Death
+from tests.crash_points import TIMES, killed
 from tests.fast import MODEL_ARGS, TASK_ARGS
 
 GRID = ["-m", "method=streaming,h2o", "task.depths=2", "task.max_new_tokens=3", "warmup=0"]
@@ -42,16 +42,6 @@ def sweep(root: Path) -> None:
     sys.argv[1:] = WORDS
     command.compose = lambda words: at_root(JOBS, root)
     assert command.main() == 0
-
-
-def killed(root: Path, at: int) -> bool:
-    """Whether the command lived to see its `at`-th step."""
-    child = os.fork()
-    if not child:
-        Death(at).install(root)
-        sweep(root)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
 
 def left(root: Path) -> dict[str, Any]:
@@ -85,7 +75,7 @@ def kill_and_go_on(folder: Path, runs: int, seed: int) -> None:
     root = folder / "killed"
     for number in range(1, KILLS + 1):
         at = number * draw.randrange(3 * runs, 13 * runs)  # a later kill has to come after what is there already
-        while not killed(root, at):
+        while not killed(root, at, partial(sweep, root)):
             at //= 2
     sweep(root)
     print("\n" + json.dumps([left(folder / "whole"), left(root)]))

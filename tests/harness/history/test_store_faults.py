@@ -20,7 +20,9 @@ from harness.history import index
 from harness.history.disk import HistoryError, HistoryWarning
 from harness.history.policies import LRU
 from harness.history.store import HistoryStore
+from tests.forks import Forked
 from tests.histories import TOKEN_BYTES, opened, right, rows
+from tests.killed_history import kill_again_and_again
 
 ROOT = Path(__file__).parents[3]
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
@@ -54,10 +56,9 @@ def found(store: HistoryStore) -> list[str]:
     [(8, 40, 0), (15, 40, 2), *(pytest.param(100, h, t, marks=pytest.mark.slow) for h in (0, 40) for t in (0, 2))],
 )
 def test_kills_at_random_moments_of_saving(kills: int, host: int, threads: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.killed_history", str(tmp_path), "1", str(kills), str(host), str(threads)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    process = Forked(kill_again_and_again, tmp_path, 1, kills, host, threads)
+    assert process.wait() == 0, process.err
+    told = json.loads(process.out)
     assert told["kills"] == kills
     assert told["found"] == told["saved"] > kills
     assert (told["wrong"], told["orphans"], told["open_files"]) == (0, 0, 0)
