@@ -18,7 +18,7 @@ from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.loading import LOST
 from harness.history.overlap.saving import Saving
 from harness.history.overlap.threads import Threads
-from harness.history.placement import DEVICE, DISK, Move, Placement
+from harness.history.placement import DEVICE, DISK, Move, Placement, in_order
 from harness.history.statistics import Statistics
 
 Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
@@ -102,9 +102,8 @@ class Contents:
         self.sessions[key] = kept
 
     def carry_out(self, moves: Sequence[Move], reader: Executor | None = None) -> None:
-        """What comes from disk first: its files may make room for what goes there. `reader` brings it, by default one
-        that a job waits for."""
-        for move in sorted(moves, key=lambda move: move.source != DISK or move.target is None):
+        """`reader` brings what comes from disk, by default one that a job waits for."""
+        for move in in_order(moves):
             if move.session not in self.sessions:
                 continue
             if move.target is None:
@@ -225,7 +224,7 @@ class Contents:
 
     def _spare_copy(self, key: str) -> None:
         self.arrive(key)
-        if self.disk and self.placement.items[key].size <= self.disk.capacity - self._on_disk():
+        if self.disk and self.placement.items[key].size <= self.disk.files.capacity - self._on_disk():
             self._save(key, None, sum(block.size for block in self.sessions[key] if block.file is None))
             self._change(lambda disk: disk.spare(key))
 
@@ -273,7 +272,7 @@ class Contents:
         self.saving.submit(change, Future.result)
 
     def _save_the_last(self, disk: Disk) -> None:
-        free = disk.capacity - self._on_disk()
+        free = disk.files.capacity - self._on_disk()
         fits: list[str] = []
         for key, item in reversed(self.placement.items.items()):
             if self.placement.tier(key) != DISK and item.size <= free:

@@ -3,18 +3,15 @@
 It is opened by one thread. Afterwards another one makes all changes, in their order, and any may read files whose
 blocks it was given: so the folder is always what it would have been a moment ago without threads.
 
-A session that moved into memory leaves its files as a spare copy: it costs nothing while there is room, saves the
-writing when the session comes back, and outlives a crash. Spare copies go first where room is needed.
+The spare copies that sessions leave when they move into memory (`Files`) outlive a crash too.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +22,7 @@ from harness.history import index
 from harness.history.block import Block
 from harness.history.file import write
 from harness.history.index import Entry, Index, OtherFormat
+from harness.history.tier import Files
 from harness.results.lock import FolderInUse, FolderLock
 
 Wall = Callable[[], float]
@@ -49,7 +47,7 @@ class Disk:
     """`capacity` counts bytes of rows; a file's header and its tokens come on top. `wait` for another owner to end."""
 
     def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
-        self.folder, self.capacity, self._wall = folder, capacity, wall
+        self.folder, self.files, self._wall = folder, Files[str](capacity), wall
         _make(folder / "blocks")
         try:
             self._lock = FolderLock(folder, wait=wait)
@@ -64,8 +62,8 @@ class Disk:
             self._lock.release()
             raise
         self._used = max((entry.used for entry in self.entries.values()), default=0)
-        self.bytes = sum(block.size for entry in self.entries.values() for block in entry.blocks)
-        self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
+        for key, entry in self.entries.items():
+            self.files.hold(key, _sizes(entry.blocks))
 
     def _opened(self) -> tuple[Index, dict[str, Entry]]:
         try:
@@ -98,8 +96,7 @@ class Disk:
         new = [block for block in blocks if block.name not in known]
         names = {block.name for block in blocks}
         gone = [block for block in entry.blocks if block.name not in names]
-        size = sum(block.size for block in new)
-        self._make_room(size - sum(block.size for block in gone), key)
+        self.files.make_room(key, _sizes(blocks), self.drop)
         written = known | {block.name: block for block in self._written(new)}
         self._used += 1
         made = Entry([written[block.name] for block in blocks], self._used, self._wall(), lineage)
@@ -109,10 +106,8 @@ class Disk:
             self._remove(new)
             raise
         self._remove(gone)
-        self.bytes += size - sum(block.size for block in gone)
         self.entries[key] = made
-        self._spare.pop(key, None)
-        return size, list(made.blocks)
+        return self.files.hold(key, _sizes(blocks)), list(made.blocks)
 
     def touch(self, key: str) -> None:
         """It was used, wherever it was found. A disk too full to say so forgets it."""
@@ -123,8 +118,7 @@ class Disk:
 
     def spare(self, key: str) -> None:
         """The session lies in memory now."""
-        if key in self.entries:
-            self._spare[key] = None
+        self.files.spare(key)
 
     def drop(self, key: str) -> None:
         """Also where the disk is too full to say so in the index: a session without files is dropped on opening."""
@@ -133,19 +127,11 @@ class Disk:
             with suppress(sqlite3.Error):
                 self._index.drop(key)
             self._remove(entry.blocks)
-            self.bytes -= sum(block.size for block in entry.blocks)
-            self._spare.pop(key, None)
+            self.files.drop(key)
 
     def close(self) -> None:
         self._index.close()
         self._lock.release()
-
-    def _make_room(self, size: int, key: str) -> None:
-        while self.bytes + size > self.capacity:
-            spare = next((other for other in self._spare if other != key), None)
-            if spare is None:
-                raise OSError(errno.ENOSPC, "no room in the disk tier", str(self.folder))
-            self.drop(spare)
 
     def _written(self, blocks: Sequence[Block]) -> Iterator[Block]:
         folders = set()
@@ -176,6 +162,10 @@ def _read_index(folder: Path) -> tuple[Index, dict[str, Entry]]:
     except BaseException:
         found.close()
         raise
+
+
+def _sizes(blocks: Sequence[Block]) -> dict[str, int]:
+    return {block.name: block.size for block in blocks}
 
 
 def _same(first: Sequence[Block], second: Sequence[Block]) -> int:

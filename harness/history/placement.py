@@ -7,7 +7,7 @@ store carries the moves out; the simulator counts and times them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -28,9 +28,14 @@ class Move:
     size: int  # bytes
 
 
+def in_order(moves: Sequence[Move]) -> list[Move]:
+    """As they are to be carried out: what comes from disk first, for its files may make room for what goes there."""
+    return sorted(moves, key=lambda move: move.source != DISK or move.target is None)
+
+
 class Placement:
     """`capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds since the last use after which a
-    session is dropped. Moves are to be carried out in their order."""
+    session is dropped. Moves are to be carried out as `in_order` says."""
 
     def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl_s: float = inf) -> None:
         self.tiers = [Tier(name, capacities[name]) for name in TIERS if capacities.get(name)]

@@ -1,13 +1,17 @@
-"""The sessions of one tier and their bytes, and the one that leaves first."""
+"""The sessions of one tier and their bytes, and the one that leaves first; the files that a disk holds of sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic, TypeVar
 
 from harness.history.policies import Item, Rank
 
 SLACK = 64  # stale entries of the heap that are not worth a new one
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Tier:
@@ -49,3 +53,43 @@ class Tier:
                 heapreplace(self._heap, (now, session))
             else:
                 return item
+
+
+class Files(Generic[Name]):
+    """Which blocks of which sessions lie in files of a disk of `capacity` bytes: names and sizes, the store's and the
+    simulator's.
+
+    A session that moved into memory leaves its files as a spare copy: it costs nothing while there is room, and saves
+    the writing when the session comes back. Spare copies go first where room is needed, the oldest one before all.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.bytes = capacity, 0
+        self._blocks: dict[str, Mapping[Name, int]] = {}
+        self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
+
+    def make_room(self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]) -> None:
+        """Has spare copies of others dropped until `blocks` fit, as all that the session has. OSError: none is left."""
+        more = sum(blocks.values()) - sum(self._blocks.get(session, {}).values())
+        while self.bytes + more > self.capacity:
+            spare = next((other for other in self._spare if other != session), None)
+            if spare is None:
+                raise OSError(errno.ENOSPC, "no room in the disk tier")
+            drop(spare)
+
+    def hold(self, session: str, blocks: Mapping[Name, int]) -> int:
+        """`blocks` are all that the session has now. -> bytes of those that it had not yet"""
+        before = self._blocks.get(session, {})
+        self._blocks[session] = blocks
+        self.bytes += sum(blocks.values()) - sum(before.values())
+        self._spare.pop(session, None)
+        return sum(size for name, size in blocks.items() if name not in before)
+
+    def spare(self, session: str) -> None:
+        """It lies in memory now."""
+        if session in self._blocks:
+            self._spare[session] = None
+
+    def drop(self, session: str) -> None:
+        self.bytes -= sum(self._blocks.pop(session, {}).values())
+        self._spare.pop(session, None)

@@ -78,8 +78,8 @@ def _traffic(server: Server) -> Row:
     return {
         "sessions_per_hour": _most_sessions(server.jobs),
         "dropped_sessions": sum(move.target is None for move in server.moves),
-        "host_to_disk_bytes": server.moved[HOST, DISK] + server.moved[None, DISK],
-        "disk_to_host_bytes": server.moved[DISK, HOST],
+        "disk_written_bytes": server.disk.written_bytes,
+        "disk_read_bytes": server.disk.read_bytes,
     }
 
 
@@ -112,8 +112,8 @@ def table(rows: Sequence[Row], runs: Sequence[Scenario]) -> str:
         number("GPU time", "h", [one["gpu_hours"] for one in told]),
         number("cost", "$", [one["cost_usd"] for one in told]),
         share("storage", [one["storage_share"] or None for one in told]),
-        quantity("disk\nwritten", [one["host_to_disk_bytes"] for one in told], GB, hide_zeros=True),
-        quantity("disk\nread ahead", [one["disk_to_host_bytes"] for one in told], GB, hide_zeros=True),
+        quantity("disk\nwritten", [one["disk_written_bytes"] for one in told], GB, hide_zeros=True),
+        quantity("disk\nread", [one["disk_read_bytes"] for one in told], GB, hide_zeros=True),
     ]
     return text_table([*named, *figures])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ class Scenario:
     device: str | int = 0  # bytes of each tier
     host: str | int = "128GB"
     disk: str | int = "10TB"
+    write_buffer: str | int | None = None  # bytes that may wait to be written, on top of the tiers; null: all that do
+    block_tokens: int = 256  # of a session, in a file of its own
     ttl_s: float | None = None  # since the last use; null: for ever
     positions: Literal["decoupled", "coupled"] = (
         "decoupled"  # coupled: an overflow of the window makes the store's copy void
@@ -50,18 +53,23 @@ class Scenario:
         for name, low, high in (("truncation_ratio", 0, 1), ("question_share", 0, 1), ("correlation", -1, 1)):
             if not low <= getattr(self, name) < high:
                 raise SettingsError(f"{name}={getattr(self, name)} should be from {low} to below {high}.")
-        for name in ("sessions", "rate"):
+        for name in ("sessions", "rate", "block_tokens"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}={getattr(self, name)} should be above 0.")
         for name in ("think_s", "warmup", "seed"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}={getattr(self, name)} should not be negative.")
         assert self.capacities is not None  # refuses sizes it cannot read
+        assert self.write_buffer_bytes >= 0
 
     @property
     def capacities(self) -> dict[str, int]:
         """Bytes by tier."""
         return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
+
+    @property
+    def write_buffer_bytes(self) -> float:
+        return inf if self.write_buffer is None else size("write_buffer", self.write_buffer)
 
     def trace(self) -> list[Conversation]:
         return _trace(

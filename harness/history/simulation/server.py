@@ -1,36 +1,26 @@
 """One server with slots, driven from event to event: prefills one after the other, decode steps of the whole batch.
 
 A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
-taken to hide behind decoding; loading hides as far as `preload` lets it. The disk reads and writes whole sessions, one
-after the other.
+taken to hide behind decoding; loading hides as far as `preload` lets it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
 
-from harness.history.placement import DISK, HOST, Move, Placement
+from harness.history.placement import DISK, HOST, Move, Placement, in_order
 from harness.history.policies import POLICIES
 from harness.history.queue import JobQueue
 from harness.history.simulation.costs import Costs
+from harness.history.simulation.disk import SimulatedDisk
 from harness.history.simulation.scenario import RECOMPUTE, Scenario
+from harness.history.simulation.state import State
 from harness.history.simulation.trace import Conversation, Turn
-
-
-@dataclass(slots=True)
-class State:
-    """A conversation on its way. `history`: tokens of it that are in the context, window and cuts considered."""
-
-    conversation: Conversation
-    turn: int = 0
-    history: int = 0
-    running: bool = False
-    asked_s: deque[float] = field(default_factory=deque)  # of the questions that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +47,9 @@ class Server:
         self.store: Placement | None = None
         if scenario.policy != RECOMPUTE:
             self.store = Placement(scenario.capacities, POLICIES[scenario.policy](), scenario.ttl_s or inf)
+        self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
         self.queue = self.store.queue if self.store else JobQueue()
-        self.now_s = self._busy_s = self._disk_free_s = self._pcie_free_s = self._last_start_s = 0.0
+        self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0
         self._rng = Random(scenario.seed)
         self._steps = 0  # decode steps since the beginning
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
@@ -96,7 +87,7 @@ class Server:
 
     def _arrivals(self) -> None:
         if self.store:
-            self._note(self.store.expire(self.now_s))
+            self._carry_out(self.store.expire(self.now_s))
         while self._coming and self._coming[0][0] <= self.now_s:
             at, session = heappop(self._coming)
             self.states[session].asked_s.append(at)
@@ -106,20 +97,19 @@ class Server:
     def _start(self, session: str) -> None:
         state = self.states[session]
         turn = state.conversation.turns[state.turn].within(self.model.window)
-        asked_s = state.asked_s.popleft()
+        asked_s, start_s = state.asked_s.popleft(), self.now_s
         self.queue.leave(session)
         self._fit(state, turn)
         tier, ready_s = self._find(session, state)
         computed = turn.question + (0 if tier else state.history)
         compute_s = computed * self.model.prefill_s_per_token
         load_s, exposed_s = self._load(state, tier, max(ready_s, asked_s), compute_s)
-        start_s, wait_s = self.now_s, self.now_s - asked_s
         self._prefetch()
         self._advance(compute_s + exposed_s)
         self.jobs.append(
             Job(
-                session, state.turn, start_s, turn.question, state.history, tier, wait_s, compute_s + exposed_s, load_s,
-                exposed_s, self._busy_s,
+                session, state.turn, start_s, turn.question, state.history, tier, start_s - asked_s,
+                self.now_s - start_s, load_s, exposed_s, self._busy_s,
             )
         )  # fmt: skip
         self._busy_s = 0.0
@@ -136,9 +126,18 @@ class Server:
         session = state.conversation.name
         if state.history < before and self.store and self.store.tier(session):
             if self.scenario.positions == "coupled" or not state.history:
-                self._note(self.store.drop(session))
+                self._carry_out(self.store.drop(session))
             else:
-                self.store.shrink(session, self._bytes(state))
+                self._cut(state, before - state.history, self.store)
+
+    def _cut(self, state: State, tokens: int, store: Placement) -> None:
+        """In the store, where it lies; on disk the block that is cut through is read and written anew."""
+        session, cut = state.conversation.name, state.drop(tokens)
+        store.shrink(session, self._bytes(state))
+        if store.tier(session) == DISK:
+            self.disk.read(session, cut * self.model.kv_bytes_per_token, self.now_s)
+            first = next(iter(state.blocks.values())) if cut else 0
+            self._write(state, first * self.model.kv_bytes_per_token)
 
     def _find(self, session: str, state: State) -> tuple[str | None, float]:
         """The tier where the history lies, and since when it can be loaded from host memory."""
@@ -147,8 +146,8 @@ class Server:
             return None, self.now_s
         ready_s = self._ready_s.pop(session)
         if tier == DISK:
-            ready_s = self._disk(self._bytes(state))
-        self._note(self.store.use(session, self.now_s))
+            ready_s = self.disk.read(session, self._bytes(state), self.now_s)
+        self._carry_out(self.store.use(session, self.now_s), on_its_way=session)
         return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
     def _load(self, state: State, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
@@ -179,34 +178,54 @@ class Server:
             self._answered(self.states[heappop(self._running)[2]])
 
     def _answered(self, state: State) -> None:
-        session = state.conversation.name
+        ended_s = self.now_s
         state.running = False
         if self.store:
-            self._ready_s[session] = self.now_s
-            self._note(self.store.save(session, self._bytes(state), self.now_s))
+            self._save(state, self.store)
         if self.scenario.arrivals == "answered" and state.turn < len(state.conversation.turns):
-            heappush(self._coming, (self.now_s + state.conversation.think_s[state.turn - 1], session))
+            again_s = ended_s + state.conversation.think_s[state.turn - 1]
+            heappush(self._coming, (again_s, state.conversation.name))
+
+    def _save(self, state: State, store: Placement) -> None:
+        """As the store does: of a session that it has, what is new; otherwise all of it."""
+        session, before = state.conversation.name, store.tier(state.conversation.name)
+        if before is None:
+            state.blocks.clear()
+        known = sum(state.sizes(self.model.kv_bytes_per_token).values())
+        state.append(state.history - sum(state.blocks.values()), self.scenario.block_tokens)
+        self._ready_s[session] = self.now_s
+        moves = store.save(session, self._bytes(state), self.now_s)
+        tier = store.tier(session)
+        if before == DISK != tier and tier:
+            self._ready_s[session] = self.disk.read(session, known, self.now_s)
+        self._carry_out(moves, on_its_way=session)
+        if tier == DISK:
+            self._write(state, self._bytes(state) - (known if before == DISK else 0))
 
     def _prefetch(self) -> None:
         if self.store:
             for moves in self.store.prefetch():
-                for move in moves:
-                    if (move.source, move.target) == (DISK, HOST):
-                        self._ready_s[move.session] = self._disk(move.size)
-                self._note(moves)
+                self._carry_out(moves)
 
-    def _disk(self, size: int) -> float:
-        """When the disk, which does one thing after the other, will have read or written `size` bytes."""
-        self._disk_free_s = max(self.now_s, self._disk_free_s) + size / self.hardware.disk_bytes_per_s
-        return self._disk_free_s
-
-    def _note(self, moves: Sequence[Move]) -> None:
-        """Counts them. What is written waits in memory until the disk is free, behind what was to be read."""
-        for move in moves:
+    def _carry_out(self, moves: Sequence[Move], on_its_way: str | None = None) -> None:
+        """`on_its_way`: a session that is read or written by whoever asks."""
+        self.moves += moves
+        for move in in_order(moves):
             self.moved[move.source, move.target] += move.size
-            self.moves.append(move)
-            if move.target == DISK and not self.hardware.disk_duplex:
-                self._disk(move.size)
+            if move.target is None:
+                self.disk.drop(move.session)
+            elif move.target == DISK:
+                if move.session != on_its_way:
+                    self._write(self.states[move.session], move.size)
+            elif move.source == DISK:
+                if move.session != on_its_way:
+                    self._ready_s[move.session] = self.disk.read(move.session, move.size, self.now_s)
+                self.disk.files.spare(move.session)
+
+    def _write(self, state: State, held: int) -> None:
+        """`held`: bytes of rows that lie in memory until it is done. The server waits if the write buffer is full."""
+        sizes = state.sizes(self.model.kv_bytes_per_token)
+        self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds

@@ -99,10 +99,38 @@ def test_a_job_waits_for_what_is_still_on_its_way_from_disk() -> None:
 
 @pytest.mark.parametrize(("duplex", "waits_s"), [(False, 2.0), (True, 0.0)])
 def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits_s: float) -> None:
-    """The 14 GB of the first turn take 7 s to write; the next question comes after 5."""
+    """a comes again at 25 s, while the 14 GB of b are written from 20 to 27."""
     prices = replace(priced(), hardware=replace(priced().hardware, disk_duplex=duplex))
-    second = served([talk("a", 0.0, (10, 4), (6, 3))], prices, host=0, preload="off")[1]
-    assert second.exposed_s == pytest.approx(waits_s + 7 + 1.4)
+    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0), talk("b", 15.0, (10, 4))]
+    again = next(job for job in served(trace, prices, host=0, preload="off") if job.turn == 1)
+    assert again.exposed_s == pytest.approx(waits_s + 7 + 1.4)
+
+
+def test_what_waits_to_be_written_is_found_in_memory() -> None:
+    """The 14 GB of the first turn take 7 s to write; the next question comes after 5."""
+    second = served([talk("a", 0.0, (10, 4), (6, 3))], host=0, preload="off")[1]
+    assert second.exposed_s == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize(("size", "waits_s"), [("14GB", 0.0), ("13GB", 7.0)])
+def test_the_server_waits_where_more_is_to_be_written_than_the_buffer_holds(size: str, waits_s: float) -> None:
+    """14 GB from 5 s on, at 2 GB/s; the next question comes 20 s later, whatever the server did meanwhile."""
+    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0)]
+    second = served(trace, host=0, preload="off", write_buffer=size)[1]
+    assert second.start_s == pytest.approx(25.0)
+    assert second.busy_s == pytest.approx(4.0 + waits_s + 0.6 + 7 + 1.4)
+
+
+def test_a_session_that_comes_back_from_disk_is_written_no_second_time_while_there_is_room() -> None:
+    """Memory holds one of two sessions, which grow from 14 to 16 to 18 GB: every turn moves both. Each is written once,
+    then what is new of it. A disk of 30 GB has no room for 32: there the copy of a goes, and its 18 GB are written."""
+    trace = [talk(name, at, (10, 4), (1, 1), (1, 1), think_s=50.0) for name, at in (("a", 0.0), ("b", 25.0))]
+    written = {}
+    for disk in ("30GB", "40GB"):
+        server = Server(Scenario(model="toy", policy="lru", host="18GB", disk=disk), priced())
+        server.serve(trace)
+        written[disk] = server.disk.written_bytes / GB
+    assert written == {"40GB": 14 + 14 + 2 + 2 + 2, "30GB": 14 + 14 + 2 + 2 + 18}
 
 
 def test_the_queue_is_served_in_order_and_waiting_is_counted() -> None:

@@ -272,28 +272,38 @@ def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], layers[name]) for name in layers)
 
 
-@pytest.mark.parametrize(("policy", "threads"), [(SchedulerAware, 2), (LRU, 0), (FIFO, 2)])
-def test_the_simulator_and_the_store_find_and_drop_the_same(policy: type[Policy], threads: int, tmp_path: Path) -> None:
-    """One trace through both: whatever the simulated server does, the store is asked to do."""
-    capacities = {"host": 250 * TOKEN_BYTES, "disk": 900 * TOKEN_BYTES}
+@pytest.mark.parametrize(
+    ("policy", "threads", "disk"),  # in tokens; the last one has room for all, spare copies too
+    [(SchedulerAware, 2, 900), (LRU, 0, 900), (FIFO, 2, 900), (SchedulerAware, 0, 10_000)],
+)
+def test_the_simulator_and_the_store_do_the_same(policy: type[Policy], threads: int, disk: int, tmp_path: Path) -> None:
+    """One trace through both: whatever the simulated server does, the store is asked to do. They find and drop the
+    same, and write and read the same bytes."""
+    capacities = {"host": 250 * TOKEN_BYTES, "disk": disk * TOKEN_BYTES}
     model = Served(
         kv_bytes_per_token=TOKEN_BYTES, window=60, gpus=1, batch=3, prefill_s_per_token=0.01, decode_step_s=0.02
     )
     prices = Prices(gpu_usd_per_hour=1.0, dram_usd_per_gb_hour=1.0, ssd_usd_per_gb_hour=1.0)
     costs = Costs(Hardware(pcie_bytes_per_s=inf, disk_bytes_per_s=inf), prices, {"toy": model})
-    scenario = Scenario(model="toy", policy=policy.name, warmup=0, **capacities)  # type: ignore[arg-type]
+    scenario = Scenario(model="toy", policy=policy.name, warmup=0, block_tokens=4, **capacities)  # type: ignore[arg-type]
     shape = {"think_s": 2.0, "question_share": 0.3, "correlation": 0.3}
     trace = [replace(one, turns=tuple(map(short, one.turns))) for one in drawn(40, 3.0, **shape)]  # type: ignore[arg-type]
     with opened(tmp_path, policy=POLICIES[policy.name](), io_threads=threads, **capacities) as store:
         shadow = Shadow(scenario, costs, store)
         jobs = shadow.serve(trace)
+        store.flush()
+        done = store.statistics.written_bytes, store.statistics.read_bytes
     assert len(jobs) > 150
     assert shadow.tiers == [job.tier for job in jobs]
     assert set(shadow.tiers) == {"host", None} if policy is SchedulerAware else {"host", "disk", None}
-    dropped = sum(move.target is None and move.source is not None for move in shadow.moves)
     assert store.statistics.dropped + store.statistics.refused == sum(move.target is None for move in shadow.moves)
-    assert dropped > 10
+    dropped = sum(move.target is None and move.source is not None for move in shadow.moves)
+    assert (dropped > 10) == (disk == 900)
     assert shadow.wrong == 0
+    assert done == (shadow.disk.written_bytes, shadow.disk.read_bytes)
+    moved = sum(size for (_, target), size in shadow.moved.items() if target == "disk")
+    if disk > 900:
+        assert 0 < shadow.disk.written_bytes < moved  # what lies there as a spare copy is not written again
 
 
 def short(turn: Turn) -> Turn:
@@ -337,6 +347,7 @@ class Shadow(Server):
             cut = before - state.history
             if self.real.tier(name):
                 assert self.real.truncate(name, (state.history + 0.5) / before) == cut
+                self.real.flush()
                 self.lineages[name] = self.real.lineage(name) or EXACT
             self.tokens[name] = self.tokens[name][cut:]
             self.dropped[name] = self.dropped.get(name, 0) + cut
@@ -347,6 +358,7 @@ class Shadow(Server):
         self.tiers.append(found.tier)
         self.wrong += found.tokens not in (0, len(tokens))
         self.wrong += not right(found, session, tokens, self.dropped.get(session, 0))
+        self.real.flush()
         return super()._find(session, state)
 
     def _answered(self, state) -> None:  # type: ignore[no-untyped-def]
@@ -359,6 +371,7 @@ class Shadow(Server):
         lineage = self.lineages.get(name, EXACT)
         if not self.real.extend(name, start, new, rows(name, new, start + behind), lineage=lineage):
             self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind), lineage=lineage)
+        self.real.flush()
 
 
 @pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])

@@ -283,7 +283,7 @@ def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, 
             == sum(len(e.blocks) for e in store.contents.disk.entries.values())
             < 120
         )
-        assert store.contents.disk.bytes <= store.contents.disk.capacity
+        assert store.contents.disk.files.bytes <= store.contents.disk.files.capacity
         assert all(tier.bytes <= tier.capacity for tier in store.placement.tiers)
         assert all(len(tier._heap) < 2 * 60 + 65 for tier in store.placement.tiers)
         assert len(os.listdir("/proc/self/fd")) <= before

@@ -202,7 +202,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
         assert store.statistics.hits["disk"] > 20
         store.flush()
         assert store.contents.disk
-        assert store.contents.disk.bytes <= store.contents.disk.capacity
+        assert store.contents.disk.files.bytes <= store.contents.disk.files.capacity
         assert not store.contents.fetches
         for key, parts in store.contents.sessions.items():  # memory holds what lies in memory, and nothing else
             assert {block.rows is None for block in parts} == {store.placement.tier(key) == "disk"}
