@@ -13,7 +13,7 @@ from harness.reports.columns import average_table, group_table, notes, score_tab
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.costs import cost_table
-from harness.reports.turns import ago_scores, turn_reuse, turn_scores, turn_times
+from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.terminal.latex import latex_table
 from harness.terminal.tables import Column, markdown_table, text_table
 
@@ -29,12 +29,14 @@ class Block:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "traced rows", "triaged rows", "columns", "methods"]
+    of: Literal["rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     brief: bool = True
 
     def runs(self, table: Comparison) -> list[int]:
         """Which run of the table each row is; empty where rows are no runs."""
+        if self.of == "turn rows":
+            return [place for place, *_ in reuse_rows(table)]
         section = {"traced rows": "trace", "triaged rows": "triage"}.get(self.of)  # of a summary
         found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
@@ -49,7 +51,7 @@ BESIDE = (
     Block("turns", "Score by turn", turn_scores, 3, "columns"),
     Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
     Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns"),
-    Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "columns"),
+    Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows"),
     Block("groups", "Score by group", group_table, 2, "columns"),
     Block("averages", "The task's own averages", average_table, 1, "columns"),
 )

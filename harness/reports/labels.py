@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import chain, groupby
 from os.path import commonpath, relpath
 from typing import Any
@@ -23,6 +23,7 @@ ALWAYS_NAMED = (
     "budget_rule",
     "codec",
 )  # where they are no default: such rows mean something else by a token, or read another
+SETTINGS = frozenset(one.name for one in fields(Settings))
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
 
@@ -44,14 +45,24 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     differ; parameters that are not the preset's; and settings that are not the default, where the table's rows differ
     in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
-    settings = [flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED}) for run in runs]
-    settings = [{key: value for key, value in flat.items() if key not in NOT_NAMED} for flat in settings]
+    settings = [_settings(run) for run in runs]
     told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
     full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
     seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
     twins = [seen.count(one) > 1 for one in seen]
     marks = [f" {_mark(run, runs)}" if twin else "" for twin, run in zip(twins, runs, strict=True)]
     return [label + mark for label, mark in zip(full, marks, strict=True)]
+
+
+def _settings(run: StoredRun) -> Flat:
+    """Those that a label may name: none of the store where a run has no store."""
+    flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
+    has_store = run.config.get("history") == "store"
+    return {key: value for key, value in flat.items() if key not in NOT_NAMED and (has_store or not _of_store(key))}
+
+
+def _of_store(key: str) -> bool:
+    return key.startswith("store.")
 
 
 def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
@@ -110,10 +121,13 @@ def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:
     What every table says by itself (harness/reports/conditions.py) is left out.
     """
     usual = {key: value for key, value in flatten(asdict(Settings())).items() if key not in SAID_BY_TABLE}
-    own = [{key: mine.get(key, value) for key, value in usual.items()} for mine in settings]  # older runs lack some
+    own = [  # older runs lack some
+        {key: mine.get(key, value) for key, value in usual.items() if key in mine or not _of_store(key)}
+        for mine in settings
+    ]
     differing = [*_differing(own), *ALWAYS_NAMED]
     for mine, values in zip(settings, own, strict=True):
-        yield spelled_out(mine, [key for key in differing if values[key] != usual[key]])
+        yield spelled_out(mine, [key for key in differing if values.get(key, usual[key]) != usual[key]])
 
 
 def _differing(settings: Sequence[Flat]) -> list[str]:
@@ -134,8 +148,10 @@ def _told(key: str, mine: Flat) -> str:
 
 
 def _short(key: str, keys: Flat) -> str:
-    """The last word of a dotted key, where no other key that is set ends in it."""
+    """The last word of a dotted key, where no other key that is set ends in it, and no setting is called so."""
     last = key.rpartition(".")[2]
+    if last in SETTINGS:
+        return key
     rivals = [other for other, value in keys.items() if other.rpartition(".")[2] == last and value is not None]
     return last if len(rivals) == 1 else key
 

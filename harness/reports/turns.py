@@ -29,7 +29,7 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
     for count in {len({record.independent for record in one.run.records}): one for one in entries if _united(one)}:
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(row["ttft_later_s"]["p50"] is not None for _, row in rows):
-        yield "TTFT: with the prefill; TTFT later: of what was asked on a cache that was there, from its own start"
+        yield "TTFT: with the prefill; TTFT later: of further turns, or questions on a prefilled context, from their own start"
 
 
 def _united(entry: Entry) -> bool:
@@ -38,8 +38,7 @@ def _united(entry: Entry) -> bool:
 
 def _finds_nothing(entry: Entry) -> bool:
     later = [turn for number, turn in (entry.summary["turns"] or {}).items() if number != "1"]
-    stored = entry.run.config.get("history", DEFAULT) == "store"
-    return stored and bool(later) and not any(turn.get("hits") for turn in later)
+    return _is_stored(entry) and bool(later) and not any(turn.get("hits") for turn in later)
 
 
 def turn_scores(comparison: Comparison) -> list[Column]:
@@ -58,23 +57,40 @@ def turn_times(comparison: Comparison) -> list[Column]:
 
 
 def turn_reuse(comparison: Comparison) -> list[Column]:
-    """Where each turn found its history, what it computed, loaded and saved; empty where all caches stayed on the
-    device."""
-    kept = [entry for entry in comparison.entries if entry.run.config.get("history", DEFAULT) != DEFAULT]
-    runs = [entry.summary["turns"] or {} for entry in kept]
-    turns = max(runs, key=len, default={})
-    columns = _heads("history\nby turn", turns)
-    for entry, run in zip(kept, runs, strict=True):
-        told = [run.get(turn) or {} for turn in turns]
-        columns += [
-            Column(entry.label, "found in", ["", *map(_found, told[1:])], left=True),
-            number("reused", "tokens", [turn.get("reused_tokens") for turn in told]),
-            number("computed", "tokens", [turn.get("new_tokens") for turn in told]),
-            quantity("load", [turn.get("load_s") for turn in told], SECONDS),
-            quantity("hidden", [turn.get("hidden_s") for turn in told], SECONDS, hide_zeros=True),
-            quantity("save", [turn.get("save_s") for turn in told], SECONDS),
-        ]
-    return columns if turns else []
+    """A row per run and turn: where it found its history, what it computed, loaded and saved; empty where all caches
+    stayed on the device."""
+    rows = reuse_rows(comparison)
+    entries, turns = [comparison.entries[place] for place, *_ in rows], [turn for *_, turn in rows]
+    stored = [turn if _is_stored(entry) else {} for entry, turn in zip(entries, turns, strict=True)]
+    numbers = [number for _, number, _ in rows]
+    if not rows:
+        return []
+    return [
+        Column("history\nby turn", "", [entry.label for entry in entries], left=True),
+        Column("budget", "", [budget(entry.summary) for entry in entries], left=True),
+        Column("turn", "", numbers, values=[int(number) for number in numbers]),
+        Column("n", "", [str(turn["n"]) for turn in turns], values=[turn["n"] for turn in turns]),
+        Column("found in", "", [_found(turn) if name != "1" else "" for _, name, turn in rows], left=True),
+        number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
+        number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
+        quantity("load", [turn.get("load_s") for turn in stored], SECONDS),
+        quantity("hidden", [turn.get("hidden_s") for turn in stored], SECONDS, hide_zeros=True),
+        quantity("save", [turn.get("save_s") for turn in stored], SECONDS),
+    ]
+
+
+def reuse_rows(comparison: Comparison) -> list[tuple[int, str, TurnSummary]]:
+    """Place of the run, number of the turn, and what is known of it."""
+    return [
+        (place, number, turn)
+        for place, entry in enumerate(comparison.entries)
+        if entry.run.config.get("history", DEFAULT) != DEFAULT
+        for number, turn in (entry.summary["turns"] or {}).items()
+    ]
+
+
+def _is_stored(entry: Entry) -> bool:
+    return bool(entry.run.config.get("history", DEFAULT) == "store")
 
 
 def _found(turn: TurnSummary) -> str:

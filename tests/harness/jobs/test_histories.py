@@ -13,9 +13,11 @@ from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.history import placement, policies
 from harness.jobs.job import Evaluation
 from harness.reports.compare import comparisons
+from harness.reports.document import BESIDE
 from harness.reports.turns import turn_reuse
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig, with_own_stores
+from harness.terminal.tables import digits
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -92,10 +94,19 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
 
 
 def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
-    runs = [load(talked(tmp_path, Full(), history=history).folder) for history in ("store", "recompute")]
-    [table] = comparisons([*runs, load(talked(tmp_path, Full()).folder)])
-    found = [column.cells for column in turn_reuse(table) if column.unit == "found in"]
-    assert sorted(found) == [["", "host", "host", "host"], ["", "nowhere", "nowhere", "nowhere"]]
+    sweep = ({"history": "store", "store": DISK}, {"history": "recompute"}, {})
+    [table] = comparisons([load(talked(tmp_path, Full(), **changes).folder) for changes in sweep])
+    assert [entry.label for entry in table.entries] == [  # what is said of the store is the store's row's alone
+        f"full history={name}" for name in ("device_prefix", "recompute", "store")
+    ]
+    shown = {column.head: column.cells for column in turn_reuse(table)}
+    assert shown["history\nby turn"] == ["full history=recompute"] * 4 + ["full history=store"] * 4
+    assert shown["found in"] == ["", *["nowhere"] * 3, "", *["disk"] * 3]
+    for name, blank in (("load", [True, *[False] * 3]), ("save", [*[False] * 3, True])):
+        assert [cell == "" for cell in shown[name]] == [True] * 4 + blank  # nothing is moved by recompute
+    assert shown["computed"][3] == digits(table.entries[1].summary["turns"]["4"]["new_tokens"])
+    block = next(block for block in BESIDE if block.name == "turn_reuse")
+    assert block.runs(table) == [1] * 4 + [2] * 4
     assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
 
 
