@@ -125,6 +125,11 @@ class Task(ABC):
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
         """Raise `TaskError` where data are missing: asked before a model is looked at, which takes longer."""
 
+    @property
+    def fills(self) -> int | None:
+        """Tokens of the window that its conversations are made to outgrow (`overflow.window`); None: of none."""
+        return None
+
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         """All examples in a fixed order; raises `TaskError` where data or arguments cannot serve."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, sentence
-from harness.jobs.checks import check_budget, check_fit
-from harness.jobs.effective import budget_of, effective
+from harness.jobs.checks import check_budget, check_fit, check_overflow, check_turns
+from harness.jobs.effective import budget_of, effective, with_contexts
 from harness.jobs.items import Item, prepare
 
 
@@ -41,6 +41,8 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
         print(f"--- {item.example.id}\n{_marked(item)}\n")
     lengths = [len(item.prompt.ids) for item in items]
     print(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
+    check_turns(items, with_contexts(settings, items))
+    check_overflow(items, task, settings, info.limit)
     check_budget(items, method, budget_of(settings, method, info), settings, info.num_whole_layers)
     kinds = Counter((f.level, f.code) for item in items for f in item.findings)
     first = {(f.level, f.code): (item, f) for item in reversed(items) for f in item.findings}

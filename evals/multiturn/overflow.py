@@ -44,6 +44,10 @@ class NeedlesBehindOverflow(Task):
         if "{question}" not in self.template:
             raise TaskError("task.template must hold {question}.")
 
+    @property
+    def fills(self) -> int:
+        return self.window
+
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if env.window is not None and self.window > env.window:
             raise TaskError(f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass, fields, replace
+from math import ceil, inf
 from pathlib import Path
 from typing import Union
 
@@ -67,6 +67,11 @@ class StoreSettings:
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007
 
     @property
+    def given(self) -> str:
+        """Its settings that are not at their defaults, as on the command line."""
+        return ", ".join(f"store.{one.name}" for one in fields(self) if getattr(self, one.name) != one.default)
+
+    @property
     def write_bytes(self) -> int:
         return size("store.write_buffer", self.write_buffer)
 
@@ -85,7 +90,9 @@ class StoreSettings:
         if not self.capacities["disk"]:
             for name, off in (("folder", None), ("durable", False), ("write_buffer", "256MB")):
                 if getattr(self, name) != off:
-                    raise SettingsError(f"store.{name} is about the disk tier, which has no bytes: set store.disk too.")
+                    raise SettingsError(
+                        f"store.{name} is about the disk tier, which has no bytes: set store.disk=100GB as well."
+                    )
         if self.policy not in POLICIES:
             raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, POLICIES)}")
         if self.ttl_s is not None and self.ttl_s <= 0:
@@ -105,8 +112,8 @@ class StoreSettings:
         group = int(codec.partition("g")[2] or 32)
         if self.block_tokens % group:
             raise SettingsError(
-                f"store.codec={codec} writes {group} tokens together: make store.block_tokens={self.block_tokens} a "
-                "multiple of that."
+                f"store.codec={codec} writes {group} tokens together, and store.block_tokens={self.block_tokens} is no "
+                f"multiple of that: set store.block_tokens={-(-self.block_tokens // group) * group}."
             )
 
 
@@ -121,24 +128,36 @@ class OverflowSettings:
 
     def check(self, history: str) -> None:
         if self.window is None:
-            if self != OverflowSettings():
-                raise SettingsError("overflow has settings and no window: set overflow.window, or leave them out.")
+            if given := [one.name for one in fields(self) if getattr(self, one.name) != one.default]:
+                raise SettingsError(
+                    f"overflow.{given[0]} needs a window: set overflow.window=2048 as well, or leave it out."
+                )
             return
         if self.by not in (None, *OVERFLOWS):
             raise SettingsError(f"overflow.by={self.by} is unknown: choose one of {', '.join(OVERFLOWS)}.")
         if history == "recompute" and self.by not in (None, "truncate_tokens"):
-            raise SettingsError(f"history=recompute has no cache for overflow.by={self.by}: set truncate_tokens.")
+            raise SettingsError(
+                f"history=recompute has no cache for overflow.by={self.by}: set overflow.by=truncate_tokens."
+            )
         if history == "store" and self.by == "truncate_rotated":
             raise SettingsError(
                 "history=store has keys before their rotation, and overflow.by=truncate_rotated is about rotated ones: "
-                "set history=device_prefix."
+                "set overflow.by=truncate_cache, or history=device_prefix without settings of the store."
             )
+        self._check_share(self.window)
+
+    def _check_share(self, window: int) -> None:
         if not 0 < self.ratio < 1:
             raise SettingsError(f"overflow.ratio={self.ratio} must be a share above 0 and below 1.")
-        if not 0 <= self.sinks < int(self.ratio * self.window):
+        stays = int(self.ratio * window)
+        if stays < 1:
             raise SettingsError(
-                f"overflow.sinks={self.sinks} must be at least 0, and fewer than the {int(self.ratio * self.window)} "
-                f"tokens that stay of overflow.window={self.window}."
+                f"overflow.window={window} is too small: no token would stay of it; set {ceil(1 / self.ratio)} or more."
+            )
+        if not 0 <= self.sinks < stays:
+            raise SettingsError(
+                f"overflow.sinks={self.sinks} must be at least 0, and fewer than the {stays} tokens that stay of "
+                f"overflow.window={window}."
             )
 
     def resolved(self, history: str) -> OverflowSettings:

@@ -185,8 +185,8 @@ class Settings:
         self._check_windows(self.windows)
         if self.history == "store":
             self.store.check()
-        elif self.store != StoreSettings():
-            raise SettingsError(f"history={self.history} has no store: set history=store, or leave its settings out.")
+        elif given := self.store.given:
+            raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
         self._check_texts()
         self._check_trackers()

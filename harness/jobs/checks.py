@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from evals.base import Task
 from harness.config.settings import Settings, SettingsError
 from harness.conversations.coding import int_codec
 from harness.jobs.alignment import AlignedBudget, shapes
@@ -48,7 +49,10 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
     if store.codec is not None:
         int_codec(store.codec).check(info.head_dim)
     if store.share and settings.overflow.window is not None:
-        raise SettingsError("store.share takes rows for those of their text alone, and overflow shortens: choose one.")
+        raise SettingsError(
+            "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
+            "leave overflow.window out."
+        )
     rows = method.rows_stay and settings.codec is None and settings.budget_generated is None
     for name, off in (("codec", None), ("share", False)):
         if getattr(store, name) != off and not rows:
@@ -72,13 +76,14 @@ def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, s
 
 
 def check_turns(items: Sequence[Item], settings: Settings) -> None:
-    """Refuse what is measured of single turns alone, where an example has several."""
+    """Refuse what is measured of single turns alone, where an example has several. `settings`: questions=shared only
+    where some examples have the same context."""
     if not any(item.further for item in items):
         return
     if settings.questions == "shared" and settings.history != "device_prefix":
         raise SettingsError(
-            f"history={settings.history} lets a cache go between turns, and questions=shared goes back to one: set "
-            "history=device_prefix, or questions=separate."
+            f"questions=shared goes back to one cache, and history={settings.history} lets it go between turns: set "
+            "questions=separate."
         )
     if settings.questions == "shared" and settings.overflow.window is not None:
         raise SettingsError(
@@ -90,3 +95,26 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
             raise SettingsError(
                 f"{key}={value} follows one turn, and this task's examples have several: set {key}={off}."
             )
+
+
+def check_overflow(items: Sequence[Item], task: Task, settings: Settings, limit: int) -> None:
+    """Refuse a window that some turn does not fit, or the model has not, and none where `task` is about overflow.
+    `limit`: tokens that the model takes."""
+    window, turns = settings.overflow.window, [turn for item in items if item.further for turn in item.turns]
+    if window is None and task.fills is not None:
+        raise SettingsError(
+            f"This task fills a window of {task.fills} tokens, and without overflow.window nothing overflows: set "
+            f"overflow.window={task.fills}."
+        )
+    if window is None or not turns:
+        return
+    if window > limit:
+        raise SettingsError(
+            f"overflow.window={window} is more than the {limit} tokens that the model takes: set at most {limit}."
+        )
+    longest = max(turns, key=lambda turn: turn.tokens)
+    if longest.tokens > window:
+        raise SettingsError(
+            f"overflow.window={window} is too small for {longest.example.id}, of {len(longest.prompt.ids)} prompt "
+            f"tokens and {longest.new_tokens} new ones: set overflow.window={longest.tokens} or more."
+        )

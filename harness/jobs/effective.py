@@ -72,12 +72,23 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
-    """history and overflow are left out where no example has a second turn, and said to be."""
+    """history and overflow are left out where no example has a second turn, and overflow where every conversation fits;
+    that is said, and so is what protocol=context means under another history."""
+    window = settings.overflow.window
     if any(item.further for item in items):
-        return settings
+        has_budget = settings.budget is not None or settings.budget_bytes is not None
+        if has_budget and settings.protocol == "context" and settings.history != "device_prefix":
+            say_once(
+                f"history={settings.history} seals each later turn anew, over all that was fed before it; "
+                "history=device_prefix seals the first context alone"
+            )
+        if window is None or any(sum(turn.tokens for turn in item.turns) > window for item in items):
+            return settings
+        say_once(f"overflow.window={window} changes nothing here: every conversation fits")
+        return replace(settings, overflow=OverflowSettings())
     if settings.history != "device_prefix":
         say_once(f"history={settings.history} changes nothing here: no example has a second turn")
-    if settings.overflow.window is not None:
+    if window is not None:
         say_once("overflow changes nothing here: no example has a second turn")
     return replace(settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings())
 

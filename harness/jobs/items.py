@@ -32,9 +32,14 @@ class Item:
         return (self, *self.further)
 
     @property
+    def tokens(self) -> int:
+        """Of this turn's prompt and answer, at most."""
+        return len(self.prompt.ids) + self.new_tokens
+
+    @property
     def room(self) -> int:
         """Tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
-        needed = sum(len(turn.prompt.ids) + turn.new_tokens for turn in self.turns)
+        needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
 
     @property
@@ -83,7 +88,6 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
     are let go of."""
     made: list[Item] = []
     most = settings.overflow.window
-    window = min(window, most or window)
     for turn in example.turns:
         prompt = (render_turn if made else render)(turn, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens

@@ -15,7 +15,7 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.capacity import Need, needed, refuse, size
-from harness.jobs.checks import check_budget, check_fit, check_turns
+from harness.jobs.checks import check_budget, check_fit, check_overflow, check_turns
 from harness.jobs.effective import (
     budget_of,
     codec_of,
@@ -89,8 +89,10 @@ class Job:
             say_once(SLOW_FP16)
         budget = budget_of(settings, method, info)
         items = list(items or prepare(task, model, settings))
+        settings = with_contexts(settings, items)
         check_turns(items, settings)
-        settings = with_turns(with_contexts(settings, items), items)
+        check_overflow(items, task, settings, info.limit)
+        settings = with_turns(settings, items)
         check_budget(items, method, budget, settings, info.num_whole_layers)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}

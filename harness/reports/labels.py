@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import chain, groupby
 from os.path import commonpath, relpath
 from typing import Any
@@ -23,7 +23,7 @@ ALWAYS_NAMED = (
     "budget_rule",
     "codec",
 )  # where they are no default: such rows mean something else by a token, or read another
-SETTINGS = frozenset(one.name for one in fields(Settings))
+WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
 
@@ -148,10 +148,10 @@ def _told(key: str, mine: Flat) -> str:
 
 
 def _short(key: str, keys: Flat) -> str:
-    """The last word of a dotted key, where no other key that is set ends in it, and no setting is called so."""
-    last = key.rpartition(".")[2]
-    if last in SETTINGS:
+    """The last word of a dotted key, where no other key that is set ends in it."""
+    if key.startswith(WHOLE):
         return key
+    last = key.rpartition(".")[2]
     rivals = [other for other, value in keys.items() if other.rpartition(".")[2] == last and value is not None]
     return last if len(rivals) == 1 else key
 

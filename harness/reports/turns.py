@@ -29,7 +29,7 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
     for count in {len({record.independent for record in one.run.records}): one for one in entries if _united(one)}:
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(row["ttft_later_s"]["p50"] is not None for _, row in rows):
-        yield "TTFT: with the prefill; TTFT later: of further turns, or questions on a prefilled context, from their own start"
+        yield "TTFT: with the prefill; TTFT later: of further turns, or questions on one context, from their own start"
 
 
 def _united(entry: Entry) -> bool:

@@ -25,9 +25,10 @@ class FolderInUse(StoreError):
 class FolderLock:
     """`flock` on a file beside the results; the file stays, only the lock comes and goes."""
 
-    def __init__(self, folder: Path, *, wait: bool = False) -> None:
-        """`wait` for another process to let go; else, and where this one holds it itself, raise `FolderInUse`."""
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, *, wait: bool = False, of: str | None = None) -> None:
+        """`wait` for another process to let go; else, and where this one holds it itself, raise `FolderInUse`. `of`:
+        what is written there, where the folder's name does not say it."""
+        self.folder, self.of = folder.resolve(), of or folder.name
         self.fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
         for attempt in range(TRIES):
             try:
@@ -51,7 +52,7 @@ class FolderLock:
 
     def _wait(self) -> None:
         """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
-        say_once(f"waiting for {_holder(self.fd)}, which is writing {self.folder.name}")
+        say_once(f"waiting for {_holder(self.fd)}, which is writing {self.of}; what it finishes is not run again")
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX)
         except BaseException:  # Ctrl-C

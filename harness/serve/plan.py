@@ -33,6 +33,10 @@ class Plan:
         config = composed(point.words, config_dirs)
         recorded = trace.read(Path(traffic.replay)) if traffic.replay else None
         method, task, model, settings = built(config | ({"task": recorded.task} if recorded else {}))
+        if task.fills is not None:
+            raise SettingsError(
+                "This task is about overflow, which a server does not have: choose another, as multiturn."
+            )
         settings = replace(settings, batch=traffic.slots)
         items = itemised(recorded.examples, model, settings) if recorded else None
         job = Job.plan(method, task, model, settings, items)

@@ -135,7 +135,8 @@ class Claim:
         self.sweep, self.group = sweep, group
         folder = sweep.place(group)
         folder.mkdir(exist_ok=True)
-        self._lock = FolderLock(folder, wait=wait)
+        numbers = ", ".join(str(job + 1) for job in sweep.groups[group])
+        self._lock = FolderLock(folder, wait=wait, of=f"job {numbers} of this sweep")
         self._path = folder / LOG
         files.drop_half_line(self._path)
         if self.log.is_torn:

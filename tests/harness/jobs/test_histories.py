@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.config.groups import POLICIES, TIERS
-from harness.config.settings import Settings, SettingsError, StoreSettings
+from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.history import placement, policies
 from harness.jobs.job import Evaluation
 from harness.reports.compare import comparisons
@@ -17,12 +17,13 @@ from harness.reports.document import BESIDE
 from harness.reports.turns import turn_reuse
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig, with_own_stores
+from harness.terminal.notices import say_once
 from harness.terminal.tables import digits
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from tests.fast import niah
-from tests.harness.jobs.test_questions import Balances, Given, run
+from tests.harness.jobs.test_questions import Balances, Given, Retold, run
 
 TALKS = Balances(talks=True)
 DISK = StoreSettings(host=0, disk="1GB")
@@ -51,6 +52,15 @@ def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
     stayed = talked(tmp_path, H2O())
     for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
         assert tokens(talked(tmp_path, H2O(), history="store", **changes)) == tokens(stayed)
+
+
+def test_a_context_that_is_sealed_anew_in_every_turn_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes, said in (({"history": "store", "protocol": "context"}, 1), ({"history": "store"}, 0), ({}, 0)):
+        say_once.cache_clear()
+        talked(tmp_path, H2O(), budget=0.5, **changes)
+        assert capsys.readouterr().err.count("history=store seals each later turn anew") == said
 
 
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
@@ -170,9 +180,18 @@ def test_what_a_store_cannot_be_is_refused(changes: dict[str, Any], words: str) 
         Settings(**changes)
 
 
-def test_questions_on_one_context_keep_their_cache(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="questions=separate"):
-        talked(tmp_path, Full(), protocol="context", questions="shared", history="recompute")
+def test_questions_on_one_context_keep_their_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = {"protocol": "context", "questions": "shared", "baseline": "off"}
+    for changes, words in (
+        ({"history": "recompute"}, "history=recompute lets it go between turns: set questions=separate"),
+        ({"history": "store", "store": DISK}, "history=store lets it go between turns: set questions=separate"),
+        ({"overflow": OverflowSettings(window=400)}, "which overflow shortens"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            run(tmp_path, Full(), Retold(), **shared | changes)
+    assert run(tmp_path, Full(), Retold(), **shared | changes | {"questions": "separate"}).records
+    assert run(tmp_path, Full(), TALKS, **shared | changes).records  # where none have one context, nothing is shared
+    assert "questions=shared changes nothing here" in capsys.readouterr().err
 
 
 def test_settings_name_the_stores_own_tiers_and_policies() -> None:

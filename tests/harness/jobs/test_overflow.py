@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from evals.multiturn.overflow import NeedlesBehindOverflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.conversations.overflow import Overflow
-from harness.jobs.items import LintError
 from harness.jobs.job import Evaluation
 from harness.results.records import Reply
 from methods.base import Method
@@ -96,9 +96,28 @@ def test_room_is_made_until_a_turn_fits() -> None:
     assert [kept.keep(*pair) for pair in ((60, 41), (80, 94), (80, 96))] == [30, 5, 0]
 
 
-def test_a_turn_that_does_not_fit_by_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LintError, match="window of 300"):
+def test_a_window_is_refused_that_a_turn_does_not_fit_or_the_model_has_not(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"overflow\.window=300 is too small for ") as refused:
         talked(tmp_path, window=300)
+    least = int(str(refused.value).rpartition("overflow.window=")[2].split()[0])
+    assert turns(talked(tmp_path, window=least))[0][1].dropped_tokens
+    with pytest.raises(SettingsError, match="more than the 131072 tokens that the model takes: set at most 131072"):
+        talked(tmp_path, window=200_000)
+
+
+def test_where_every_conversation_fits_the_run_is_the_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talked(tmp_path, window=4096).folder == talked(tmp_path, window=None).folder
+    assert "overflow.window=4096 changes nothing here: every conversation fits" in capsys.readouterr().err
+
+
+def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
+    task = NeedlesBehindOverflow(window=600, facts=100, questions=2, conversations=1, haystack="pydoc")
+    with pytest.raises(SettingsError, match=r"without overflow\.window nothing overflows: set overflow\.window=600"):
+        run(tmp_path, Full(), task)
+    made = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
+    assert turns(made)[0][1].dropped_tokens
 
 
 def test_without_a_second_turn_it_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +134,8 @@ def test_the_way_is_named_in_a_runs_identity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"overflow": OverflowSettings(ratio=0.3)}, "no window"),
+        ({"overflow": OverflowSettings(ratio=0.3)}, "set overflow.window=2048"),
+        ({"overflow": OverflowSettings(window=1)}, "set 2 or more"),
         ({"overflow": OverflowSettings(window=99, by="cache")}, "truncate_cache, truncate_tokens"),
         ({"overflow": OverflowSettings(window=99, ratio=1.0)}, "above 0 and below 1"),
         ({"overflow": OverflowSettings(window=99, sinks=49)}, "fewer than the 49"),
@@ -126,8 +146,3 @@ def test_the_way_is_named_in_a_runs_identity(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Settings(**changes)
-
-
-def test_questions_that_share_a_cache_do_not_overflow(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="questions=shared"):
-        talked(tmp_path, protocol="context", questions="shared")

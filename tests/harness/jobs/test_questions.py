@@ -186,6 +186,15 @@ class Balances(Task):
         return Score(float(example.references[0] in output), {"length": float(len(output))})
 
 
+@dataclass(frozen=True)
+class Retold(Balances):
+    """Two conversations over one list."""
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        first, second = Balances(talks=True).examples(env)
+        yield from (first, replace(second, context=first.context))
+
+
 def _question(lines: list[str], asked: int) -> str:
     return f"And {lines[asked].split()[0]}" + "?" * asked
 
