@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.results.pairs import FULL
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, load
 from harness.results.summary_file import current_summary, reference
@@ -25,7 +26,7 @@ class Subject:
 
     @property
     def is_full(self) -> bool:
-        return bool(self.summary["method"] == "full")
+        return bool(self.summary["method"] == FULL)
 
 
 def subject(folder: Path) -> Subject:

@@ -12,6 +12,7 @@ from harness.engine.step_parts import PARTS
 from harness.reports import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
+from harness.results.alarms import stored_away
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -101,10 +102,6 @@ def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
         shown = cells[own] if place == 0 or any(stored[own]) else [""] * len(memory)
         columns.append(Column(head, unit, shown, values=stored[own]))
     return columns
-
-
-def _stored_away(memory: Mapping[str, Any]) -> bool:
-    return any(memory.get(f"kv_{tier}_bytes") for tier in ("host", "disk"))
 
 
 def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -251,7 +248,7 @@ def _stamps(entry: Entry) -> str:
     marks = {
         "S": row["simulated"],
         "T": row["traced"],
-        "H": row["host_is_cpu"] and _stored_away(row["memory"]),
+        "H": row["host_is_cpu"] and stored_away(row["memory"]),
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
     }

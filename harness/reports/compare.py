@@ -15,11 +15,11 @@ from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
 from harness.results.alarms import Alarm, Row
 from harness.results.alarms import alarms as table_alarms
-from harness.results.pairs import paired
+from harness.results.pairs import FULL, paired
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, load
 from harness.results.summary import detectable
-from harness.results.summary_file import FULL, ONE_TABLE, combination, current_summary, method_of, reference
+from harness.results.summary_file import ONE_TABLE, combination, current_summary, method_of, reference
 
 
 @dataclass(frozen=True)

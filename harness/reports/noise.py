@@ -12,9 +12,9 @@ from itertools import combinations
 
 from evals.stats import ALPHA
 from harness.reports.compare import Comparison, Entry
-from harness.results.pairs import paired
+from harness.results.pairs import FULL, paired
 from harness.results.summary import against
-from harness.results.summary_file import FULL, method_of
+from harness.results.summary_file import method_of
 
 
 @dataclass(frozen=True, slots=True)

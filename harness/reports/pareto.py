@@ -10,8 +10,9 @@ from harness.reports.columns import difference
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
 from harness.results.alarms import at_chance
+from harness.results.pairs import FULL
 from harness.results.store import StoredRun
-from harness.results.summary_file import FULL, method_of
+from harness.results.summary_file import method_of
 from harness.terminal.tables import BYTES, Column, quantity, share
 
 CLOSE = 0.01  # a point

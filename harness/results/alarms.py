@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
 from harness.results import bands
-from harness.results.pairs import group_means, paired
+from harness.results.pairs import FULL, group_means, mean_score, paired
 from harness.results.records import Record
 from harness.results.store import StoredRun
 from harness.terminal.notices import SLOW_FP16
@@ -59,7 +59,7 @@ def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> li
 
 
 def _outside_band(rows: Sequence[Row], known: Sequence[bands.Band]) -> Iterator[Alarm]:
-    fulls = [row.run if row.summary["method"] == bands.FULL else row.full for row in rows]
+    fulls = [row.run if row.summary["method"] == FULL else row.full for row in rows]
     for run in {run.folder: run for run in fulls if run is not None}.values():
         if found := bands.outside(run, known):
             means = "; ".join(map(_against_band, found))
@@ -209,16 +209,18 @@ def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
         "their weights are random, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
         "their prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
         "placement=host or disk on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
-            r
-            for r in rows
-            if r.summary["host_is_cpu"]
-            and any(r.summary["memory"].get(f"kv_{tier}_bytes") for tier in ("host", "disk"))
+            r for r in rows if r.summary["host_is_cpu"] and stored_away(r.summary["memory"])
         ],
     }
     for meaning, found in kinds.items():
         if found:
             named = "all rows" if len(found) == len(rows) > 1 else ", ".join(_titles(found))
             yield Alarm("simulated", f"simulated: {named}: {meaning}", _titles(found))
+
+
+def stored_away(memory: Mapping[str, Any]) -> bool:
+    """Whether keys and values lay outside the device. `memory`: of a summary."""
+    return any(memory.get(f"kv_{tier}_bytes") for tier in ("host", "disk"))
 
 
 def _titles(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -248,7 +250,7 @@ def warnings(
     if not records:
         yield "no example was run"
     elif chance is not None:
-        yield from _near_chance(records if info.get("method") == "full" else full or [], chance)
+        yield from _near_chance(records if info.get("method") == FULL else full or [], chance)
     yield from _about_examples(records)
     if (config.get("device"), config.get("dtype")) == ("cpu", "fp16"):
         yield SLOW_FP16
@@ -283,15 +285,14 @@ def _alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 def at_chance(full: Sequence[Record], chance: float | None) -> bool:
     """Whether Full itself fails: every method then looks as good as Full."""
-    means = group_means(full)
-    return chance is not None and bool(means) and fmean(means.values()) <= chance + NEAR
+    return chance is not None and bool(full) and mean_score(full) <= chance + NEAR
 
 
 def _near_chance(full: Sequence[Record], chance: float) -> Iterator[str]:
     means = group_means(full)
     low = [group for group, mean in means.items() if mean <= chance + NEAR]
     if at_chance(full, chance):
-        share = 100 * fmean(means.values())
+        share = 100 * mean_score(full)
         yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
     elif low:
         yield f"Full is near guessing in {len(low)} of {len(means)} groups: {', '.join(low)}"

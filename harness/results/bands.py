@@ -18,11 +18,11 @@ from harness.config import plugins
 from harness.config.settings import GenerationSettings
 from harness.results import files
 from harness.results.identity import model_name
+from harness.results.pairs import FULL
 from harness.results.records import Record
 from harness.results.store import StoredRun
 
 FILE = Path(__file__).with_name("bands.json")
-FULL = "full"
 # Parameters by which a task says how many examples of which groups to run. They change no example.
 CHOICE = ("lengths", "samples", "rounds", "tasks", "datasets")
 PLACES = 6  # decimals of a stored score

@@ -86,6 +86,25 @@ def _lives(pid: int) -> bool:
     return True
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """Of a file that grows line by line, none where there is no file. Half a last line, of a write that a kill tore or
+    that goes on, is left out."""
+    try:
+        return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {reason(error)}") from error
+
+
+def append_line(path: Path, plain: Mapping[str, Any]) -> None:
+    """On disk when this returns. The caller holds the folder's lock."""
+    drop_half_line(path)
+    line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    with writing(path.parent), open(path, "ab") as file:
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def drop_half_line(path: Path) -> None:
     """Cuts off a last line without its newline, which a crash in the middle of a write leaves."""
     if path.exists():

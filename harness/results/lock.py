@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from harness.results.records import StoreError
 from harness.terminal.notices import say_once
@@ -40,11 +41,10 @@ class FolderLock:
                 elif wait and self.folder not in _held:
                     self._wait()
                 else:
-                    holder = _holder(self.fd)
                     os.close(self.fd)
                     raise FolderInUse(
-                        f"{folder} is being written by {holder}: wait until it ends, or stop it, and start again to "
-                        "resume"
+                        f"{folder} is being written by {_named(folder)}: wait until it ends, or stop it, and start "
+                        "again to resume"
                     ) from None
         _held.add(self.folder)
         os.ftruncate(self.fd, 0)
@@ -52,7 +52,7 @@ class FolderLock:
 
     def _wait(self) -> None:
         """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
-        say_once(f"waiting for {_holder(self.fd)}, which is writing {self.of}; what it finishes is not run again")
+        say_once(f"waiting for {_named(self.folder)}, which is writing {self.of}; what it finishes is not run again")
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX)
         except BaseException:  # Ctrl-C
@@ -74,9 +74,14 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _holder(fd: int) -> str:
-    """Who wrote its name into the lock file last."""
-    with suppress(ValueError, KeyError, TypeError):
-        plain = json.loads(os.pread(fd, 1000, 0))
-        return f"process {plain['pid']} on {plain['host']}"
-    return "another process"
+def holder(folder: Path) -> dict[str, Any]:
+    """`host` and `pid` of who wrote its name into the lock file last; empty where nobody has."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads((folder / NAME).read_text())
+        return {key: plain[key] for key in ("host", "pid")}
+    return {}
+
+
+def _named(folder: Path) -> str:
+    known = holder(folder)
+    return f"process {known['pid']} on {known['host']}" if known else "another process"

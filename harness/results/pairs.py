@@ -8,6 +8,8 @@ from statistics import fmean
 
 from harness.results.records import Record
 
+FULL = "full"  # the method that runs are held against
+
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Examples of both runs with the same id and the same prompt."""

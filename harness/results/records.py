@@ -131,7 +131,7 @@ class Reply:
 
     def _share(self, name: str) -> float | None:
         found = [(getattr(reply, name), reply.sealed_at) for reply in self.replies]
-        return _over(fmean, [tokens / sealed for tokens, sealed in found if tokens is not None and sealed])
+        return over_known(fmean, [tokens / sealed for tokens, sealed in found if tokens is not None and sealed])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +172,10 @@ class Record(Reply):
     def rescored(self, line: Mapping[str, Any]) -> Record:
         """With later scores of the same outputs: a line of rescored.jsonl."""
         again = line.get("turns", [line])
-        turns = (
-            [
-                replace(turn, score=one["score"], details=one["details"])
-                for turn, one in zip(self.turns or (), again, strict=True)
-            ]
-            if self.turns
-            else None
-        )
+        turns = self.turns and [
+            replace(turn, score=one["score"], details=one["details"])
+            for turn, one in zip(self.turns, again, strict=True)
+        ]
         return replace(self, score=line["score"], details=line["details"], turns=turns)
 
     def to_json(self) -> str:
@@ -236,19 +232,20 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "fallback": next((turn.fallback for turn in turns if turn.fallback), None),
         "trace": None,
         "data": dict(first.data),
-        **{name: _over(fmean, [getattr(turn, name) for turn in turns]) for name in means},
-        **{name: _over(sum, [getattr(turn, name) for turn in turns]) for name in (*sums, *counts)},
+        **{name: over_known(fmean, [getattr(turn, name) for turn in turns]) for name in means},
+        **{name: over_known(sum, [getattr(turn, name) for turn in turns]) for name in (*sums, *counts)},
     }
 
 
 def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     """`score` and `details` of a conversation: means over its turns, of details that are numbers."""
     named = {name for _, details in turns for name, value in details.items() if isinstance(value, (int, float))}
-    means = {name: _over(fmean, [details.get(name) for _, details in turns]) for name in sorted(named)}
+    means = {name: over_known(fmean, [details.get(name) for _, details in turns]) for name in sorted(named)}
     return {"score": fmean(score for score, _ in turns), "details": means}
 
 
-def _over(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+def over_known(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+    """Null where no value is known."""
     known = [value for value in values if value is not None]
     return reduce(known) if known else None
 

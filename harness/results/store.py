@@ -240,12 +240,8 @@ def read_records(folder: Path, info: Mapping[str, Any]) -> list[Record]:
     """In the order they were written; a line that is damaged, doubled, changed or of another run is an error that names
     it. `info`: run.json, which says whose lines these have to be."""
     path = folder / EXAMPLES
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {files.reason(error)}") from error
     found: dict[str, Record] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(files.whole_lines(path), 1):
         where = f"{path}, line {number}"
         record = Record.from_plain(_unsealed(parse(line, where), info, where), where)
         if record.id in found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -14,8 +14,8 @@ from harness.engine.step_parts import PARTS
 from harness.results import timing, triage
 from harness.results.alarms import warnings
 from harness.results.identity import model_name
-from harness.results.pairs import columns, group_means, paired
-from harness.results.records import PEAKS, Record, Reply
+from harness.results.pairs import columns, group_means, mean_score, paired
+from harness.results.records import PEAKS, Record, Reply, over_known
 
 SCHEMA = 10
 
@@ -72,7 +72,7 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     if not pairs:
         return None
     result = stats.paired(*columns(pairs))
-    mean = fmean(group_means([their for _, their in pairs]).values())
+    mean = mean_score([their for _, their in pairs])
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
 
@@ -125,7 +125,7 @@ def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any)
 
 def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
     tokens, share = ([getattr(r, f"{what}_{name}") for r in records] for name in ("prompt", "share"))
-    return {"tokens": _known(fmean, tokens), "share": _known(fmean, share)}
+    return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, share)}
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
@@ -133,7 +133,7 @@ def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
     found = [record.fidelity for record in records if record.fidelity]
     if not found:
         return None
-    means = {name: _known(fmean, [one.get(name) for one in found]) for name in ("recall", "mass", "error", "kl")}
+    means = {name: over_known(fmean, [one.get(name) for one in found]) for name in ("recall", "mass", "error", "kl")}
     return means | {"same_as_full": fmean(float(one.get("first_difference") is None) for one in found)}
 
 
@@ -204,8 +204,11 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
         "ttft_s": timing.quantiles(reply.ttft_s for reply in clocked)["p50"],
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
-        **{name: _known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
-        **{name: _known(median, [getattr(one, name) for one in clocked]) for name in ("load_s", "hidden_s", "save_s")},
+        **{name: over_known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
+        **{
+            name: over_known(median, [getattr(one, name) for one in clocked])
+            for name in ("load_s", "hidden_s", "save_s")
+        },
     }
 
 
@@ -218,16 +221,11 @@ def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
 
 def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     sizes = ("kv_device_bytes", "kv_host_bytes", "kv_disk_bytes", "device_peak_bytes", "host_peak_bytes")
-    largest = {name: _known(max, [getattr(record, name) for record in records]) for name in sizes}
+    largest = {name: over_known(max, [getattr(record, name) for record in records]) for name in sizes}
     means = ("moved_bytes_per_step", "from_disk_bytes_per_step", "hit_rate")
-    largest |= {f"{name}_peak_bytes": _known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
-    return largest | {name: _known(fmean, [getattr(record, name) for record in records]) for name in means}
+    largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
+    return largest | {name: over_known(fmean, [getattr(record, name) for record in records]) for name in means}
 
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:
     return [interval.low, interval.high] if interval else None
-
-
-def _known(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return reduce(known) if known else None

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import files, triage
+from harness.results.pairs import FULL
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
+from harness.results.store import EXAMPLES, StoredRun, load
 from harness.results.summary import SCHEMA, summarise
 
 NAME = "summary.json"
-FULL = "full"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
@@ -71,7 +71,7 @@ def _stale(summary: Mapping[str, Any], path: Path, run: StoredRun, full: StoredR
         return True
     if summary.get("num_examples") != len(run.records) or (full is not None and not _names(summary, full)):
         return True
-    sources = [one.folder / name for one in (run, full) if one for name in ("examples.jsonl", "run.json", triage.NAME)]
+    sources = [one.folder / name for one in (run, full) if one for name in (EXAMPLES, "run.json", triage.NAME)]
     return any(source.exists() and source.stat().st_mtime > path.stat().st_mtime for source in sources)
 
 

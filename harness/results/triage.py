@@ -33,11 +33,9 @@ Line = dict[str, Any]
 
 def read(folder: Path, info: Mapping[str, Any]) -> list[Line]:
     """As they were written; a line that a crash cut in half is left out. `info`: run.json."""
-    path = folder / NAME
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    where = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    run = str(info.get("identity_sha256"))
-    return [unseal(parse(line, at), run, at) for line, at in zip(lines, where, strict=True)]
+    path, run = folder / NAME, str(info.get("identity_sha256"))
+    lines = ((line, f"{path}, line {number}") for number, line in enumerate(files.whole_lines(path), 1))
+    return [unseal(parse(line, where), run, where) for line, where in lines]
 
 
 def followed(folder: Path, info: Mapping[str, Any]) -> list[Line]:
@@ -47,12 +45,8 @@ def followed(folder: Path, info: Mapping[str, Any]) -> list[Line]:
 
 def append(folder: Path, line: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """On disk when this returns. The caller holds the folder's lock."""
-    path = folder / NAME
-    files.drop_half_line(path)
     plain = json.loads(json.dumps(line))  # as it will be read: the checksum is over that
-    with files.writing(folder), open(path, "ab") as file:
-        sealed = seal(plain, str(info["identity_sha256"]))
-        file.write(json.dumps(sealed, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    files.append_line(folder / NAME, seal(plain, str(info["identity_sha256"])))
 
 
 def wrong(records: Sequence[Record]) -> list[Record]:

@@ -22,6 +22,7 @@ from harness.results import files
 from harness.results.lock import FolderLock, is_locked
 from harness.results.provenance import now
 from harness.results.records import StoreError
+from harness.results.store import EXAMPLES
 from harness.sweeps.jobs import JobConfig, digest, groups, job_of
 
 FOLDER, SWEEP, LOG = "sweeps", "sweep.json", "log.jsonl"
@@ -138,9 +139,8 @@ class Claim:
         numbers = ", ".join(str(job + 1) for job in sweep.groups[group])
         self._lock = FolderLock(folder, wait=wait, of=f"job {numbers} of this sweep")
         self._path = folder / LOG
-        files.drop_half_line(self._path)
-        if self.log.is_torn:
-            self.note("killed", made=self.log.made(), **_process(self.log.attempt[0]))
+        if (log := self.log).is_torn:
+            self.note("killed", made=log.made(), **_process(log.attempt[0]))
 
     @property
     def log(self) -> Log:
@@ -148,10 +148,7 @@ class Claim:
 
     def note(self, kind: str, **facts: Any) -> None:
         """On disk when this returns."""
-        line = json.dumps({"event": kind, "at": now(), **facts}, ensure_ascii=False, allow_nan=False)
-        with files.writing(self._path.parent), open(self._path, "ab", buffering=0) as file:
-            file.write(line.encode() + b"\n")
-            os.fsync(file.fileno())
+        files.append_line(self._path, {"event": kind, "at": now(), **facts})
 
     def release(self) -> None:
         self._lock.release()
@@ -170,12 +167,8 @@ def sweeps_in(root: Path) -> list[Sweep]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Half a last line, of a write that a kill tore or that goes on, is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
     try:
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in files.whole_lines(path)]
     except ValueError as error:
         raise StoreError(f"{path} is damaged: move its folder away, and run the same command again") from error
 
@@ -187,7 +180,7 @@ def examples_in(root: Path, planned: Mapping[str, Any]) -> int:
 
 def count_examples(folder: Path) -> int:
     with suppress(FileNotFoundError):
-        return (folder / "examples.jsonl").read_bytes().count(b"\n")
+        return (folder / EXAMPLES).read_bytes().count(b"\n")
     return 0
 
 

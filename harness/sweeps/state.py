@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import files
-from harness.results.lock import NAME as LOCK
-from harness.results.lock import is_locked
+from harness.results.lock import holder, is_locked
 from harness.results.provenance import now, when
 from harness.results.records import StoreError
 from harness.results.store import EXAMPLES
@@ -115,7 +114,7 @@ def run_state(folder: Path) -> State:
         folder=folder,
         rate=seconds / made if seconds and made > 0 else None,
         at=ended,
-        **(_holder(folder) if running else {}),
+        **(holder(folder) if running else {}),
     )
 
 
@@ -137,13 +136,6 @@ def _with_totals(states: Sequence[State]) -> list[State]:
     """A job that has not been planned has as many examples as another one about the same."""
     known = {state.about: state.total for state in states if state.total is not None}
     return [replace(state, total=known.get(state.about)) if state.total is None else state for state in states]
-
-
-def _holder(folder: Path) -> Event:
-    with suppress(OSError, ValueError):
-        plain = json.loads((folder / LOCK).read_text())
-        return {"host": plain["host"], "pid": plain["pid"]}
-    return {}
 
 
 def _between(began: str, ended: str) -> float:

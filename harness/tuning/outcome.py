@@ -9,7 +9,7 @@ from statistics import fmean
 from evals import stats
 from harness.results import pairs
 from harness.results.pairs import mean_score, paired
-from harness.results.records import Record
+from harness.results.records import Record, over_known
 from harness.terminal.tables import BYTES, Column, percent, probability, scaled
 
 
@@ -48,7 +48,7 @@ class Row:
     @property
     def read(self) -> float | None:
         """Share of the prompt read per step."""
-        return _mean([record.attended_share for record in self.records])
+        return over_known(fmean, [record.attended_share for record in self.records])
 
     @property
     def device_bytes(self) -> float:
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def moved_bytes(self) -> float | None:
-        return _mean([record.moved_bytes_per_step for record in self.records])
+        return over_known(fmean, [record.moved_bytes_per_step for record in self.records])
 
     @property
     def score(self) -> str:
@@ -64,9 +64,8 @@ class Row:
         return spelled(self.mean, self.interval)
 
 
-def columns(rows: Sequence[Row], sort: bool = False) -> list[Column]:
+def columns(rows: Sequence[Row]) -> list[Column]:
     """The first row is the start."""
-    rows = [*rows[:1], *sorted(rows[1:], key=lambda row: -row.mean)] if sort else rows
     tests = [None, *(row.beside for row in rows[1:])]
     device, device_unit = scaled([row.device_bytes for row in rows], BYTES)
     moved, moved_unit = scaled([row.moved_bytes for row in rows], BYTES)
@@ -85,8 +84,3 @@ def columns(rows: Sequence[Row], sort: bool = False) -> list[Column]:
 def spelled(mean: float, ends: stats.Interval, sign: bool = False) -> str:
     low, high = (percent(end, sign=sign) for end in (ends.low, ends.high))
     return f"{percent(mean, sign=sign)} [{low}, {high}]"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

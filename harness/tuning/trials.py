@@ -14,7 +14,7 @@ from harness.jobs.items import Item
 from harness.jobs.job import Job, Presets
 from harness.jobs.run import Wanted, evaluate_together
 from harness.models.base import ModelSource
-from harness.results.records import Record
+from harness.results.records import Record, over_known
 from harness.results.store import load
 from harness.tuning.space import START, Point, Space
 from methods.base import Method
@@ -110,8 +110,7 @@ class Trials:
 
 def _read(records: Sequence[Record]) -> float | None:
     """Prompt tokens of a step, mean over the examples."""
-    known = [record.attended_prompt for record in records if record.attended_prompt is not None]
-    return fmean(known) if known else None
+    return over_known(fmean, [record.attended_prompt for record in records])
 
 
 def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:

@@ -10,8 +10,9 @@ from harness.engine.step_parts import PARTS
 from harness.reports import needles, pareto
 from harness.reports.compare import Comparison
 from harness.reports.panels import PANELS, Panel
+from harness.results.pairs import FULL
 from harness.results.records import Record
-from harness.results.summary_file import FULL, method_of
+from harness.results.summary_file import method_of
 
 
 def panels(table: Comparison) -> list[dict[str, Any]]:

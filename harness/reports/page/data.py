@@ -15,8 +15,9 @@ from harness.reports.labels import budget
 from harness.reports.page.charts import heat_maps, layers, panels, parts
 from harness.reports.page.outputs import Room, outputs
 from harness.reports.panels import COLOURS
+from harness.results.pairs import FULL
 from harness.results.store import StoredRun
-from harness.results.summary_file import FULL, method_of
+from harness.results.summary_file import method_of
 
 WARNING = "! "
 

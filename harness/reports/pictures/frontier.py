@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from harness.reports.panels import COLOURS, PANELS, Panel, Row
 from harness.reports.pictures import figures
+from harness.results.pairs import FULL
 
 MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -24,16 +25,16 @@ NAME_WIDTH = 30  # characters of a line in the legend
 
 def has_frontier(rows: Sequence[Row]) -> bool:
     """Whether there is another method beside Full, with a score and a cost."""
-    others = [row for row in rows if row["method"] != "full"]
-    return any(panel.points(others) for panel in PANELS)
+    return any(panel.points(_others(rows)) for panel in PANELS)
 
 
 def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Path]:
     """Full is the dashed line. With up to six lines each point has its interval. The files drawn."""
-    panels = [panel for panel in PANELS if panel.points([row for row in rows if row["method"] != "full"])]
+    others = _others(rows)
+    panels = [panel for panel in PANELS if panel.points(others)]
     if not panels:
         raise ValueError("nothing to draw: no row has a score with a cost beside it")
-    labels = sorted({row["label"] for row in rows if row["method"] != "full"})
+    labels = sorted({row["label"] for row in others})
     legend = _legend(rows, labels)
     figure = Figure(figsize=_size(len(panels), legend), layout=ConstrainedLayoutEngine(wspace=0.06))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
@@ -50,6 +51,10 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Pa
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
     figures.title(figure, title)
     return figures.save(figure, path)
+
+
+def _others(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["method"] != FULL]
 
 
 def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
@@ -75,7 +80,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, Row]], style: Mapping[str, A
 
 
 def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
-    full = [row for row in rows if row["method"] == "full" and row["score"]["mean"] is not None]
+    full = [row for row in rows if row["method"] == FULL and row["score"]["mean"] is not None]
     for row in full:
         axes.axhline(row["score"]["mean"], color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     for points in panel.points(full).values():
@@ -87,7 +92,7 @@ def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
 
 def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
     """A line for each method, Full first; long names are broken at spaces, never cut."""
-    full = sorted({row["label"] for row in rows if row["method"] == "full"})
+    full = sorted({row["label"] for row in rows if row["method"] == FULL})
     star = {"color": figures.INK, "marker": "*", "markersize": 9, "linewidth": 0.8, "linestyle": (0, (4, 3))}
     styles = [(label, star) for label in full] + [(label, _style(number)) for number, label in enumerate(labels)]
     return [
