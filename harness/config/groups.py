@@ -63,6 +63,7 @@ class StoreSettings:
     codec: str | None = None
     share: bool = False
     durable: bool = False
+    copies: bool = False
     io_threads: int = 2
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007
 
@@ -88,11 +89,13 @@ class StoreSettings:
         if not any(self.capacities.values()):
             raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
         if not self.capacities["disk"]:
-            for name, off in (("folder", None), ("durable", False), ("write_buffer", "256MB")):
+            for name, off in (("folder", None), ("durable", False), ("copies", False), ("write_buffer", "256MB")):
                 if getattr(self, name) != off:
                     raise SettingsError(
                         f"store.{name} is about the disk tier, which has no bytes: set store.disk=100GB as well."
                     )
+        if self.copies and 2 * self.capacities["disk"] <= sum(self.capacities.values()):
+            raise SettingsError("store.copies=true needs more bytes on disk than in memory: raise store.disk.")
         if self.policy not in POLICIES:
             raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, POLICIES)}")
         if self.ttl_s is not None and self.ttl_s <= 0:

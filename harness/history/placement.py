@@ -33,12 +33,24 @@ def in_order(moves: Sequence[Move]) -> list[Move]:
     return sorted(moves, key=lambda move: move.source != DISK or move.target is None)
 
 
+def without_copies(capacities: Mapping[str, int]) -> int:
+    """Bytes of the disk that are left beside copies of all that faster tiers hold. ValueError: none."""
+    left = 2 * capacities[DISK] - sum(capacities.values())
+    if left <= 0:
+        raise ValueError("copies=true needs a disk larger than the memory whose copies it is to hold")
+    return left
+
+
 class Placement:
     """`capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds since the last use after which a
-    session is dropped. Moves are to be carried out as `in_order` says."""
+    session is dropped. `copies`: what lies on disk leaves as many bytes free there as the tiers above hold, for spare
+    copies of their sessions. Moves are to be carried out as `in_order` says."""
 
-    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl_s: float = inf) -> None:
-        self.tiers = [Tier(name, capacities[name]) for name in TIERS if capacities.get(name)]
+    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl_s: float = inf, copies: bool = False) -> None:
+        given = {name: capacities[name] for name in TIERS if capacities.get(name)}
+        if copies and DISK in given:
+            given[DISK] = without_copies(given)
+        self.tiers = [Tier(name, size) for name, size in given.items()]
         self.names = [tier.name for tier in self.tiers]
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()

@@ -53,11 +53,11 @@ class Found:
 
 class HistoryStore:
     """`device`, `host`, `disk`: bytes by tier. `durable`: what lies in memory is also written to disk, as a spare copy,
-    where there is room. `ttl_s`: seconds since the last use. `wait` for another owner of the folder to end. `on`: the
-    device of the first tier, and of rows that are handed out. `io_threads` read for jobs that wait; with 0 all is done
-    by the caller, at once. `write_buffer`: bytes that may wait to be written, on top of the tiers. `coding`: how rows
-    are written smaller; the fingerprint must name it. `share`: a text may begin with what another session has
-    stored. `clock` never jumps; `wall`, which dates what is on disk, may."""
+    where there is room. `copies`: there is room for those of all that comes up from disk. `ttl_s`: seconds since the
+    last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that are
+    handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may wait to
+    be written, on top of the tiers. `coding`: how rows are written smaller; the fingerprint must name it. `share`: a
+    text may begin with what another session has stored. `clock` never jumps; `wall`, which dates files, may."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class HistoryStore:
         block_tokens: int = 256,
         ttl_s: float = inf,
         durable: bool = False,
+        copies: bool = False,
         wait: bool = False,
         on: str = "cpu",
         io_threads: int = 2,
@@ -83,11 +84,11 @@ class HistoryStore:
         if bool(disk) != (folder is not None):
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
         self.fingerprint, self.block_tokens, self.coding, self.share = fingerprint, block_tokens, coding, share
-        self.placement = Placement({DEVICE: device, HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
-        threads = Threads(io_threads)
+        capacities = {DEVICE: device, HOST: host, DISK: disk}
+        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)
         files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
         self.contents = Contents(
-            self.placement, files, threads, durable=durable, on=torch.device(on), write_buffer=write_buffer
+            self.placement, files, Threads(io_threads), durable=durable, on=torch.device(on), write_buffer=write_buffer
         )
         self._accounts = Accounts(self.contents.statistics, Speeds())
         self._clock, self._closed = clock, False
@@ -262,8 +263,7 @@ class HistoryStore:
             used_s.insert(0, youngest)
         for (key, entry), at in zip(list(disk.entries.items()), used_s, strict=True):
             self.contents.restore(key, list(entry.blocks), entry.lineage)
-            size = sum(block.size for block in entry.blocks)
-            moves = self.placement.save(key, size, at, fastest=DISK)
+            moves = self.placement.save(key, sum(block.size for block in entry.blocks), at, fastest=DISK)
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
 

@@ -30,6 +30,7 @@ class Scenario:
     disk: str | int = "10TB"
     write_buffer: str | int | None = None  # bytes that may wait to be written, on top of the tiers; null: all that do
     block_tokens: int = 256  # of a session, in a file of its own
+    copies: bool = False  # room on disk for a copy of all that comes up from it
     ttl_s: float | None = None  # since the last use; null: for ever
     positions: Literal["decoupled", "coupled"] = (
         "decoupled"  # coupled: an overflow of the window makes the store's copy void

@@ -46,7 +46,9 @@ class Server:
         self.model = costs.model(scenario.model)
         self.store: Placement | None = None
         if scenario.policy != RECOMPUTE:
-            self.store = Placement(scenario.capacities, POLICIES[scenario.policy](), scenario.ttl_s or inf)
+            self.store = Placement(
+                scenario.capacities, POLICIES[scenario.policy](), scenario.ttl_s or inf, scenario.copies
+            )
         self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
         self.queue = self.store.queue if self.store else JobQueue()
         self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0

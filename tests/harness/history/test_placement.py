@@ -149,6 +149,14 @@ def test_the_window_counts_what_host_and_disk_hold() -> None:
     assert [placement.rank(placement.items[session])[0] for session in "abcd"] == [1, 1, 1, 0]
 
 
+def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
+    placement = Placement({"device": 1, HOST: 2, DISK: 5}, LRU(), copies=True)
+    assert [tier.capacity for tier in placement.tiers] == [1, 2, 2]
+    assert Placement({HOST: 2}, LRU(), copies=True).names == [HOST]  # nothing comes up
+    with pytest.raises(ValueError, match="a disk larger than the memory"):
+        Placement({HOST: 2, DISK: 2}, LRU(), copies=True)
+
+
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize("seed", range(4))
 def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], seed: int) -> None:

@@ -165,6 +165,8 @@ def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
         ({"history": "store", "store": StoreSettings(host="8 gigs")}, "store.host=8 gigs is no size"),
         ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
         ({"history": "store", "store": StoreSettings(durable=True)}, "set store.disk"),
+        ({"history": "store", "store": StoreSettings(copies=True)}, "set store.disk"),
+        ({"history": "store", "store": StoreSettings(disk="8GB", copies=True)}, "raise store.disk"),
         ({"history": "store", "store": StoreSettings(policy="lur")}, "lru"),
         ({"history": "store", "store": StoreSettings(ttl_s=0)}, "above 0"),
         ({"history": "store", "store": StoreSettings(block_tokens=0)}, "at least 1"),
