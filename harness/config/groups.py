@@ -8,18 +8,37 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Union
 
-from harness.config.plugins import suggestion
-
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 TIERS = ("device", "host", "disk")
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a range
 POLICIES = ("scheduler_aware", "lru", "fifo")
+OF_DISK = ("folder", "durable", "copies", "write_buffer")  # settings that nothing reads without a disk tier
 
 
 class SettingsError(ValueError):
     """A setting has a value it cannot have; the message names it and what it may be."""
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """Raises `SettingsError` for the first of these settings that is less; null is none."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise SettingsError(f"{name}={value} must be at least {least}.")
+
+
+def check_codec(key: str, codec: str | None) -> None:
+    if codec is not None and not CODEC.fullmatch(codec):
+        raise SettingsError(
+            f"{key}={codec} is unknown: choose null, int8, int4 or int2, with another group as in int4g64."
+        )
+
+
+def bits_and_group(codec: str) -> tuple[int, int]:
+    """`int4g64` is 4 bits with a range for every 64 numbers; `int4` one for 32."""
+    bits, _, group = codec.removeprefix("int").partition("g")
+    return int(bits), int(group or 32)
 
 
 def size(key: str, value: str | int) -> int:
@@ -89,30 +108,22 @@ class StoreSettings:
         if not any(self.capacities.values()):
             raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
         if not self.capacities["disk"]:
-            for name, off in (("folder", None), ("durable", False), ("copies", False), ("write_buffer", "256MB")):
-                if getattr(self, name) != off:
+            for name in OF_DISK:
+                if getattr(self, name) != getattr(StoreSettings, name):
                     raise SettingsError(
                         f"store.{name} is about the disk tier, which has no bytes: set store.disk=100GB as well."
                     )
         if self.copies and 2 * self.capacities["disk"] <= sum(self.capacities.values()):
             raise SettingsError("store.copies=true needs more bytes on disk than in memory: raise store.disk.")
-        if self.policy not in POLICIES:
-            raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, POLICIES)}")
         if self.ttl_s is not None and self.ttl_s <= 0:
             raise SettingsError(f"store.ttl_s={self.ttl_s} should be above 0, or null for no end.")
-        if self.block_tokens < 1:
-            raise SettingsError(f"store.block_tokens={self.block_tokens} must be at least 1.")
+        at_least(1, **{"store.block_tokens": self.block_tokens})
+        at_least(0, **{"store.io_threads": self.io_threads})
+        check_codec("store.codec", self.codec)
         if self.codec is not None:
-            self._check_codec(self.codec)
-        if self.io_threads < 0:
-            raise SettingsError(f"store.io_threads={self.io_threads} should be 0, for none, or more.")
+            self._check_blocks(self.codec, bits_and_group(self.codec)[1])
 
-    def _check_codec(self, codec: str) -> None:
-        if not CODEC.fullmatch(codec):
-            raise SettingsError(
-                f"store.codec={codec} is unknown: choose null, int8, int4 or int2, with another group as in int4g64."
-            )
-        group = int(codec.partition("g")[2] or 32)
+    def _check_blocks(self, codec: str, group: int) -> None:
         if self.block_tokens % group:
             raise SettingsError(
                 f"store.codec={codec} writes {group} tokens together, and store.block_tokens={self.block_tokens} is no "
@@ -136,8 +147,6 @@ class OverflowSettings:
                     f"overflow.{given[0]} needs a window: set overflow.window=2048 as well, or leave it out."
                 )
             return
-        if self.by not in (None, *OVERFLOWS):
-            raise SettingsError(f"overflow.by={self.by} is unknown: choose one of {', '.join(OVERFLOWS)}.")
         if history == "recompute" and self.by not in (None, "truncate_tokens"):
             raise SettingsError(
                 f"history=recompute has no cache for overflow.by={self.by}: set overflow.by=truncate_tokens."

@@ -68,24 +68,24 @@ def settings() -> list[Setting]:
 
 
 def _settings(lines: Iterable[str], config: dict[str, Any]) -> Iterator[Setting]:
-    section = group = ""
+    section, group, hints = "", "", get_type_hints(Settings)
     for line in lines:
         if line.startswith("#"):
             section = line.removeprefix("#").strip()
         elif found := _LINE.match(line):
             name, comment = found["name"], found["comment"] or ""
             if found["indent"]:
-                hints = get_type_hints(NESTED[group])
-                yield Setting(section, f"{group}.{name}", plain(config[group][name]), spell(hints[name]), comment)
+                key, hint = f"{group}.{name}", get_type_hints(NESTED[group])[name]
+                yield Setting(section, key, plain(config[group][name]), _values(key, hint), comment)
             elif name in NESTED:
                 group = name
                 yield Setting(section, group, "", "", comment)
             else:
-                yield Setting(section, name, plain(config[name]), _values(name), comment)
+                yield Setting(section, name, plain(config[name]), _values(name, hints[name]), comment)
 
 
-def _values(name: str) -> str:
-    return ", ".join(CHOICES[name]) if name in CHOICES else spell(get_type_hints(Settings)[name])
+def _values(key: str, hint: Any) -> str:
+    return ", ".join(map(plain, CHOICES[key])) if key in CHOICES else spell(hint)
 
 
 def parameters_of(entry: Entry) -> list[tuple[str, str]]:

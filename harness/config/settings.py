@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Union
 
+from harness.config.catalogue import plain
 from harness.config.groups import (
-    CODEC,
+    OVERFLOWS,
+    POLICIES,
     CommonWindows,
     Data,
     GenerationSettings,
@@ -22,6 +25,8 @@ from harness.config.groups import (
     StoreSettings,
     TensorBoardSettings,
     WandbSettings,
+    at_least,
+    check_codec,
 )
 from harness.config.plugins import suggestion
 
@@ -47,6 +52,8 @@ CHOICES = {
     "protocol": ("prompt", "context"),
     "questions": ("separate", "shared"),
     "history": ("device_prefix", "store", "recompute"),
+    "store.policy": POLICIES,
+    "overflow.by": (None, *OVERFLOWS),
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -150,23 +157,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise SettingsError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}.")
+            if (value := attrgetter(name)(self)) not in choices:
+                raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
         self._check_budgets()
-        self._at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        self._at_least(1, budget_generated=self.budget_generated)
-        self._at_least(1, workers=self.workers)
-        self._at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
+        at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
+        at_least(1, budget_generated=self.budget_generated, workers=self.workers)
+        at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
         if self.budget_generated is not None and self.budget is None and self.budget_bytes is None:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         if self.comm is not None and not 0 < self.comm <= 1:
             raise SettingsError(
                 f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
             )
-        if self.codec is not None and not CODEC.fullmatch(self.codec):
-            raise SettingsError(
-                f"codec={self.codec} is unknown: choose null, int8, int4 or int2, with another group as in int4g64."
-            )
+        check_codec("codec", self.codec)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
         if self.graphs == "on" and self.device == "cpu":
@@ -201,7 +204,7 @@ class Settings:
 
     def _check_budgets(self) -> None:
         """As `Budget` in methods/base does, before torch is imported."""
-        self._at_least(1, budget_bytes=self.budget_bytes)
+        at_least(1, budget_bytes=self.budget_bytes)
         if self.budget_bytes is not None and (self.layer_budgets or self.dense_layers or self.budget_rule == "paper"):
             raise SettingsError(
                 f"budget_bytes={self.budget_bytes} limits the bytes of all layers together: leave layer_budgets, "
@@ -221,7 +224,7 @@ class Settings:
                 )
 
     def _check_windows(self, windows: CommonWindows) -> None:
-        self._at_least(0, **{"windows.sinks": windows.sinks})
+        at_least(0, **{"windows.sinks": windows.sinks})
         if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
             raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
 
@@ -253,20 +256,14 @@ class Settings:
             raise SettingsError(
                 "triage=on gives answers again and needs greedy decoding: set generation.temperature=0."
             )
-        self._at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
-        self._at_least(0, **{"generation.top_k": generation.top_k})
+        at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
+        at_least(0, **{"generation.top_k": generation.top_k})
         if generation.temperature < 0:
             raise SettingsError(f"generation.temperature={generation.temperature} is negative: 0 is greedy, 1 samples.")
         if not 0 < generation.top_p <= 1:
             raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
-
-    @staticmethod
-    def _at_least(least: int, **values: int | None) -> None:
-        for name, value in values.items():
-            if value is not None and value < least:
-                raise SettingsError(f"{name}={value} must be at least {least}.")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.config.groups import bits_and_group
 from harness.history.block import Rows
 from methods.base import Encoded, LayerSpec
 from methods.pools.codecs import IntCodec
@@ -17,9 +18,9 @@ K, V = "k", "v"
 
 
 def int_codec(text: str) -> IntCodec:
-    """`int4g64` is 4 bits with a range per 64 numbers."""
-    bits, _, group = text.removeprefix("int").partition("g")
-    return IntCodec(bits=int(bits), group=int(group)) if group else IntCodec(bits=int(bits))
+    """As the settings spell it."""
+    bits, group = bits_and_group(text)
+    return IntCodec(bits=bits, group=group)
 
 
 @dataclass(frozen=True)
