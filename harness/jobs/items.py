@@ -64,17 +64,17 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
     """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
-    return itemised(task.examples(_task_env(settings, tokenizer, info.limit)), source, settings, strict=strict)
+    examples = task.examples(_task_env(settings, tokenizer, info.limit))
+    return itemised(examples, tokenizer, settings, info.limit, strict=strict)
 
 
 def itemised(
-    examples: Iterable[Example], source: ModelSource, settings: Settings, *, strict: bool = True
+    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, *, strict: bool = True
 ) -> list[Item]:
-    """`examples` as prompts of `source`."""
-    info, tokenizer = source.describe(), source.tokenizer()
+    """`examples` as prompts of a model that takes `window` tokens."""
     items = []
     for example in examples:
-        items.append(_item(example, tokenizer, settings, info.limit))
+        items.append(_item(example, tokenizer, settings, window))
         if strict:
             _refuse(items[-1])
     if not items:

@@ -176,12 +176,13 @@ class Job:
 
     def attachment(self, loaded: LoadedModel, measured: Mapping[str, Any]) -> Attachment:
         """`measured`: what an earlier session measured of the machine, which a run keeps."""
+        method = replace(self.method, **measured)  # type: ignore[type-var]
         return Attachment(
             loaded.model,
-            replace(self.method, **measured),  # type: ignore[type-var]
+            method,
             self.budget,
             self.settings.placement,  # type: ignore[arg-type]
-            torch.tensor([calibration_text(self.model.tokenizer())]),
+            torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
             self.settings.reuse_steps,
             codec_of(self.settings),
             self.settings.disk_folder(),

@@ -62,7 +62,7 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
 
         def lines() -> Iterator[Record]:
             for record in pending:
-                case = Case(runner, full, items[record.id], record, job.model.describe().limit)
+                case = Case(runner, full, items[record.id], record)
                 stored.append(job.folder, case.line(), info)
                 yield record
 
@@ -79,7 +79,6 @@ class Case:
     full: Attachment
     item: Item
     record: Record
-    window: int  # tokens the model can take
     lost: list[Needle] = field(init=False)  # needles whose answers are missing
 
     def __post_init__(self) -> None:
@@ -148,7 +147,7 @@ class Case:
     def _more(self) -> int:
         if self.record.stop != LENGTH or self.runner.settings.generation.force_length:
             return 0
-        return max(0, min(MORE, self.window - len(self.item.prompt.ids) - self.item.new_tokens))
+        return max(0, min(MORE, self.runner.loaded.window - len(self.item.prompt.ids) - self.item.new_tokens))
 
     def _full(self) -> Replayed:
         """Full's answer, once for all methods of a command."""

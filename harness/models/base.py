@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from harness.models.architectures import SINK_LOGITS
@@ -105,22 +106,8 @@ class ModelSource(ABC):
         return int(self.config().max_position_embeddings)
 
     def describe(self) -> ModelInfo:
-        config, identity = self.config(), self.identity()
-        return ModelInfo(
-            *identity,
-            architecture=(config.architectures or ["?"])[0],
-            window=self.context_window(),
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            num_parameters=count_parameters(config),
-            dtype=own_dtype(config),
-            layer_windows=sliding_windows(config),
-            sink_logits=config.model_type in SINK_LOGITS,
-        )
+        """Worked out once, for it takes seconds; anew where a local folder holds other files than before."""
+        return _described(self, self.identity())
 
     def load(self, dtype: str, device: str) -> LoadedModel:
         target, place = torch_dtype(dtype), check_device(device)
@@ -133,6 +120,26 @@ class ModelSource(ABC):
         _align(model)
         longest = limit(self.context_window(), sliding_windows(model.config))
         return LoadedModel(model, tokenizer, name, revision, longest, eos_ids(model, tokenizer), weights)
+
+
+@cache
+def _described(source: ModelSource, identity: Identity) -> ModelInfo:
+    config = source.config()
+    return ModelInfo(
+        *identity,
+        architecture=(config.architectures or ["?"])[0],
+        window=source.context_window(),
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_parameters=count_parameters(config),
+        dtype=own_dtype(config),
+        layer_windows=sliding_windows(config),
+        sink_logits=config.model_type in SINK_LOGITS,
+    )
 
 
 def _make_current(device: str) -> None:

@@ -38,7 +38,7 @@ class Plan:
                 "This task is about overflow, which a server does not have: choose another, as multiturn."
             )
         settings = replace(settings, batch=traffic.slots)
-        items = itemised(recorded.examples, model, settings) if recorded else None
+        items = itemised(recorded.examples, model.tokenizer(), settings, model.describe().limit) if recorded else None
         job = Job.plan(method, task, model, settings, items)
         _check(point, job)
         if recorded:

@@ -63,7 +63,7 @@ class Method(metaclass=_TupleForList):
 
     @property
     def calibration_tokens(self) -> int:
-        """How many tokens of text `prepare` observes at most."""
+        """How many tokens of text `prepare` observes at most; a run hands over none where this is 0."""
         return 0
 
     @property

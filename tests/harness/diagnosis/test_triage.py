@@ -143,7 +143,7 @@ def test_an_answer_that_the_scorer_does_not_see() -> None:
     runner: Any = SimpleNamespace(loaded=SimpleNamespace(tokenizer=MODEL.tokenizer()))
     for output, name in ((f"It is {answer[:1]},{answer[1:4]},{answer[4:]}.", "format"), ("", None)):
         wrong = record(item.example.id, score=0.0, output=output)
-        assert Case(runner, SimpleNamespace(), item, wrong, 4096).seen() == name  # type: ignore[arg-type]
+        assert Case(runner, SimpleNamespace(), item, wrong).seen() == name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,20 @@ def test_bytes_make_the_trip() -> None:
 # local folders
 
 
+def test_a_model_is_described_anew_once_its_files_are_others(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, counted = saved("llama"), list[Any]()
+    monkeypatch.setattr("harness.models.base.count_parameters", lambda config: counted.append(config) or 7)
+    before = local(folder).describe()
+    assert local(folder).describe() is before
+    edit(folder / "config.json", num_hidden_layers=1)
+    after = local(folder).describe()
+    assert (after.num_layers, len(counted)) == (1, 2)
+    assert after.revision != before.revision
+    assert local(folder, window=64).describe().window == 64
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved: Callable[[str], Path]) -> None:
     loaded = local(saved(architecture)).load("fp32", "cpu")
