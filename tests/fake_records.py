@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from harness.results.records import Record
+from harness.results.records import Record, Reply, whole
 from harness.results.store import Run
 
 
@@ -44,6 +45,17 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "prompt_ids": None,
     }
     return Record(**(plain | changes))
+
+
+def turn(**changes: Any) -> Reply:
+    """Of a conversation; as `record`, but with 10 prompt tokens."""
+    one = record(**{"prompt_tokens": 10} | changes)
+    return Reply(**{field.name: getattr(one, field.name) for field in fields(Reply)})
+
+
+def talk(name: str, *turns: Reply) -> Record:
+    """A conversation."""
+    return record(name, **whole(turns))
 
 
 def records(scores: Sequence[float], prefix: str = "e", **changes: Any) -> list[Record]:

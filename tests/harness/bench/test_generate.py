@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from harness.bench import __main__ as bench
-from harness.bench.generate import Timed, compare
+from harness.bench.generate import FOLLOWED, Timed, agreement, compare
+from harness.models.random import Random
 
 
 def test_best_of_each_may_be_different_dtypes() -> None:
@@ -29,6 +33,14 @@ def test_tokens_behind_the_first_eos_are_not_compared() -> None:
     runs = {("ours", "fp32"): [Timed([1, 9, 3], 1.0, 1.0)], ("generate", "fp32"): [Timed([1, 9, 4], 1.0, 1.0)]}
     (row,) = compare(runs, ["fp32"], 100, eos={9}, agree={"fp32": 1.0})
     assert row["same_tokens"]
+
+
+def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
+    source = Random(shape="tiny", layers=2, seed=0, tokenizer_name="bytes")
+    exact, other = source.load("fp32", "cpu"), replace(source, seed=1).load("fp32", "cpu")
+    text = torch.randint(0, 200, (1, FOLLOWED + 40), generator=torch.Generator().manual_seed(0))
+    assert agreement(exact, exact, text) == 1.0
+    assert agreement(exact, other, text) < 0.5
 
 
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:

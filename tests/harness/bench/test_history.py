@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from harness.bench import __main__ as bench
+from harness.bench.history import Timed, rows_of
 
 
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
@@ -28,6 +31,19 @@ def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text().count("disk") == 4
     assert (tmp_path / "plot.png").stat().st_size > 5000
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_way_that_says_another_first_token_is_told() -> None:
+    def runs(token: int, seconds: float) -> list[Timed]:
+        return [Timed(seconds, 0.1, 0.0, token, 0)] * 3
+
+    turn: Any = SimpleNamespace(behind=SimpleNamespace(count=9), stored_bytes=lambda way: None)
+    done = {"recompute": runs(7, 4.0), "device_prefix": runs(7, 2.0), "disk": runs(8, 1.0)}
+    rows = {row["way"]: row for row in rows_of("full", turn, done)}
+    assert {way: row["same_token"] for way, row in rows.items()} == {
+        "recompute": True, "device_prefix": True, "disk": False,
+    }  # fmt: skip
+    assert [rows[way]["speedup"].median for way in done] == [1.0, 2.0, 4.0]
 
 
 def test_a_history_beyond_the_window_is_refused(tmp_path: Path) -> None:

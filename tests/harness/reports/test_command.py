@@ -11,7 +11,6 @@ import pytest
 
 from harness.config.catalogue import GROUPS
 from harness.config.compose import built, composed
-from harness.config.settings import Settings
 from harness.reports.command import command, spelled
 from harness.results.store import StoredRun
 
@@ -73,7 +72,3 @@ def test_a_plugin_from_outside_needs_its_folder() -> None:
 )
 def test_words_are_read_back_as_words(value: str) -> None:
     assert composed([f"task.prefix={spelled(value)}"])["task"]["prefix"] == value
-
-
-def test_settings_of_all_kinds_are_there() -> None:
-    assert {"budget", "windows", "generation", "data"} <= asdict(Settings()).keys()

@@ -53,6 +53,13 @@ def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_pa
     assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] reuse_steps=3 10%"]
 
 
+def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        store = {"host": 0, "disk": "1GB", "folder": place}
+        quest(tmp_path, history="store", store=store, facts={"presets": {"method": place}})
+    assert not any("folder" in label for label in rows(tmp_path))
+
+
 def test_a_run_from_before_a_key_was_renamed_has_its_new_name(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0, 1.0]))
     quest(tmp_path, stale_by=3)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from evals import stats
 from harness.results.files import parse
-from harness.results.records import PEAKS, Record, Reply, whole
+from harness.results.records import PEAKS, Record
 from harness.results.summary import against, detectable, summarise
-from tests.fake_records import config, record, records
+from tests.fake_records import config, record, records, talk, turn
 
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
@@ -197,15 +196,6 @@ def test_model_has_a_name() -> None:
         assert summarise([], config=config(model=model), info=INFO, full=None)["model"] == name
 
 
-def turn(**changes: Any) -> Reply:
-    one = record(**{"prompt_tokens": 10} | changes)
-    return Reply(**{field.name: getattr(one, field.name) for field in fields(Reply)})
-
-
-def talk(name: str, *turns: Reply) -> Record:
-    return record(name, **whole(turns))
-
-
 def between(low: float, high: float) -> list[Any]:
     return [pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3)]
 
@@ -226,6 +216,14 @@ def test_a_conversation_counts_turn_by_turn() -> None:
     assert (row["ttft_s"]["p50"], row["ttft_later_s"]["p50"]) == (1.0, pytest.approx(0.2))
     assert row["tpot_s"]["mean"] == pytest.approx((2 * 0.1 + 2 * 0.1 + 0.2) / 5)  # no gap between two turns is one
     assert row["prefills"] == 2
+
+
+def test_times_of_a_turn_are_medians_and_its_tokens_means() -> None:
+    told = (("a", 1.0, 8), ("b", 2.0, 16), ("c", 9.0, 0))
+    talks = [talk(name, turn(load_s=seconds, reused_tokens=tokens)) for name, seconds, tokens in told]
+    row = summary(talks)["turns"]["1"]
+    assert (row["load_s"], row["reused_tokens"]) == (2.0, 8)
+    assert summary(talks, simulated=True)["turns"]["1"]["load_s"] is None
 
 
 def test_scores_by_turns_ago_count_a_conversation_as_one() -> None:

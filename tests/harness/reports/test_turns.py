@@ -1,0 +1,38 @@
+"""Tables of conversations: what each turn found, and what is said where none found anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.reports.compare import Comparison, comparisons
+from harness.reports.turns import notes, turn_reuse, turn_scores
+from harness.results.store import load
+from tests.fake_records import talk, turn, write_run
+
+
+def table(root: Path, *tiers: str | None) -> Comparison:
+    """A conversation of two turns for each of `tiers`, in which the second found its history."""
+    lines = [
+        talk(f"talk {place}", turn(score=1.0), turn(score=0.5, hit_tier=tier, history_tokens=14))
+        for place, tier in enumerate(tiers)
+    ]
+    [found] = comparisons([load(write_run(root, lines, history="store"))])
+    return found
+
+
+def test_tiers_are_counted_where_they_differ(tmp_path: Path) -> None:
+    mixed = ("host", None, "host", "disk", None, None)
+    for name, tiers, told in (("alike", ("disk", "disk"), "disk"), ("mixed", mixed, "disk 1, host 2, nowhere 3")):
+        found = {column.head: column.cells for column in turn_reuse(table(tmp_path / name, *tiers))}
+        assert found["found in"] == ["", told]
+
+
+def test_a_store_that_never_helped_is_named(tmp_path: Path) -> None:
+    for name, tier, said in (("never", None, 1), ("always", "host", 0)):
+        told = list(notes(table(tmp_path / name, tier).entries))
+        assert sum("no turn found its history" in note for note in told) == said
+
+
+def test_scores_are_by_turn(tmp_path: Path) -> None:
+    *_, scores = turn_scores(table(tmp_path, "host", "host"))
+    assert scores.values == [1.0, 0.5]
