@@ -11,8 +11,10 @@ import urllib.error
 import urllib.request
 from functools import lru_cache
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 
-_PROBE_S = 3.0  # the client alone would retry for 15 to 23 s before it gives up
+PROBE_S = 3.0  # the client alone would retry for 15 to 23 s before it gives up
 _DIGESTS = {40: "sha1", 64: "sha256"}  # hex digits of a blob's name in the cache: git blob, LFS object
 
 
@@ -53,7 +55,7 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
     if constants.HF_HUB_OFFLINE:
         raise HubError("HF_HUB_OFFLINE forbids fetching it")
-    if not _answers(constants.ENDPOINT):
+    if not reachable(constants.ENDPOINT):
         raise HubError(f"{constants.ENDPOINT} does not answer")
     try:
         return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
@@ -69,10 +71,20 @@ def _download(repo: str, file: str, revision: str) -> Path:
         raise HubError(f"its download failed ({' '.join(str(error).split())})") from error
 
 
-def _answers(endpoint: str) -> bool:
+def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
+    """Whether anything answers there in time; a thread, since looking up a name has no time limit of its own."""
+    answer: Queue[bool] = Queue()
+    Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
+    try:
+        return answer.get(timeout=within_s)
+    except Empty:
+        return False
+
+
+def _answers(endpoint: str, within_s: float) -> bool:
     """An HTTP error or an unknown certificate is an answer too; proxies of the environment are used."""
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PROBE_S).close()
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:

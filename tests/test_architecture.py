@@ -72,6 +72,7 @@ HYDRA = {
     *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides")),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }
+EVALS_KNOWN_TO_THE_HARNESS = ("evals.base", "evals.haystack", "evals.hub", "evals.multiturn", "evals.stats")
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.pools")
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (
@@ -146,9 +147,7 @@ def test_the_harness_knows_contracts_not_plugins() -> None:
             if name.startswith("methods"):
                 assert name.startswith(METHODS_KNOWN_TO_THE_HARNESS), f"{place} imports {name}"
             if name.startswith("evals"):
-                assert name in ("evals.base", "evals.stats", "evals.haystack", "evals.multiturn"), (
-                    f"{place} imports {name}"
-                )
+                assert name in EVALS_KNOWN_TO_THE_HARNESS, f"{place} imports {name}"
             if name.partition(".")[0] == "transformers":
                 known = place in TRANSFORMERS or place.startswith(("harness/models/", "harness/bench/"))
                 assert known, f"{place} imports {name}"

@@ -6,15 +6,11 @@ The hub is probed once before it is asked: its library retries an unreachable on
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 
+from evals.hub import reachable
 from harness.models.base import ModelError
 
-PROBE_S = 3.0
 SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
 WEIGHT_FILES = ["model*.safetensors"]
@@ -71,27 +67,6 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 def _at(name: str, revision: str | None) -> str:
     return f"{name} at {revision}" if revision else name
-
-
-def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Whether anything answers there in time; a thread, since looking up a name has no time limit of its own."""
-    answer: Queue[bool] = Queue()
-    Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
-    try:
-        return answer.get(timeout=within_s)
-    except Empty:
-        return False
-
-
-def _answers(endpoint: str, within_s: float) -> bool:
-    """Any status will do."""
-    try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def has_weights(folder: Path) -> bool:

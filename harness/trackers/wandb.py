@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from harness.models.snapshots import reachable
+from evals.hub import reachable
 from harness.terminal.notices import say_once
 from harness.trackers.base import FinishedRun, Tracker
 

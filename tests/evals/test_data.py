@@ -6,12 +6,13 @@ import hashlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
@@ -20,6 +21,7 @@ import pytest
 
 from evals.base import TaskEnv, TaskError
 from evals.data import Source, open_content, open_rows
+from evals.hub import reachable
 
 COMMIT = "5" * 40
 REPO = "someone/some-set"
@@ -218,3 +220,20 @@ class TestHub:
             f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "
             "--revision main` where the hub can be reached"
         )
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_reachable_means_that_something_answers() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        assert reachable(f"http://127.0.0.1:{server.server_port}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not reachable(f"http://127.0.0.1:{silent.getsockname()[1]}", within_s=0.2)
+    assert not reachable("http://127.0.0.1:9")
