@@ -40,6 +40,7 @@ from methods.base import (
 )
 from methods.layers import Layer, Read, gather_per_head, union_per_kv_head
 from methods.parts import costs
+from methods.parts.hit_cache import token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,15 +180,10 @@ class QuestRead(Read[int], capturable=True):
         scores = ops.row_scores(both, self.bounds)  # [B G g P]
         scores = scores.amax(2) if self.method.select_per == "kv_head" else scores.flatten(1, 2)
         if not self.method.last_page:
-            return self._tokens(ops.top_k(scores, top))
-        chosen = self._tokens(ops.top_k(scores[..., :-1], top - 1))
+            return token_rows(ops.top_k(scores, top), self.method.page_size)
+        chosen = token_rows(ops.top_k(scores[..., :-1], top - 1), self.method.page_size)
         last = torch.arange((scores.shape[-1] - 1) * self.method.page_size, self.sealed, device=q.device)
         return torch.cat([chosen, last.expand(*chosen.shape[:2], -1)], -1)
-
-    def _tokens(self, pages: Tensor) -> Tensor:
-        """[B H|G N] -> [B H|G N*page_size]"""
-        size = self.method.page_size
-        return (pages.unsqueeze(-1) * size + torch.arange(size, device=pages.device)).flatten(-2)
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:

@@ -7,6 +7,8 @@ caller's stack. Here that depth is always the one of LongBench's own script.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from evals.metrics.chinese import cut
 
 # Recursive calls that Python's limit of 1000 frames leaves to the package below LongBench's eval.py. Measured: two
@@ -34,7 +36,7 @@ def _score(prediction: str, reference: str, calls: int) -> float:
         return 0.0  # the package raises
     union: set[str] = set()
     for y in ours:
-        places = _places(y)
+        places = places_of(y)
         for x in theirs:
             common = _common_words(x, y, places, calls)
             if common is None:
@@ -50,7 +52,7 @@ def _sentences(text: str) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(tuple(piece.split()) or ("",) for piece in text.split(".") if piece))
 
 
-def _places(sentence: tuple[str, ...]) -> dict[str, int]:
+def places_of(sentence: Sequence[str]) -> dict[str, int]:
     """Bit j of a word's number is set where the sentence has it at position j."""
     places: dict[str, int] = {}
     for j, word in enumerate(sentence):
@@ -66,7 +68,7 @@ def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int]
     """
     if min(len(x), len(y)) >= calls:
         return None  # a call shortens either side by one word at most
-    flat = _flat_places(x, y, places)
+    flat = flat_places(x, y, places)
     found: set[str] = set()
     i, j = len(x), len(y)
     for _ in range(calls):
@@ -82,10 +84,10 @@ def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int]
     return None
 
 
-def _flat_places(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int]) -> list[int]:
+def flat_places(x: Sequence[str], y: Sequence[str], places: dict[str, int]) -> list[int]:
     """Bit j of number i: y[j] adds nothing to the longest common subsequence of x[: i + 1] and y[: j + 1].
 
-    A whole row of the usual table in one addition (Hyyrö 2004).
+    places: of y. A whole row of the usual table in one addition (Hyyrö 2004).
     """
     whole = row = (1 << len(y)) - 1
     rows = []

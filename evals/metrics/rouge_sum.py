@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from evals.metrics.rouge import flat_places, places_of
+
 Words = Sequence[str]
 
 
@@ -37,19 +39,14 @@ def _sentences(text: str) -> list[list[str]]:
 
 def _common(x: Words, y: Words) -> set[int]:
     """Places in `x` of a longest common subsequence; where there are several, the one that the package walks to."""
-    table = [[0] * (len(y) + 1)]
-    for word in x:
-        above, row = table[-1], [0]
-        for j, other in enumerate(y):
-            row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
-        table.append(row)
+    flat = flat_places(y, x, places_of(x))
     found, i, j = set[int](), len(x), len(y)
     while i and j:
         if x[i - 1] == y[j - 1]:
             found.add(i - 1)
             i, j = i - 1, j - 1
-        elif table[i][j - 1] > table[i - 1][j]:
-            j -= 1
-        else:
+        elif flat[j - 1] >> (i - 1) & 1:  # x's last word adds nothing
             i -= 1
+        else:
+            j -= 1
     return found

@@ -58,5 +58,5 @@ def _by_chunk(x: Tensor, chunks: Tensor) -> Tensor:
 
 
 def token_rows(chunks: Tensor, size: int) -> Tensor:
-    """The tokens of chunks. [B G K] -> [B G K*size]"""
+    """The tokens of chunks, pages or blocks. [B heads K] -> [B heads K*size]"""
     return (chunks.unsqueeze(-1) * size + torch.arange(size, device=chunks.device)).flatten(2)
