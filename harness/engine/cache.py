@@ -138,11 +138,11 @@ class KVCache(Cache):
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""
-        if layer in self._awaited:
-            self._await(layer)
         if not self._arriving:
             self._arrive(x.k.shape[2])
         if not self.sealed:
+            if layer in self._awaited:  # a sealed cache waits for none
+                self._await(layer)
             out = self.layers[layer].prefill(x)
             if self.watch is not None:
                 self.watch.prefill(layer, x)

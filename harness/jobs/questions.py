@@ -188,11 +188,12 @@ class Talk:
         with Usage(self.engine.model.device) as usage:
             dropped = self._make_room(turn.new_tokens)
             prefilled = len(self._text) if self._context is None else self._fed
-            ids = self._tensor(self._text)
             asked = self._text[: min(prefilled, len(self._text) - 1)]
             found = self.histories.resume(self._session, asked, self._capacity)
             found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
-            slot = batch.join(found.cache, logits, ids[:, prefilled:], began=began, **self.ending(turn))
+            slot = batch.join(
+                found.cache, logits, self._tensor(self._text[prefilled:]), began=began, **self.ending(turn)
+            )
         self.cache = found.cache
         self.answer.prefill.add(usage)
         new = len(self._text) - found.reused
@@ -224,4 +225,4 @@ class Talk:
         return self.engine.prefill(cache, self._tensor(tokens))
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([ids], device=self.engine.model.device)
+        return torch.tensor([ids], dtype=torch.long, device=self.engine.model.device)

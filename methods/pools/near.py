@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import CacheState, LayerSpec, Request
+from methods.base import CacheState, LayerSpec
 from methods.pools.rows import Tier
 
 
@@ -22,13 +22,10 @@ class KVStore:
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
         shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self.k_rows = self._allocate(shape, request)  # [B G C D]
-        self.v_rows = self._allocate(shape, request)
+        self.k_rows = torch.empty(shape, dtype=request.dtype, device=request.device)  # [B G C D]
+        self.v_rows = torch.empty_like(self.k_rows)
         self.cache = cache
         self.length = 0
-
-    def _allocate(self, shape: tuple[int, ...], request: Request) -> Tensor:
-        return torch.empty(shape, dtype=request.dtype, device=request.device)
 
     @property
     def heads(self) -> int:
