@@ -1,8 +1,8 @@
 """The contract of a task: examples made of text, and a pure score.
 
 A task is one frozen dataclass (its hyper-parameters, all of them listed in `conf/task/NAME.yaml`) with two
-methods. It never sees a tokenizer object, a tensor or a model: lengths are asked of a `TextTools`, files of a
-`DataRoot`, both handed over in a `TaskEnv`.
+methods. It never sees a tokenizer object, a tensor or a model: lengths are asked of a `TextTools`, files
+looked for below a data root, both handed over in a `TaskEnv`.
 """
 
 from __future__ import annotations

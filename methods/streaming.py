@@ -79,7 +79,7 @@ class StreamingKeep(Keep, capturable=True):
         return sinks_and_recent(self.request.batch, groups, self.method.sinks, size, self.store.length, device)
 
     def state(self) -> dict[str, Tensor]:
-        """Where keys are rotated to, for of sinks that is not where they stood."""
+        """Where keys are rotated to, once that of the sinks is no longer where they stood."""
         if not self.turned:
             return {}
         rotated = self.layer.stored_positions().clone()

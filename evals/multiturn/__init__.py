@@ -1,7 +1,7 @@
 """Conversations of several turns, with facts told in one turn and asked for in a later one.
 
 Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the model's window; texts
-are cut from essays. Or both come from a file. When turns arrive is no affair of a task: see harness/serving/.
+are cut from essays. Or both come from a file. When turns arrive is no affair of a task: see harness/serve/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that a run fits into memory before weights load: the system would kill it without a word.
 
-Weights and Full's KV cache at its longest are exact, so is what a store of conversations holds at most; the activations
-of a prefill are estimated from below.
+Weights, Full's KV cache at its longest and the most that a store of conversations holds are exact; the activations of a
+prefill are estimated from below.
 """
 
 from __future__ import annotations

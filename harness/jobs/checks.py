@@ -44,7 +44,7 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
 
 
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
-    """Of a store with rows, which some methods have not."""
+    """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
     if store.codec is not None:
         int_codec(store.codec).check(info.head_dim)
