@@ -41,14 +41,22 @@ def work(folder: Path, seed: int, host_tokens: int, threads: int, journal: int) 
             new = [rng.randrange(500) for _ in range(rng.randrange(1, 12))]
             whole = new if rng.random() < 0.3 else known + new
             os.write(journal, f"begin {json.dumps([session, whole])}\n".encode())
-            extends = whole is not new and history.extend(session, len(known), new, rows(session, new, len(known)))
+            extends = whole is not new and save(history, session, len(known), new)
             if not extends:
-                history.put(session, whole, rows(session, whole))
+                save(history, session, 0, whole)
             if threads and rng.random() < 0.7:
                 continue
             if threads:
                 history.flush()
             os.write(journal, b"done\n")
+
+
+def save(history: HistoryStore, session: str, start: int, tokens: list[int]) -> bool:
+    """In two parts, which a thread of the store copies where it has some."""
+    half = len(tokens) // 8 * 4  # whole blocks
+    parts = [(start, tokens[:half]), (start + half, tokens[half:])]
+    leaving = [history.leave(part, rows(session, part, first)) for first, part in parts if part]
+    return history.hold(session, start, leaving)
 
 
 def last_of(folder: Path) -> dict[str, list[list[int]]]:

@@ -106,8 +106,8 @@ class Save:
         behind, histories = self.jobs.behind, self.ways[way]
         before = histories.store.statistics.saving_s
         watch = Watch()
-        save_s = histories.save(str(next(self._names)), behind.tokens, behind.cache)
-        turn_s = Seconds(save_s, watch.disturbed())
+        saved = histories.save(str(next(self._names)), behind.tokens, behind.cache)
+        turn_s = Seconds(saved.save_s, watch.disturbed())
         beside_s = self.jobs.beside()
         histories.store.flush()
         saving_s = histories.store.statistics.saving_s - before

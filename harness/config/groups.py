@@ -14,7 +14,7 @@ TIERS = ("device", "host", "disk")
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a range
 POLICIES = ("scheduler_aware", "lru", "fifo")
-OF_DISK = ("folder", "durable", "copies", "write_buffer")  # settings that nothing reads without a disk tier
+OF_DISK = ("folder", "durable", "copies")  # settings that nothing reads without a disk tier
 
 
 class SettingsError(ValueError):

@@ -36,6 +36,9 @@ class IntCoding:
         for spec in specs:
             self.codec.check(spec.head_dim)
 
+    def like(self, rows: Rows) -> Rows:
+        return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows)}
+
     def encode(self, rows: Rows) -> Rows:
         return {name: x for layer in _layers(rows) for name, x in self._encoded(layer, rows)}
 
@@ -58,6 +61,17 @@ class IntCoding:
                 yield from ((f"{layer}.{kind}{place}", x) for place, x in enumerate(tensors))
         if whole < k.shape[2]:
             yield from ((f"{layer}.{name}", x[:, :, whole:]) for name, x in ((K, k), (V, v)))
+
+    def _like(self, layer: str, rows: Rows) -> Iterator[tuple[str, Tensor]]:
+        k = rows[f"{layer}.{K}"]
+        blocks, tail = divmod(k.shape[2], self.codec.block)
+        if blocks:
+            layout = self.codec.layout(k.shape[3], k.dtype)
+            for kind, count, parts in ((TOKENS, k.shape[2] - tail, layout.tokens), (GROUPS, blocks, layout.blocks)):
+                for place, (width, dtype) in enumerate(parts):
+                    yield f"{layer}.{kind}{place}", torch.empty(*k.shape[:2], count, width, dtype=dtype, device="meta")
+        if tail:
+            yield from ((f"{layer}.{name}", torch.empty_like(k[:, :, :tail], device="meta")) for name in (K, V))
 
     def _decoded(self, layer: str, rows: Rows) -> tuple[Tensor, Tensor]:
         tokens = [x.unflatten(2, (-1, self.codec.block)) for x in _numbered(layer, TOKENS, rows)]

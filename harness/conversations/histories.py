@@ -2,6 +2,7 @@
 
     found = histories.resume("alice", text[:-1], capacity)  # its layers may still be on their way
     found, logits = histories.compute(found, text, prefill)
+    histories.save_ahead("alice", text, found.cache)        # rows may leave the device from now on
     ...                                                     # seal, decode
     histories.save("alice", fed, found.cache)
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
+from harness.history.overlap.leaving import Copying
 from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.placement import DEVICE
 from harness.history.positions import Rotation
@@ -43,6 +45,24 @@ class Resumed:
     load_s: float = 0.0
     hidden_s: float = 0.0
     loading: Loading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A turn that was saved. `save_s`: seconds that the caller waited; its rows may still be on their way."""
+
+    save_s: float
+    copyings: Sequence[Copying] = ()
+
+    @property
+    def finished(self) -> bool:
+        return all(one.finished for one in self.copyings)
+
+    def hidden_s(self) -> float:
+        """Seconds in which rows left the device while nobody waited for it. Waits for their end."""
+        for one in self.copyings:
+            one.wait()
+        return sum(one.hidden_s for one in self.copyings)
 
 
 class Histories(ABC):
@@ -82,19 +102,24 @@ class Histories(ABC):
     @abstractmethod
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed: ...
 
-    def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now. -> seconds"""
+    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:  # noqa: B027
+        """The prompt is prefilled and not sealed: what `save` will be given may begin to leave the device. `tokens`:
+        all that was fed to `cache`."""
+
+    def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
+        """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now."""
         if len(tokens) != cache.num_tokens:
             raise ValueError(
                 f"The cache holds {cache.num_tokens} tokens and {len(tokens)} were named: name those that were fed, "
                 "without an answer's last."
             )
         began = perf_counter()
-        self._keep(session, tokens, cache)
-        return perf_counter() - began
+        copyings = self._keep(session, tokens, cache)
+        return Saved(perf_counter() - began, copyings)
 
     @abstractmethod
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None: ...
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+        """-> what goes on behind the caller's back"""
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
@@ -150,8 +175,8 @@ class Recompute(Histories):
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         return Resumed(self.start(capacity))
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        pass
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+        return ()
 
 
 class DevicePrefix(Histories):
@@ -171,8 +196,9 @@ class DevicePrefix(Histories):
             cache.refill(small.contents())
         return Resumed(cache, len(held), DEVICE)
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
         self._alive[session] = list(tokens), cache
+        return ()
 
     def forget(self, session: str) -> None:
         self._alive.pop(session, None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from harness.engine.attach import Attachment
 from harness.history.block import Rows
+from harness.history.overlap.leaving import Turn
 from harness.history.overlap.loading import Layer, Prepare
 from harness.history.positions import Rotation
 
@@ -41,14 +42,25 @@ class Cut:
                 rotation.check(tokens)
             self._checked = tokens
 
-    def rows(self, contents: Contents, start: int) -> Rows:
-        """Of the tokens from `start` on, by name [1 G T D]."""
-        found = {}
-        for layer, state in enumerate(contents):
-            for name, stored in ROWS.items() if self._has_rows(state) else ():
-                rows = state[name][:, :, start:]
-                found[f"{layer}.{stored}"] = self._before(layer, rows, start) if stored == "k" else rows
-        return found
+    def rows(self, contents: Contents, start: int, end: int) -> Rows:
+        """Of the tokens from `start` to `end`, by name [1 G T D]: views, keys as they are rotated."""
+        return {
+            f"{layer}.{stored}": state[name][:, :, start:end]
+            for layer, state in enumerate(contents)
+            for name, stored in ROWS.items()
+            if self._has_rows(state)
+        }
+
+    def unrotated(self, start: int, end: int, device: torch.device) -> Turn:
+        """Makes `rows` of a layer into those that are stored, keys before their rotation. Any thread may do it."""
+        positions = torch.arange(start, end, device=device)
+        fixed = self._fixed(positions)
+
+        def turn(number: int, rows: Rows) -> Rows:
+            keys = f"{number}.{ROWS['k0']}"
+            return rows | {keys: fixed[self._kinds[number]].off(rows[keys], positions).to(rows[keys].dtype)}
+
+        return turn
 
     def rest(self, contents: Contents) -> Rows:
         """By layer and the name that it has there."""
@@ -62,8 +74,7 @@ class Cut:
     def states(self, tokens: int, device: torch.device) -> Prepare:
         """Makes what is stored of a layer, of `tokens` tokens at most, into its state for `KVCache.refill_by_layer`.
         Any thread may do it."""
-        kinds = set(self._kinds) if self.by_token else set()
-        fixed = {kind: self.rotations[kind].fixed(torch.arange(tokens, device=device)) for kind in kinds}
+        fixed = self._fixed(torch.arange(tokens, device=device)) if self.by_token else {}
 
         def state(number: int, layer: Layer) -> Layer:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
@@ -80,9 +91,9 @@ class Cut:
     def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
         return self.by_token and "k0" in state
 
-    def _before(self, layer: int, keys: Tensor, start: int) -> Tensor:
-        positions = torch.arange(start, start + keys.shape[2], device=keys.device)
-        return self.rotations[layer].off(keys, positions).to(keys.dtype)
+    def _fixed(self, positions: Tensor) -> dict[int, Rotation]:
+        """By kind."""
+        return {kind: self.rotations[kind].fixed(positions) for kind in set(self._kinds)}
 
 
 def _alike(rotations: Sequence[Rotation]) -> list[int]:

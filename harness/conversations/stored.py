@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from harness.conversations.histories import Histories, Resumed, Start, both_ends
-from harness.conversations.rows import Cut
+from harness.conversations.rows import Contents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.history.block import Rows
 from harness.history.fingerprint import EXACT, behind_cut
+from harness.history.overlap.leaving import Copying, Leaving, as_given
 from harness.history.overlap.loading import HistoryLost, Loading
-from harness.history.store import HistoryStore
+from harness.history.store import NOTHING, HistoryStore
 
 
 class StoredHistories(Histories):
@@ -34,6 +36,7 @@ class StoredHistories(Histories):
         self._device = attachment.model.device
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
+        self._early: WeakKeyDictionary[KVCache, tuple[int, Leaving]] = WeakKeyDictionary()  # from which token on
         self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
 
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
@@ -63,14 +66,35 @@ class StoredHistories(Histories):
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+        """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
+        if not (self.cut.by_token and self.store.has_threads):
+            return
+        known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
+        whole = (len(tokens) - known) // self.store.block_tokens * self.store.block_tokens
+        if whole:
+            self._early[cache] = known, self._leaving(cache.contents(), tokens[: known + whole], known)
+
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
         self._lineages[session] = lineage
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
-        rows = self.cut.rows(contents, known) if known < len(tokens) else {}
-        rest = self.cut.rest(contents)
-        if not self.store.extend(session, known, tokens[known:], rows, rest, lineage):
-            self.store.put(session, tokens, self.cut.rows(contents, 0), rest, lineage)
+        start, early = self._early.pop(cache, (known, None))
+        leaving, end = [], known
+        if early is not None and start == known and early.text == list(tokens[known:][: len(early.text)]):
+            leaving, end = [early], known + len(early.text)
+        leaving.append(self._leaving(contents, tokens, end, self.cut.rest(contents)))
+        if not self.store.hold(session, known, leaving, lineage):
+            leaving = [self._leaving(contents, tokens, 0, self.cut.rest(contents))]
+            self.store.hold(session, 0, leaving, lineage)
+        return [one.copying for one in leaving]
+
+    def _leaving(self, contents: Contents, tokens: Sequence[int], start: int, rest: Rows = NOTHING) -> Leaving:
+        """Those of `tokens` from `start` on."""
+        end = len(tokens)
+        rows = self.cut.rows(contents, start, end) if start < end else NOTHING
+        turn = self.cut.unrotated(start, end, self._device) if rows else as_given
+        return self.store.leave(tokens[start:], rows, rest, turn)
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False

@@ -43,7 +43,9 @@ class CudaGraphs:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                # other threads may load and save histories meanwhile, which allocates memory: it is no part of this
+                mode = "thread_local"
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                     result = step()
             finally:
                 torch.cuda.set_stream(current)  # where the capture's end fails, torch stays on its stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
@@ -10,11 +10,16 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from harness.history.fingerprint import EXACT, behind_cut
+
 Rows = dict[str, Tensor]  # name -> [..., tokens, width]; the name begins with the layer's number and a dot
 
 
 class Coding(Protocol):
     """How the rows of a block are written smaller. What is decoded is what was given, or near it."""
+
+    def like(self, rows: Rows) -> Rows:
+        """Names, shapes and dtypes of what `encode` gives for such rows: tensors of the meta device."""
 
     def encode(self, rows: Rows) -> Rows: ...
 
@@ -23,6 +28,9 @@ class Coding(Protocol):
 
 class Plain:
     """As they are."""
+
+    def like(self, rows: Rows) -> Rows:
+        return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
 
     def encode(self, rows: Rows) -> Rows:
         return rows
@@ -41,37 +49,19 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`rows` is None where they lie on disk alone. Without tokens: what belongs to all of a session's together. `file`:
-    how they were written, None if they were not."""
+    """`rows` is None where they lie on disk alone; some may still be on their way (harness/history/overlap/leaving.py).
+    Without tokens: what belongs to all of a session's together. `file`: how they were written, if they were."""
 
     name: str
     tokens: tuple[int, ...]
     size: int  # bytes of the rows
-    rows: Rows | None
+    rows: Mapping[str, Tensor] | None
     file: File | None = None
 
     def tail(self, drop: int, coding: Coding) -> Block:
         """Without its first `drop` tokens, under a name of its own."""
-        rows = {name: rows[..., drop:, :] for name, rows in coding.decode(self.rows or {}).items()}
+        rows = {name: rows[..., drop:, :] for name, rows in coding.decode(dict(self.rows or {})).items()}
         return block(self.tokens[drop:], coding.encode(rows))
-
-
-def blocks(
-    tokens: Sequence[int], layers: Mapping[str, Tensor], length: int, rest: Mapping[str, Tensor], coding: Coding
-) -> Iterator[Block]:
-    """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs to
-    all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
-    for name, rows in layers.items():
-        if rows.ndim < 2 or rows.shape[-2] != len(tokens):
-            raise ValueError(
-                f"{name} is {list(rows.shape)}: it should have {len(tokens)} tokens in its last but one place"
-            )
-    length = length if layers else max(1, len(tokens))
-    for start in range(0, len(tokens), length):
-        end = start + length
-        yield block(tokens[start:end], coding.encode({name: one[..., start:end, :] for name, one in layers.items()}))
-    if rest:
-        yield block((), rest)
 
 
 def block(tokens: Sequence[int], rows: Mapping[str, Tensor]) -> Block:
@@ -118,3 +108,57 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 def length(parts: Sequence[Block]) -> int:
     """In tokens."""
     return sum(len(part.tokens) for part in parts)
+
+
+def without_first(
+    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], coding: Coding
+) -> list[Block]:
+    """Those that hold what is behind the first `drop` tokens; `read` brings the rows of a block that is cut."""
+    for place, part in enumerate(parts):
+        if drop < len(part.tokens):
+            first = read([part])[0].tail(drop, coding) if drop else part
+            return [first, *parts[place + 1 :]]
+        drop -= len(part.tokens)
+    return []
+
+
+class Sessions:
+    """The blocks of sessions by key, and the lineages of their rows."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, list[Block]] = {}
+        self.lineages: dict[str, str] = {}
+
+    def of(self, key: str, lineage: str) -> list[Block]:
+        """The session's blocks, if they are of that lineage."""
+        return self.sessions.get(key, []) if self.lineages.get(key) == lineage else []
+
+    def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
+        """Those that hold the first `end` tokens; None where no block ends there."""
+        known = self.of(key, lineage)
+        return next((known[:count] for count in range(len(known) + 1) if length(known[:count]) == end), None)
+
+    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
+        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
+        parts = self.of(key, lineage)
+        count = covered(parts, tokens)
+        return 0 if has_rest(parts) and count < len(parts) else count
+
+    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
+        """How many tokens these blocks hold."""
+        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
+
+    def longest(self, own: str, tokens: Sequence[int]) -> str:
+        """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
+        best, most = own, self.known(own, tokens, EXACT)
+        for key, parts in self.sessions.items():
+            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
+                best, most = key, known
+        return best
+
+    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
+        """The first `dropped` tokens have left the session."""
+        if dropped:
+            text = [token for block in self.sessions[key] for token in block.tokens]
+            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
+        self.sessions[key] = kept

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from harness.history.block import Block, covered, has_rest, length
+from harness.history.block import Block, Sessions
 from harness.history.disk import Disk, HistoryWarning
-from harness.history.fingerprint import EXACT, behind_cut
 from harness.history.overlap.fetch import Fetch
+from harness.history.overlap.leaving import Copying, arriving, failed, moved
 from harness.history.overlap.loading import LOST
 from harness.history.overlap.saving import Saving
 from harness.history.overlap.threads import Threads
@@ -24,12 +26,12 @@ from harness.history.statistics import Statistics
 Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
 
-class Contents:
+class Contents(Sessions):
     """Carries out what `placement` decides. What fails on its way is lost: forgotten, with a warning.
 
     One thread decides, and `sessions` is its view: blocks have rows until these are known to lie on disk, so what waits
-    to be written is found. Others read files (`fetches`) and, in the order of the decisions, change the disk
-    (`saving`). Whatever needs the rows of a session that is being fetched waits for its end."""
+    to be written is found. Others bring rows from the device (`leaving`), read files (`fetches`) and, in the order of
+    the decisions, change the disk (`saving`). Whatever needs rows that are still on their way waits for them."""
 
     def __init__(
         self,
@@ -41,12 +43,13 @@ class Contents:
         on: torch.device,
         write_buffer: int,
     ) -> None:
+        super().__init__()
         self.placement, self.disk, self.threads, self.durable, self.on = placement, disk, threads, durable, on
-        self.sessions: dict[str, list[Block]] = {}
         self.statistics = Statistics()
+        self.leaving = Saving(threads.leaving, write_buffer, self.statistics)
         self.saving = Saving(threads.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
-        self.lineages: dict[str, str] = {}  # of the sessions
+        self._copyings: deque[tuple[str, Copying]] = deque()
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
 
     def restore(self, key: str, parts: list[Block], lineage: str) -> None:
@@ -54,30 +57,11 @@ class Contents:
         self.sessions[key], self.lineages[key] = parts, lineage
         self._away[key] = None
 
-    def of(self, key: str, lineage: str) -> list[Block]:
-        """The session's blocks, if they are of that lineage."""
-        return self.sessions.get(key, []) if self.lineages.get(key) == lineage else []
-
-    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
-        parts = self.of(key, lineage)
-        count = covered(parts, tokens)
-        return 0 if has_rest(parts) and count < len(parts) else count
-
-    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """How many tokens these blocks hold."""
-        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
-
-    def longest(self, own: str, tokens: Sequence[int]) -> str:
-        """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
-        best, most = own, self.known(own, tokens, EXACT)
-        for key, parts in self.sessions.items():
-            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
-                best, most = key, known
-        return best
-
     def collect(self) -> None:
         """What others have done by now."""
+        self.leaving.collect()
+        while self._copyings and self._copyings[0][1].finished:
+            self._left(*self._copyings.popleft())
         self.saving.collect()
         for key in [key for key, fetch in self.fetches.items() if fetch.finished]:
             self.attempt(key, self.arrive)
@@ -94,12 +78,15 @@ class Contents:
             self.statistics.refused += 1
             self.forget(key)
 
-    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
-        """The first `dropped` tokens have left the session."""
-        if dropped:
-            text = [token for block in self.sessions[key] for token in block.tokens]
-            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
-        self.sessions[key] = kept
+    def follow(self, key: str, copyings: Sequence[Copying], began: float) -> None:
+        """Rows of the session that are on their way from the device. The caller, who has waited since `began`, waits
+        for what is more than the write buffer."""
+        for copying in copyings:
+            self._copyings.append((key, copying))
+            for future, size in copying.layers:
+                self.leaving.follow(future, Future.result, size)
+        for _, copying in self._copyings:
+            copying.waits.append((began, perf_counter()))
 
     def carry_out(self, moves: Sequence[Move], reader: Executor | None = None) -> None:
         """`reader` brings what comes from disk, by default one that a job waits for."""
@@ -205,6 +192,8 @@ class Contents:
         """Waits until all is on disk that is on its way there."""
         for key in list(self.fetches):
             self.attempt(key, self.arrive)
+        self.leaving.drain()
+        self.collect()
         self.saving.drain()
 
     def close(self) -> None:
@@ -218,9 +207,19 @@ class Contents:
         self.threads.close()
 
     def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
-        """On the device of the tier that the session lies in."""
+        """On the device of the tier that the session lies in. Rows on their way to host memory come there first."""
         place = self.on if self.placement.tier(key) == DEVICE else torch.device("cpu")
-        return [replace(block, rows={name: x.to(place) for name, x in (block.rows or {}).items()}) for block in parts]
+        return [block if arriving(block.rows) else replace(block, rows=moved(block.rows, place)) for block in parts]
+
+    def _left(self, key: str, copying: Copying) -> None:
+        """The device."""
+        self.statistics.leaving_s += copying.seconds
+        self.statistics.leaving_hidden_s += copying.hidden_s
+        parts = self.sessions.get(key, [])
+        if copying.error is not None and any(failed(block.rows) for block in parts):
+            self.lose(key, copying.error)
+        elif parts and self.placement.tier(key) == DEVICE:
+            self.sessions[key] = self._placed(key, parts)
 
     def _spare_copy(self, key: str) -> None:
         self.arrive(key)

@@ -88,6 +88,15 @@ class Disk:
         for path in found.keys() - named:
             path.unlink()
 
+    def restored(self, now: float, wall: float) -> list[tuple[str, Entry, float]]:
+        """What an earlier process left, the least recently used first, each with when that was on the clock that says
+        `now`. Nothing counts as used after what was used later, wherever the wall's clock stood."""
+        found, youngest = [], now
+        for key, entry in reversed(self.entries.items()):
+            youngest = min(youngest, now - max(0.0, wall - entry.used_at))
+            found.append((key, entry, youngest))
+        return found[::-1]
+
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
         """Makes `blocks` of `lineage` the session. -> bytes written, which are those of blocks that it had not yet;
         all blocks, as they lie on disk"""

@@ -13,8 +13,9 @@ class Statistics:
     `lost`: to damaged files and errors of the disk.
 
     `load_s`: in which rows were on their way to jobs, `hidden_s` of them while these computed or had not begun;
-    `exposed_s`: in which jobs waited for them. `saving_s`: in which the disk was changed; callers waited for
-    `write_wait_s` of them, `write_waits` times, as the write buffer was full.
+    `exposed_s`: in which jobs waited for them. `leaving_s`: in which rows were on their way from the device to host
+    memory, `leaving_hidden_s` of them while no call of the store saved. `saving_s`: in which the disk was changed.
+    Callers waited `write_waits` times, `write_wait_s` in all, as a write buffer was full.
     """
 
     lookups: int = 0
@@ -31,6 +32,8 @@ class Statistics:
     load_s: float = 0.0
     hidden_s: float = 0.0
     exposed_s: float = 0.0
+    leaving_s: float = 0.0
+    leaving_hidden_s: float = 0.0
     saving_s: float = 0.0
     write_waits: int = 0
     write_wait_s: float = 0.0

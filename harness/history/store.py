@@ -20,15 +20,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Coding, Plain, Rows, blocks, has_rest, length
+from harness.history.block import Coding, Plain, Rows, has_rest, length, without_first
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall
 from harness.history.fingerprint import EXACT, Fingerprint
+from harness.history.overlap.leaving import Leaving, Turn, as_given
 from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
 from harness.history.overlap.speeds import Speeds
 from harness.history.overlap.threads import Threads
@@ -37,6 +39,7 @@ from harness.history.policies import Policy, SchedulerAware
 from harness.history.statistics import Statistics
 
 Clock = Callable[[], float]
+Tensors = Mapping[str, Tensor]
 NOTHING: Rows = {}
 PLAIN = Plain()
 
@@ -90,6 +93,7 @@ class HistoryStore:
         self.contents = Contents(
             self.placement, files, Threads(io_threads), durable=durable, on=torch.device(on), write_buffer=write_buffer
         )
+        self._blocks = partial(Leaving, length=block_tokens, coding=coding, on=self.contents.on)
         self._accounts = Accounts(self.contents.statistics, Speeds())
         self._clock, self._closed = clock, False
         if files:
@@ -153,34 +157,46 @@ class HistoryStore:
         return self.contents.lineages.get(self._key(session))
 
     def put(
-        self,
-        session: str,
-        tokens: Sequence[int],
-        layers: Mapping[str, Tensor],
-        rest: Mapping[str, Tensor] = NOTHING,
-        lineage: str = EXACT,
+        self, session: str, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, lineage: str = EXACT
     ) -> None:
         """All that the session is now. It replaces what was stored."""
-        parts = list(blocks(tokens, layers, self.block_tokens, rest, self.coding))
-        self._hold(self._fresh(session), parts, lineage)
+        self.extend(session, 0, tokens, layers, rest, lineage)
 
     def extend(
         self,
         session: str,
         start: int,
         tokens: Sequence[int],
-        layers: Mapping[str, Tensor],
-        rest: Mapping[str, Tensor] = NOTHING,
+        layers: Tensors,
+        rest: Tensors = NOTHING,
         lineage: str = EXACT,
     ) -> bool:
         """Appends `tokens` behind the first `start`, of which no row is touched; `rest` replaces that of before. False
-        where these are not stored (any more): `put` the whole session then."""
-        key = self._fresh(session)
-        known = self.contents.of(key, lineage)
-        count = next((n for n in range(len(known) + 1) if length(known[:n]) == start), None)
-        if count is None:
+        where these are not stored (any more): `put` the whole session then. What is given has been copied."""
+        return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether anything is done behind the caller's back."""
+        return self.contents.threads.beside
+
+    def leave(self, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, turn: Turn = as_given) -> Leaving:
+        """Blocks for `hold`. What is given must stay as it is: a thread of the store copies it, layer by layer, each as
+        `turn` makes it."""
+        return self._blocks(tokens, layers, rest, turn=turn, thread=self.contents.threads.leaving)
+
+    def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
+        """`extend` with blocks on their way. What is more than the write buffer is waited for; whoever asks for the
+        session waits for its rows."""
+        began, key = perf_counter(), self._fresh(session)
+        known = self.contents.until(key, start, lineage)
+        if known is None:
             return False
-        self._hold(key, [*known[:count], *blocks(tokens, layers, self.block_tokens, rest, self.coding)], lineage)
+        parts = [*known, *(block for one in leaving for block in one.taken())]
+        moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
+        self.contents.hold(key, parts, lineage, moves)
+        del parts
+        self.contents.follow(key, [one.copying for one in leaving], began)
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
@@ -193,7 +209,7 @@ class HistoryStore:
         keep = 0.0 if has_rest(known) else keep
         drop = length(known) - int(length(known) * keep)
         try:
-            kept = self._without_first(key, known, drop)
+            kept = without_first(known, drop, self.contents.read, self.coding)
         except LOST as error:
             self.contents.lose(key, error)
             return length(known)
@@ -255,21 +271,13 @@ class HistoryStore:
         return self._key(session)
 
     def _restore(self, disk: Disk, wall: float) -> None:
-        """What an earlier process left. Nothing counts as used after what was used later, wherever the clock stood."""
-        now = youngest = self._clock()
-        used_s: list[float] = []
-        for entry in reversed(disk.entries.values()):
-            youngest = min(youngest, now - max(0.0, wall - entry.used_at))
-            used_s.insert(0, youngest)
-        for (key, entry), at in zip(list(disk.entries.items()), used_s, strict=True):
+        """What an earlier process left."""
+        now = self._clock()
+        for key, entry, used_s in disk.restored(now, wall):
             self.contents.restore(key, list(entry.blocks), entry.lineage)
-            moves = self.placement.save(key, sum(block.size for block in entry.blocks), at, fastest=DISK)
+            moves = self.placement.save(key, sum(block.size for block in entry.blocks), used_s, fastest=DISK)
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
-
-    def _hold(self, key: str, parts: list[Block], lineage: str) -> None:
-        moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
-        self.contents.hold(key, parts, lineage, moves)
 
     def _begun(self, key: str, shared: bool, loading: Loading) -> None:
         """A session that has left since it was opened is in the read buffer still, and found where it was then."""
@@ -290,11 +298,3 @@ class HistoryStore:
         if self.contents.fetches.get(key) is loading.fetch:
             self.contents.lose(key, error)
         return HistoryLost(f"the stored history is damaged: {error}")
-
-    def _without_first(self, key: str, known: Sequence[Block], drop: int) -> list[Block]:
-        for place, block in enumerate(known):
-            if drop < len(block.tokens):
-                first = self.contents.read([block])[0].tail(drop, self.coding) if drop else block
-                return [first, *known[place + 1 :]]
-            drop -= len(block.tokens)
-        return []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.conversations.histories import Histories
+from harness.conversations.histories import Histories, Saved
 from harness.conversations.overflow import Overflow
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
@@ -119,6 +119,7 @@ class Talk:
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[Item]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
+        self._saved: Saved  # the turn before
         self.answer: Answer
 
     @property
@@ -151,10 +152,10 @@ class Talk:
     def _save(self, cache: KVCache, made: Generation) -> None:
         """The cache goes where the next turn finds it. A last token has not been fed, nor what was taken back."""
         self._fed = cache.num_tokens
-        save_s = self.histories.save(self._session, self._text[: self._fed], cache)
+        self._saved = self.histories.save(self._session, self._text[: self._fed], cache)
         self.cache = None
-        self.answer.reuse[-1]["save_s"] = save_s
-        made.share_s += save_s
+        self.answer.reuse[-1]["save_s"] = self._saved.save_s
+        made.share_s += self._saved.save_s
 
     @property
     def _session(self) -> str:
@@ -166,7 +167,10 @@ class Talk:
         question = ids[:, ids.shape[1] if self._context is None else self._context :]
         later = self._first if item.example.id != self._first else None
         assert self.cache is not None
+        self._text = list(item.prompt.ids)
         with Usage(ids.device) as usage:
+            if item.further:
+                self.histories.save_ahead(item.example.id, self._text[: self.cache.num_tokens], self.cache)
             if self._several and later is None:
                 self._shared = SealedContext(self.cache, self._began)
             began = self._began if self._shared is None else self._shared.begin()
@@ -175,7 +179,6 @@ class Talk:
             slot.out.seal_s = self._shared.seal_s
         self.answer = Answer(item, self._usage if later is None else Usage(ids.device), usage, prefilled_by=later)
         self._turns.extend(item.further)
-        self._text = list(item.prompt.ids)
         if item.further:
             self.answer.reuse.append({"reused_tokens": 0, "new_tokens": len(self._text)})
         return self._kept(slot, self.cache)
@@ -191,10 +194,13 @@ class Talk:
             asked = self._text[: min(prefilled, len(self._text) - 1)]
             found = self.histories.resume(self._session, asked, self._capacity)
             found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
+            if self._turns:
+                self.histories.save_ahead(self._session, self._text[: found.cache.num_tokens], found.cache)
             slot = batch.join(
                 found.cache, logits, self._tensor(self._text[prefilled:]), began=began, **self.ending(turn)
             )
         self.cache = found.cache
+        self.answer.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
         self.answer.prefill.add(usage)
         new = len(self._text) - found.reused
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}

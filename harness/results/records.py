@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
+HISTORY_S = ("load_s", "hidden_s", "save_s", "save_hidden_s")  # of a conversation's turn
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
 STOPS = ("eos", "stop_string", "length", "forced")
 
@@ -60,6 +61,7 @@ class Reply:
     load_s: float | None = None  # waited until the cache was there, within the first token's time
     hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
     save_s: float | None = None  # behind the last token; null where no turn follows
+    save_hidden_s: float | None = None  # in which its rows left the device while nobody waited for that
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -216,7 +218,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "from_disk_bytes_per_step",
         "hit_rate",
     )
-    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "load_s", "hidden_s", "save_s")
+    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)
     counts = ("reused_tokens", "dropped_tokens", "new_tokens")
     return {
         "turns": list(turns),

@@ -15,7 +15,7 @@ from harness.results import timing, triage
 from harness.results.alarms import warnings
 from harness.results.identity import model_name
 from harness.results.pairs import columns, group_means, mean_score, paired
-from harness.results.records import PEAKS, Record, Reply, over_known
+from harness.results.records import HISTORY_S, PEAKS, Record, Reply, over_known
 
 SCHEMA = 10
 
@@ -205,10 +205,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
         **{name: over_known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
-        **{
-            name: over_known(median, [getattr(one, name) for one in clocked])
-            for name in ("load_s", "hidden_s", "save_s")
-        },
+        **{name: over_known(median, [getattr(one, name) for one in clocked]) for name in HISTORY_S},
     }
 
 

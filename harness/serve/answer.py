@@ -18,6 +18,7 @@ class Answer:
     hidden_s: float  # in which the history was on its way while the turn computed
     token_s: list[float]  # each token
     save_s: float  # behind the last, until the history was handed over
+    save_hidden_s: float = 0.0  # in which its rows left the device while nobody waited for that
     tier: str | None  # where the history was found; null: nowhere
     reused_tokens: int  # of the prompt, history included
     new_tokens: int  # those that were computed

@@ -35,6 +35,7 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
         "load_s": float(np.mean([one.load_s for one in answers])),
         "hidden_s": float(np.mean([one.hidden_s for one in answers])),
         "save_s": float(np.mean([one.save_s for one in answers])),
+        "save_hidden_s": float(np.mean([one.save_hidden_s for one in answers])),
         "prefill_tok_s": prompts / prefill_s if prefill_s else None,
         "tpot_p50_s": _median([later - one for answer in answers for one, later in _steps(answer)]),
         "answer_tokens": sum(len(one.tokens) for one in answers),

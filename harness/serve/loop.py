@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import perf_counter
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.conversations.histories import Histories, Resumed
+from harness.conversations.histories import Histories, Resumed, Saved
 from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
@@ -76,7 +76,7 @@ class Loop:
         self._running: dict[Slot, Running] = {}
         self._waiting: deque[tuple[float, Talk]] = deque()  # with the time of arrival
         self._next: Talk | None = None  # the first of them, once its history is loaded ahead
-        self._ended: deque[Answer] = deque()
+        self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
         """The answers in the order in which they end."""
@@ -92,8 +92,14 @@ class Loop:
                 self._step()
             else:
                 self.clock.wait_until(self._coming[0][0])
-            while self._ended:
-                yield self._ended.popleft()
+            yield from self._told()
+        yield from self._told(wait=True)
+
+    def _told(self, wait: bool = False) -> Iterator[Answer]:
+        """Those whose histories have left the device."""
+        while self._ended and (wait or self._ended[0][1].finished):
+            answer, saved = self._ended.popleft()
+            yield replace(answer, save_hidden_s=saved.hidden_s())
 
     def _arrivals(self) -> None:
         while self._coming and self._coming[0][0] <= self.clock.now():
@@ -117,6 +123,7 @@ class Loop:
         found = self.histories.resume(name, talk.tokens[:-1], talk.session.item.room)
         self.histories.prefetch()
         found, logits = self.histories.compute(found, talk.tokens, self._prefill)
+        self.histories.save_ahead(name, talk.tokens, found.cache)
         running = Running(talk, arrived_s, started_s, found)
         self._join(running, logits)
 
@@ -162,32 +169,31 @@ class Loop:
         ended_s = self.clock.now()
         talk.tokens += said[: len(said) - (stop == "eos")]  # which gives way to the template's end of a turn
         cache = running.found.cache
-        self.histories.save(talk.session.name, talk.tokens[: cache.num_tokens], cache)
-        self._record(running, said, stop, self.clock.now() - ended_s)
+        saved = self.histories.save(talk.session.name, talk.tokens[: cache.num_tokens], cache)
+        answer = self._answer(running, said, stop, self.clock.now() - ended_s)
+        self._ended.append((answer, saved))
         talk.turn += 1
         if talk.turn < len(talk.session.item.turns):
             again_s = ended_s + talk.session.think_s[talk.turn - 1]
             heappush(self._coming, (again_s, next(self._order), talk))
 
-    def _record(self, running: Running, said: list[int], stop: str, save_s: float) -> None:
+    def _answer(self, running: Running, said: list[int], stop: str, save_s: float) -> Answer:
         talk, found = running.talk, running.found
         prompt = len(talk.tokens) - len(said) + (stop == "eos")
-        self._ended.append(
-            Answer(
-                session=talk.session.name,
-                turn=talk.turn + 1,
-                arrived_s=running.arrived_s,
-                queue_s=running.started_s - running.arrived_s,
-                load_s=found.load_s,
-                hidden_s=found.hidden_s,
-                token_s=running.token_s,
-                save_s=save_s,
-                tier=found.tier,
-                reused_tokens=found.reused,
-                new_tokens=prompt - found.reused,
-                tokens=said,
-                stop=stop,
-            )
+        return Answer(
+            session=talk.session.name,
+            turn=talk.turn + 1,
+            arrived_s=running.arrived_s,
+            queue_s=running.started_s - running.arrived_s,
+            load_s=found.load_s,
+            hidden_s=found.hidden_s,
+            token_s=running.token_s,
+            save_s=save_s,
+            tier=found.tier,
+            reused_tokens=found.reused,
+            new_tokens=prompt - found.reused,
+            tokens=said,
+            stop=stop,
         )
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:

@@ -10,8 +10,7 @@ from time import perf_counter
 
 from harness.history.block import Block, Rows, by_layer
 from harness.history.file import BlockFile
-
-Span = tuple[float, float]  # from, to, in seconds of perf_counter
+from harness.history.overlap.beside import Span
 
 
 class Fetch:

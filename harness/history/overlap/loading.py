@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn
@@ -14,11 +13,13 @@ import torch
 
 from harness.history.block import Block, Coding, Rows, has_rest, joined, length
 from harness.history.file import DamagedBlock
-from harness.history.overlap.fetch import Fetch, Span
+from harness.history.overlap.beside import Span, beside_the_model, covered_s
+from harness.history.overlap.fetch import Fetch
+from harness.history.overlap.leaving import NotSaved
 from harness.history.overlap.speeds import Speeds
 from harness.history.statistics import Statistics
 
-LOST = (OSError, sqlite3.Error, DamagedBlock)  # what a disk does
+LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a disk does, and the way to host memory
 Layer = tuple[Rows, Rows]  # rows of tokens, and what belongs to all of them together, by name
 Prepare = Callable[[int, Layer], Layer]
 
@@ -144,13 +145,13 @@ class Loading:
     @property
     def overlap(self) -> Overlap:
         since = [(max(start, self._opened), end) for start, end in self.fetch.spans if end > self._opened]
-        loads, exposed_s = [*since, *self._spans], _covered(self._waits)
-        return Overlap(_covered(loads), _covered([*loads, *self._waits]) - exposed_s, exposed_s, self._buffer)
+        loads, exposed_s = [*since, *self._spans], covered_s(self._waits)
+        return Overlap(covered_s(loads), covered_s([*loads, *self._waits]) - exposed_s, exposed_s, self._buffer)
 
     def finish(self) -> Overlap:
         """The job has computed its new tokens. What that took says how large the next read buffer is."""
         if self._began is not None:
-            waited_s = _covered(self._waits)
+            waited_s = covered_s(self._waits)
             self._events.accounts.speeds.prefilled(self.new, perf_counter() - self._began - waited_s)
         return self.account()
 
@@ -172,7 +173,7 @@ class Loading:
         parts = self.fetch.rows(number)[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        with _beside_the_model(self._on):
+        with beside_the_model(self._on):
             near = [{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._coding.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
@@ -183,30 +184,9 @@ class Loading:
         raise self._events.lost(self, error) from error
 
 
-@contextmanager
-def _beside_the_model(on: torch.device) -> Iterator[None]:
-    """On a stream of its own where there are streams; what was begun is complete at the end."""
-    if on.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(on)
-    with torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
-
-
 def _handed_over(layer: Layer) -> Layer:
     """Its memory is not given away before the asking stream has done what it was asked."""
     for one in layer[0].values():
         if one.is_cuda:
             one.record_stream(torch.cuda.current_stream(one.device))
     return layer
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of them ran."""
-    total, reached = 0.0, 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -1,4 +1,4 @@
-"""Changes on disk, made one after the other behind the caller's back."""
+"""What is done one after the other behind the caller's back: rows leave the device, the disk is changed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ class _Change:
 
 
 class Saving:
-    """The write buffer: `capacity` bytes of rows may wait to be written, and what comes on top makes the caller wait.
-    What became of a change is told to the caller's own thread, when it asks."""
+    """A write buffer: `capacity` bytes of rows may wait for `worker`, and what comes on top makes the caller wait.
+    What became of them is told to the caller's own thread, when it asks."""
 
-    def __init__(self, writer: Executor, capacity: int, statistics: Statistics) -> None:
-        self._writer, self.capacity, self._statistics = writer, capacity, statistics
+    def __init__(self, worker: Executor, capacity: int, statistics: Statistics) -> None:
+        self._worker, self.capacity, self._statistics = worker, capacity, statistics
         self._changes: deque[_Change] = deque()
         self.held = 0
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
         """`action` runs after all that were submitted before. `size`: bytes that wait for it in memory."""
-        self._changes.append(_Change(self._writer.submit(self._timed, action), size, finished))
+        self.follow(self._worker.submit(self._timed, action), finished, size)
+
+    def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
+        """Of what runs already."""
+        self._changes.append(_Change(future, size, finished))
         self.held += size
         self.collect()
         if self.held > self.capacity:

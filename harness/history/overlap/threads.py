@@ -22,20 +22,23 @@ class Inline(Executor):
         return future
 
 
+INLINE = Inline()
+
+
 class Threads:
-    """`count` threads read what a job waits for. One more reads ahead of the jobs, one copies to the device, one makes
-    all changes on disk, in their order. 0: the caller does everything itself, at once."""
+    """`count` threads read what a job waits for. One more reads ahead of the jobs, one copies to the device, one from
+    it, one makes all changes on disk, in their order. 0: the caller does everything itself, at once."""
 
     def __init__(self, count: int) -> None:
         if count < 0:
             raise ValueError(f"io_threads={count} should be 0, for none, or more")
-        self.count = max(1, count)
-        self.reading, self.ahead, self.copying, self.writing = (
-            ThreadPoolExecutor(number, f"history-{name}") if count else Inline()
-            for name, number in (("read", count), ("ahead", 1), ("copy", 1), ("write", 1))
+        self.count, self.beside = max(1, count), count > 0
+        self.reading, self.ahead, self.copying, self.leaving, self.writing = (
+            ThreadPoolExecutor(number, f"history-{name}") if count else INLINE
+            for name, number in (("read", count), ("ahead", 1), ("copy", 1), ("leave", 1), ("write", 1))
         )
 
     def close(self) -> None:
         """Once all that was submitted is done."""
-        for pool in (self.writing, self.ahead, self.reading, self.copying):
+        for pool in (self.leaving, self.writing, self.ahead, self.reading, self.copying):
             pool.shutdown()

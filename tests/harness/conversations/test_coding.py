@@ -42,6 +42,17 @@ def test_what_is_decoded_is_as_near_as_the_bits_allow(codec: str, error: float, 
         assert torch.equal(found[name][:, :, whole:], x[:, :, whole:])
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 150])
+@pytest.mark.parametrize("codec", ["int8g16", "int4g16", "int2g16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_it_will_be_like_is_known_before(codec: str, tokens: int, dtype: torch.dtype) -> None:
+    given, one = {name: x.to(dtype) for name, x in rows(tokens).items()}, coding(codec, dtype)
+    made, like = one.encode(given), one.like({name: x.to("meta") for name, x in given.items()})
+    assert {name: (x.shape, x.dtype) for name, x in made.items()} == {
+        name: (x.shape, x.dtype) for name, x in like.items()
+    }
+
+
 def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
     given, tokens = rows(), list(range(TOKENS))
     sizes = {}

@@ -36,6 +36,7 @@ class Talk:
 
     def __init__(self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW) -> None:
         self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
+        self.device = self.engine.model.device
         self.fed: list[int] = []
         self.said: list[int] = []  # by all turns
         self.found: list[Resumed] = []
@@ -44,9 +45,10 @@ class Talk:
         text = [*self.fed, *self.said[-1:], *ids]
         found = self.histories.resume("alice", text[:-1], self.capacity)
         found, logits = self.histories.compute(
-            found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids]))
+            found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids], device=self.device))
         )
-        nothing = torch.empty(1, 0, dtype=torch.long)
+        self.histories.save_ahead("alice", text, found.cache)
+        nothing = torch.empty(1, 0, dtype=torch.long, device=self.device)
         [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
         self.found.append(replace(found, cache=None))  # type: ignore[arg-type]

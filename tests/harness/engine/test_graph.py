@@ -324,7 +324,8 @@ def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest
             places.pop()
 
     class Graph:
-        def __init__(self, graph: object, pool: object, stream: str) -> None:
+        def __init__(self, graph: object, pool: object, stream: str, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"  # threads of a history store go on
             captured_on.append(stream)
 
         def __enter__(self) -> None:

@@ -94,7 +94,7 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
             assert turn.new_tokens == turn.history_tokens + turn.prompt_tokens - turn.reused_tokens
             assert (turn.reused_tokens > 0) == (tier is not None)
             assert (turn.load_s is None) == (turn.hidden_s is None) == (turn is turns[0])
-            assert (turn.save_s is None) == (turn is turns[-1])
+            assert (turn.save_s is None) == (turn.save_hidden_s is None) == (turn is turns[-1])
             assert turn.ttft_s > (turn.load_s or 0)
             assert (turn.hidden_s is None) == (turn is turns[0])
         assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)

@@ -8,7 +8,7 @@ import pytest
 
 from evals import stats
 from harness.results.files import parse
-from harness.results.records import PEAKS, Record
+from harness.results.records import HISTORY_S, PEAKS, Record
 from harness.results.summary import against, detectable, summarise
 from tests.fake_records import config, record, records, talk, turn
 
@@ -205,7 +205,7 @@ def test_a_conversation_counts_turn_by_turn() -> None:
     third = turn(score=0.0, history_tokens=104, token_s=[0.3], hit_tier="disk", reused_tokens=103, load_s=0.1)
     row = summary([talk("a", first, second), talk("b", first, third)])
     assert row["score"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
-    unknown = {"reused_tokens": None, "new_tokens": None, "load_s": None, "hidden_s": None, "save_s": None}
+    unknown = {"reused_tokens": None, "new_tokens": None, **dict.fromkeys(HISTORY_S)}
     assert row["turns"] == {
         "1": {"n": 2, "score": 1.0, "ci95": between(0.158, 1.0), "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
         "2": {"n": 2, "score": 0.25, "ci95": between(0.006, 0.888), "ttft_s": pytest.approx(0.2), "tokens": 114}

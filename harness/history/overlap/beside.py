@@ -1,0 +1,42 @@
+"""Work beside the model's own: on a stream of its own where there are streams, with the seconds in which it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+Span = tuple[float, float]  # from, to, in seconds of perf_counter
+
+
+@contextmanager
+def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
+    """What is begun within starts behind the event, and is complete at the end."""
+    if on.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(on)
+    with torch.cuda.stream(stream):
+        if behind is not None:
+            stream.wait_event(behind)
+        yield
+        stream.synchronize()
+
+
+def reached(on: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that the caller's stream was given; None where there are no streams."""
+    if on.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(on))
+    return event
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of them ran."""
+    total, until = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,227 @@
+"""Rows on their way from the device into blocks in host memory, layer by layer (CachedAttention, section 3.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from threading import Condition
+from time import perf_counter
+from uuid import uuid4
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from harness.history.block import Block, Coding, Rows, by_layer, host_copy
+from harness.history.overlap.beside import Span, beside_the_model, covered_s, reached
+from harness.history.overlap.threads import INLINE
+
+Turn = Callable[[int, Rows], Rows]  # a layer's rows, as they are stored: the same names, shapes and dtypes
+
+
+class NotSaved(RuntimeError):
+    """Rows could not be brought to host memory."""
+
+
+def as_given(number: int, rows: Rows) -> Rows:
+    return rows
+
+
+class Arriving(Mapping[str, Tensor]):
+    """Rows of a block by name. Who asks for one waits for it; raises `NotSaved` where it does not come."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._rows: dict[str, Tensor | None] = dict.fromkeys(names)
+        self._changed = Condition()
+        self.error: NotSaved | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._changed:
+            self._changed.wait_for(lambda: self._rows[name] is not None or self.error)
+            row = self._rows[name]
+        if row is None:
+            assert self.error is not None
+            raise self.error
+        return row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def complete(self) -> bool:
+        return all(row is not None for row in self._rows.values())
+
+    def put(self, rows: Mapping[str, Tensor]) -> None:
+        with self._changed:
+            self._rows.update(rows)
+            self._changed.notify_all()
+
+    def fail(self, error: NotSaved) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+
+def arriving(rows: Mapping[str, Tensor] | None) -> bool:
+    """Whether some are still on their way."""
+    return isinstance(rows, Arriving) and not rows.complete
+
+
+def failed(rows: Mapping[str, Tensor] | None) -> bool:
+    return isinstance(rows, Arriving) and rows.error is not None
+
+
+def moved(rows: Mapping[str, Tensor] | None, place: torch.device) -> Mapping[str, Tensor] | None:
+    """None for those that lie on disk."""
+    return None if rows is None else {name: x.to(place) for name, x in rows.items()}
+
+
+class Copying:
+    """What one thread does, layer by layer. Tensors that it was given are alive until their layer is copied, and must
+    stay as they are. A block that nobody holds any more is not copied."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[slice, Arriving]],
+        rest: Arriving | None,
+        coding: Coding,
+        turn: Turn,
+        on: torch.device,
+    ) -> None:
+        """`parts`: which tokens go where."""
+        self._parts = [(tokens, ref(block)) for tokens, block in parts]
+        self._rest = ref(rest) if rest is not None else None
+        self._coding, self._turn, self._on = coding, turn, on
+        self._behind = reached(on)
+        self._given: dict[int, tuple[Rows, Rows]] = {}
+        self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
+        self.error: NotSaved | None = None
+        self.spans: list[Span] = []
+        self.waits: list[Span] = []  # of the caller
+
+    def begin(self, layers: Mapping[str, Tensor], rest: Mapping[str, Tensor], thread: Executor) -> None:
+        names = by_layer([*layers, *rest])
+        for number in sorted(names):
+            rows, whole = ({name: x[name] for name in names[number] if name in x} for x in (layers, rest))
+            self._given[number] = rows, whole
+            size = sum(x.nbytes for part in (rows, whole) for x in part.values())
+            self.layers.append((thread.submit(self._layer, number), size))
+
+    @property
+    def finished(self) -> bool:
+        return all(future.done() for future, _ in self.layers)
+
+    @property
+    def seconds(self) -> float:
+        """In which rows were on their way."""
+        return covered_s(self.spans)
+
+    @property
+    def hidden_s(self) -> float:
+        """Of these, in which no caller waited; those of all rows once `finished`."""
+        return covered_s([*self.spans, *self.waits]) - covered_s(self.waits)
+
+    def wait(self) -> None:
+        """For the end, good or bad."""
+        for future, _ in self.layers:
+            future.result()
+
+    @torch.no_grad()
+    def _layer(self, number: int) -> None:
+        rows, rest = self._given.pop(number)
+        began = perf_counter()
+        try:
+            with beside_the_model(self._on, self._behind):
+                made = list(self._copies(number, rows, rest))
+            for block, copies in made:
+                block.put(copies)
+        except Exception as error:
+            self._fail(error)
+        self.spans.append((began, perf_counter()))
+
+    def _fail(self, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
+        for _, block in self._alive():
+            block.fail(self.error)
+
+    def _copies(self, number: int, rows: Rows, rest: Rows) -> Iterator[tuple[Arriving, Rows]]:
+        alive = list(self._alive())
+        turned = self._turn(number, rows) if rows and alive else {}
+        for tokens, block in alive:
+            part = self._coding.encode(_cut(turned, tokens)) if tokens is not None else rest
+            yield block, {name: host_copy(x) for name, x in part.items()}
+
+    def _alive(self) -> Iterator[tuple[slice | None, Arriving]]:
+        for tokens, known in self._parts:
+            if (block := known()) is not None:
+                yield tokens, block
+        if self._rest is not None and (block := self._rest()) is not None:
+            yield None, block
+
+
+class Leaving:
+    """Blocks of consecutive tokens, whose rows are on their way into them."""
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        layers: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        *,
+        length: int,
+        coding: Coding,
+        on: torch.device,
+        turn: Turn = as_given,
+        thread: Executor = INLINE,
+    ) -> None:
+        """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
+        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
+        _check(tokens, layers)
+        began = perf_counter()
+        length = length if layers else max(1, len(tokens))
+        cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
+        shapes = {name: torch.empty_like(x, device="meta") for name, x in layers.items()}
+        made = {size: coding.like({name: x[..., :size, :] for name, x in shapes.items()}) for size in map(_size, cuts)}
+        arriving = [Arriving(made[_size(cut)]) for cut in cuts]
+        self.blocks = [_block(tokens[cut], made[_size(cut)], rows) for cut, rows in zip(cuts, arriving, strict=True)]
+        whole = Arriving(rest) if rest else None
+        if whole is not None:
+            self.blocks.append(_block((), rest, whole))
+        self.copying = Copying(list(zip(cuts, arriving, strict=True)), whole, coding, turn, on)
+        self.copying.begin(layers, rest, thread)
+        self.copying.waits.append((began, perf_counter()))
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens of the blocks."""
+        return [token for block in self.blocks for token in block.tokens]
+
+    def taken(self) -> list[Block]:
+        """The blocks, which are another's now: those that nobody holds are not copied."""
+        blocks, self.blocks = self.blocks, []
+        return blocks
+
+
+def _block(tokens: Sequence[int], like: Mapping[str, Tensor], rows: Arriving) -> Block:
+    return Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows)
+
+
+def _cut(rows: Rows, tokens: slice) -> Rows:
+    return {name: x[..., tokens, :] for name, x in rows.items()}
+
+
+def _size(cut: slice) -> int:
+    size: int = cut.stop - cut.start
+    return size
+
+
+def _check(tokens: Sequence[int], layers: Mapping[str, Tensor]) -> None:
+    for name, rows in layers.items():
+        if rows.ndim < 2 or rows.shape[-2] != len(tokens):
+            raise ValueError(
+                f"{name} is {list(rows.shape)}: it should have {len(tokens)} tokens in its last but one place"
+            )
