@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class Sequences:
         self.v = torch.randn(*size, shape.groups, length, shape.dim, generator=draw)
         self.rope = rope(shape.dim, stretch, shift)
         self.cos, self.sin = self.rope(torch.arange(length))
+
+    def sharpened(self, factor: float) -> Self:
+        """The first query head of every group is so many times as decided as the others."""
+        self.weight.unflatten(2, (self.shape.groups, -1, self.shape.dim))[:, :, :, 0] *= factor
+        return self
 
     def project(self, layer: int, hidden: Tensor) -> Tensor:
         """[B T E] -> [B H T D], not rotated"""

@@ -20,8 +20,7 @@ SINKS, LOCAL, TOP = 3, 5, 15
 
 def sequences(shape: Shape) -> Sequences:
     """Query heads of a group differ in temperature, and one head's weight lies on the window's last key."""
-    made = Sequences(shape, PROMPT + STEPS)
-    made.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 4
+    made = Sequences(shape, PROMPT + STEPS).sharpened(4)
     made.raw_k[..., PROMPT - 1, :] *= 6
     return made
 

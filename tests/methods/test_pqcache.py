@@ -25,8 +25,7 @@ MIDDLE = slice(SINKS, PROMPT - LOCAL)
 
 def sequences(shape: Shape) -> Sequences:
     """The first query head of every group is far larger than the others, and the window's last key than the rest."""
-    made = Sequences(shape, PROMPT + STEPS)
-    made.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 4
+    made = Sequences(shape, PROMPT + STEPS).sharpened(4)
     made.raw_k[..., PROMPT - 1, :] *= 6
     return made
 

@@ -21,8 +21,7 @@ STEPS, BUDGET = 3, 26  # 6 pages and a bit
 
 def _sequences(shape: Shape, prompt: int) -> Sequences:
     """Query heads of a group differ in size; one channel of the keys decides a lot, so that pages stand out."""
-    sequences = Sequences(shape, prompt + STEPS)
-    sequences.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 4
+    sequences = Sequences(shape, prompt + STEPS).sharpened(4)
     sequences.raw_k[..., -1] *= 5
     sequences.raw_k[:, :, :, prompt - prompt % 4 : prompt] *= 1.4  # some heads choose the short last page
     return sequences

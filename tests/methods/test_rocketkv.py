@@ -25,8 +25,7 @@ PROMPT, STEPS, BUDGET = 150, 3, 10
 
 def _sequences(shape: Shape, length: int = PROMPT + STEPS) -> Sequences:
     """Query heads of a group differ in size, and so do channels."""
-    sequences = Sequences(shape, length)
-    sequences.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 3
+    sequences = Sequences(shape, length).sharpened(3)
     sequences.weight.unflatten(2, (shape.heads, -1))[..., ::5] *= 3
     return sequences
 

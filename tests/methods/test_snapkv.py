@@ -19,10 +19,7 @@ PROMPT, STEPS, BUDGET = 77, 3, 20
 
 
 def _sequences(shape: Shape, length: int = PROMPT + STEPS, **more: int) -> Sequences:
-    """The first query head of every group is far more decided than the others."""
-    sequences = Sequences(shape, length, **more)
-    sequences.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 6
-    return sequences
+    return Sequences(shape, length, **more).sharpened(6)
 
 
 def _votes(s: Sequences, window: int, prompt: int, layer: int = 0) -> Tensor:

@@ -22,10 +22,7 @@ MIDDLE = range(SINKS, PROMPT - LOCAL)
 
 
 def _sequences(shape: Shape) -> Sequences:
-    """The first query head of every group is far larger than the others."""
-    sequences = Sequences(shape, PROMPT + STEPS)
-    sequences.weight.unflatten(2, (shape.groups, -1, shape.dim))[:, :, :, 0] *= 4
-    return sequences
+    return Sequences(shape, PROMPT + STEPS).sharpened(4)
 
 
 def _approximate(q: Tensor, k: Tensor, r: int) -> Tensor:

@@ -30,6 +30,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
+from tests import fast
 from tests.fake_records import record
 from tests.fast import MODEL, PQ, STREAMING, niah
 
@@ -70,8 +71,7 @@ class Planted(Task):
 
 
 def run(folder: Path, method: Method, task: Planted, budget: float = 0.2, **changes: Any) -> Evaluation:
-    settings = Settings(results=Results(root=str(folder)), progress=False, budget=budget, baseline="off", warmup=0)
-    return evaluate(method, task, MODEL, settings, **changes)
+    return fast.run(folder, method, task, budget=budget, **changes)
 
 
 def knowing(folder: Path, task: Planted | None = None, tokens: int = 8, **changes: Any) -> Planted:

@@ -13,17 +13,17 @@ import pytest
 
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
-from harness.config.settings import GenerationSettings, Results, Settings
+from harness.config.settings import GenerationSettings
 from harness.engine.engine import Engine
 from harness.engine.trace import PROFILED
 from harness.jobs import runner as runner_module
 from harness.jobs.job import Evaluation
-from harness.jobs.run import evaluate
 from harness.results.files import read_json
 from harness.results.records import Record
 from methods.base import Method
 from methods.full import Full
-from tests.fast import MODEL, PQ, STREAMING
+from tests import fast
+from tests.fast import PQ, STREAMING
 
 OWN = (
     "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "attended_prompt", "attended_total",
@@ -58,8 +58,7 @@ TASK = Uneven(lengths=[200, 270, 340], depths=2, max_new_tokens=6, template="{co
 
 
 def run(folder: Path, method: Method = PQ, task: Niah = TASK, **changes: Any) -> Evaluation:
-    settings = Settings(results=Results(root=str(folder)), progress=False, budget=0.3, baseline="off", warmup=0)
-    return evaluate(method, task, MODEL, settings, **changes)
+    return fast.run(folder, method, task, **{"budget": 0.3} | changes)
 
 
 def own(record: Record) -> dict[str, Any]:

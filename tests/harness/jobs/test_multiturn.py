@@ -12,16 +12,16 @@ import torch
 from evals.base import Task
 from evals.multiturn import Multiturn
 from evals.scbench import SCBench
-from harness.config.settings import Data, Results, Settings
+from harness.config.settings import Data, Settings
 from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
-from harness.jobs.run import evaluate
 from harness.jobs.runner import load
 from harness.reports.compare import comparisons
 from harness.reports.turns import ago_scores, turn_scores
 from harness.results.store import load as load_run
 from methods.base import Method
 from methods.full import Full
+from tests import fast
 from tests.evals.test_scbench import PROMPTS
 from tests.fast import MODEL, PQ
 
@@ -29,8 +29,7 @@ SHORT: dict[str, Any] = {"conversations": 2, "turns": 3, "longest": 2000, "openi
 
 
 def run(root: Path, task: Task, method: Method, **changes: Any) -> Evaluation:
-    settings = Settings(results=Results(root=str(root)), progress=False, budget=0.4, baseline="off", warmup=0)
-    return evaluate(method, task, MODEL, settings, **changes)
+    return fast.run(root, method, task, **{"budget": 0.4} | changes)
 
 
 def test_forced_replies_have_the_likelihood_of_the_whole_text(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.longbench import LongBench
-from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
+from harness.config.settings import Data, GenerationSettings, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
@@ -26,7 +26,6 @@ from harness.engine.footprint import footprint
 from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
 from harness.jobs.questions import SealedContext, by_context
-from harness.jobs.run import evaluate
 from harness.jobs.runner import load
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
@@ -41,6 +40,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.pools.codecs import IntCodec
 from methods.snapkv import SnapKV
+from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked
 from tests.tape import Tape
@@ -200,8 +200,7 @@ def _question(lines: list[str], asked: int) -> str:
 
 
 def run(root: Path, method: Method = PQ, task: Task | None = None, **changes: Any) -> Evaluation:
-    settings = Settings(results=Results(root=str(root)), progress=False, budget=0.3, baseline="off", warmup=0)
-    return evaluate(method, task or Balances(), MODEL, settings, **{"protocol": "context"} | changes)
+    return fast.run(root, method, task or Balances(), **{"protocol": "context", "budget": 0.3} | changes)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
