@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.errors import is_known, sentence
+from harness.config.settings import SettingsError
 from harness.results.files import write_atomically, write_json
 
 SCHEMA = 1
@@ -39,6 +40,7 @@ def _simulate(options: argparse.Namespace) -> None:
     figure = paper.figure(options.figure) if options.figure else None
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
+    _make(options.out)
     rows = [outcome.simulated(run, known) for run in runs]
     traces = [outcome.trace_line(row["trace"]) for row in rows]
     for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
@@ -46,12 +48,18 @@ def _simulate(options: argparse.Namespace) -> None:
     print(f"\n{outcome.table(rows, runs)}")
     if figure:
         print(f"\n{figure.table(rows)}")
-    options.out.mkdir(parents=True, exist_ok=True)
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
     write_json(options.out / "simulation.json", made | {"runs": rows})
     write_atomically(options.out / "simulation.csv", outcome.spreadsheet(rows))
     drawn = figure.draw(rows, options.out / f"figure_{figure.number}.png") if figure else ()
     print(f"\nwrote {options.out}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"Cannot write to --out {folder} ({error.strerror}): name another folder.") from error
 
 
 def _parser() -> argparse.ArgumentParser:

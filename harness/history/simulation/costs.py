@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,9 @@ def load(path: Path = FILE) -> Costs:
 def _checked(kind: type, values: Any, place: str, path: Path) -> Any:
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: {place} should hold keys and numbers.")
+    known = [field.name for field in fields(kind)]
+    for name in values.keys() - set(known):
+        raise SettingsError(f"{path}: {place} has no key {name!r}{suggestion(name, known)}")
     made = build({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, place)
     for name, value in vars(made).items():
         if not isinstance(value, bool) and value <= 0:

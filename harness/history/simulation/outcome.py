@@ -28,11 +28,15 @@ GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 def simulated(scenario: Scenario, costs: Costs) -> Row:
     """`settings`, `trace`, `cuts` and `figures` of one run."""
-    trace = scenario.trace()
     server = Server(scenario, costs)
+    trace = scenario.trace()
+    turns = sum(len(one.turns) for one in trace)
+    if scenario.warmup >= turns:
+        raise SettingsError(
+            f"warmup={scenario.warmup} leaves none of the {turns} turns of the trace to count: set warmup={turns // 5} "
+            f"or sessions={scenario.sessions * (2 + scenario.warmup // turns)}."
+        )
     measured = server.serve(trace)[scenario.warmup :]
-    if not measured:
-        raise SettingsError(f"The trace has {len(server.jobs)} turns: warmup={scenario.warmup} leaves none to count.")
     return {
         "settings": scenario.plain(),
         "trace": statistics(trace),
@@ -66,11 +70,19 @@ def _figures(server: Server, jobs: Sequence[Job]) -> Row:
 
 
 def _cost(server: Server, jobs: Sequence[Job], costs: Costs) -> Row:
-    """GPU time is the time in which the server is busy; storage is paid for as long, used or not."""
+    """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
+    prefill that others wait for counts in their decoding too, as the paper's GPU time seems to."""
     hours = sum(job.busy_s for job in jobs) / 3600
+    halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)
-    gpus, storage = costs.usd(hours, server.model, sizes[HOST], sizes[DISK])
-    return {"gpu_hours": hours, "cost_usd": gpus + storage, "storage_share": storage / (gpus + storage)}
+    gpus, storage = costs.usd(1.0, server.model, sizes[HOST], sizes[DISK])
+    return {
+        "gpu_hours": hours,
+        "cost_usd": hours * (gpus + storage),
+        "gpu_hours_with_halts": hours + halts,
+        "cost_usd_with_halts": (hours + halts) * (gpus + storage),
+        "storage_share": storage / (gpus + storage),
+    }
 
 
 def _traffic(server: Server) -> Row:

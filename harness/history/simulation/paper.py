@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib.figure import Figure as Picture
 
-from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.history.simulation.outcome import Row
 from harness.history.simulation.scenario import Scenario, scenarios
@@ -19,6 +18,13 @@ from harness.terminal.tables import Column, digits, percent, text_table
 
 FILE = Path(__file__).with_name("paper.yaml")
 OURS, THEIRS = "#2a6fbb", "#c8442b"
+ELSEWHERE = {
+    "18": "`python -m harness.bench history` measures single prefills",
+    "19": "`python -m harness.bench overlap` measures pre-loading",
+    "20": "docs/history.md says under Overlap what is measured of saving",
+    "23": "its load is not printed, `python -m harness.simulate ttl_s=3600 rate=0.25,1.0 host=32GB "
+    "disk=0,300GB,1TB,3TB` makes one like it",
+}
 SHARES = ("hit_rate", "hit_rate_host", "storage_share")
 SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
@@ -59,7 +65,14 @@ class Figure:
     claims: Sequence[Claim]
 
     def scenarios(self, words: Sequence[str]) -> Iterator[Scenario]:
-        """`words` come last, so that they hold where a key is named twice."""
+        """`words`: of keys that the figure leaves alone, one value each."""
+        made = {run.partition("=")[0]: run for run in self.runs}
+        for word in words:
+            key = word.partition("=")[0]
+            if key in made:
+                raise SettingsError(f"--figure {self.number} makes its runs with {made[key]}: leave out {word}.")
+            if "," in word:
+                raise SettingsError(f"--figure {self.number} compares single runs: give {key} one value, not {word}.")
         for scenario in scenarios([*self.runs, *words]):
             if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
                 yield scenario
@@ -94,7 +107,8 @@ class Figure:
 def figure(number: str) -> Figure:
     known = read_yaml(FILE)
     if number not in known:
-        raise SettingsError(f"No figure {number!r} can be simulated{suggestion(number, known)}")
+        where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""
+        raise SettingsError(f"Figure {number} is not simulated{where}. Those that are: {', '.join(known)}.")
     plain = known[number]
     claims = [Claim(**claim) for claim in plain["claims"]]
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)
@@ -103,5 +117,5 @@ def figure(number: str) -> Figure:
 def _find(rows: Sequence[Row], at: Mapping[str, Any]) -> Row:
     found = [row["figures"] for row in rows if all(row["settings"][key] == value for key, value in at.items())]
     if len(found) != 1:
-        raise SettingsError(f"{len(found)} runs have {dict(at)}: give no key that the figure itself varies.")
+        raise ValueError(f"{len(found)} runs have {dict(at)}")
     return dict(found[0])

@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
 from harness.config.groups import SettingsError, size
-from harness.config.plugins import TARGET, build, suggestion
-from harness.history.placement import TIERS
+from harness.config.plugins import fits, spell, suggestion
+from harness.history.placement import DISK, TIERS, without_copies
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
 
@@ -28,9 +28,9 @@ class Scenario:
     device: str | int = 0  # bytes of each tier
     host: str | int = "128GB"
     disk: str | int = "10TB"
-    write_buffer: str | int | None = None  # bytes that may wait to be written, on top of the tiers; null: all that do
+    write_buffer: str | int | None = "10GB"  # bytes that may wait to be written, on top of the tiers; null: all that do
     block_tokens: int = 256  # of a session, in a file of its own
-    copies: bool = False  # room on disk for a copy of all that comes up from it
+    copies: bool = True  # room on disk for a copy of all that comes up from it
     ttl_s: float | None = None  # since the last use; null: for ever
     positions: Literal["decoupled", "coupled"] = (
         "decoupled"  # coupled: an overflow of the window makes the store's copy void
@@ -43,7 +43,7 @@ class Scenario:
     arrivals: Literal["answered", "anytime"] = "answered"  # anytime: turns at random moments, answered or not
     think_s: float = 30.0  # mean, from an answer to the next question
     question_share: float = 0.3  # of a drawn turn's tokens
-    correlation: float = 0.0  # of turns and tokens of a drawn session
+    correlation: float = 0.5  # of turns and tokens of a drawn session
     warmup: int = 10_000  # turns before those that are counted
     seed: int = 0
 
@@ -54,14 +54,25 @@ class Scenario:
         for name, low, high in (("truncation_ratio", 0, 1), ("question_share", 0, 1), ("correlation", -1, 1)):
             if not low <= getattr(self, name) < high:
                 raise SettingsError(f"{name}={getattr(self, name)} should be from {low} to below {high}.")
-        for name in ("sessions", "rate", "block_tokens"):
-            if getattr(self, name) <= 0:
+        for name in ("sessions", "rate", "block_tokens", "ttl_s"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise SettingsError(f"{name}={getattr(self, name)} should be above 0.")
         for name in ("think_s", "warmup", "seed"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}={getattr(self, name)} should not be negative.")
-        assert self.capacities is not None  # refuses sizes it cannot read
-        assert self.write_buffer_bytes >= 0
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        assert self.write_buffer_bytes >= 0  # refuses sizes it cannot read
+        if self.policy == RECOMPUTE:
+            return
+        if not any(self.capacities.values()):
+            raise SettingsError(f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}.")
+        if self.copies and self.capacities[DISK]:
+            try:
+                without_copies(self.capacities)
+            except ValueError as error:
+                raise SettingsError(f"{error}: raise disk={self.disk}, or set copies=false.") from error
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -88,10 +99,23 @@ def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
         key, equals, values = word.partition("=")
         if not equals:
             raise SettingsError(f"Cannot read {word!r}: write key=value, several values as key=a,b.")
-        given[key] = [yaml.safe_load(value) for value in values.split(",")]
+        given[key] = [_value(key, value) for value in values.split(",")]
     for point in product(*given.values()):
-        target = {TARGET: f"{Scenario.__module__}.{Scenario.__qualname__}"}
-        yield build(target | dict(zip(given, point, strict=True)), "simulate")
+        yield Scenario(**dict(zip(given, point, strict=True)))
+
+
+def _value(key: str, text: str) -> Any:
+    hints = get_type_hints(Scenario)
+    if key not in hints:
+        raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"Cannot read {key}={text}: write a plain value.") from error
+    if not fits(value, hints[key]):
+        is_size = {str, int} <= set(get_args(hints[key]))
+        raise SettingsError(f"{key}={text} should be {'bytes, or a size as 128GB' if is_size else spell(hints[key])}.")
+    return value
 
 
 def varied(runs: Sequence[Scenario]) -> list[str]:

@@ -38,6 +38,7 @@ class Job:
     load_s: float  # reading the history
     exposed_s: float  # of these, what computing did not hide
     busy_s: float  # of the server since the job before started
+    halts: bool  # others were decoding, and waited for its first token
 
 
 class Server:
@@ -108,10 +109,11 @@ class Server:
         load_s, exposed_s = self._load(state, tier, max(ready_s, asked_s), compute_s)
         self._prefetch()
         self._advance(compute_s + exposed_s)
+        halts = bool(self._running)
         self.jobs.append(
             Job(
                 session, state.turn, start_s, turn.question, state.history, tier, start_s - asked_s,
-                self.now_s - start_s, load_s, exposed_s, self._busy_s,
+                self.now_s - start_s, load_s, exposed_s, self._busy_s, halts,
             )
         )  # fmt: skip
         self._busy_s = 0.0

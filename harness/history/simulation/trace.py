@@ -60,7 +60,9 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
     rng = np.random.default_rng(seed)
     try:
         found = [(str(one["id"]), _lengths(one["conversations"])) for one in json.loads(path.read_text("utf-8"))]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise TraceError(f"cannot read data={path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise TraceError(
             f"cannot read {path} as ShareGPT, a list of {{id, conversations: [{{from, value}}]}}: {error!r}"
         ) from error

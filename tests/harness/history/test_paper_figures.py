@@ -50,7 +50,7 @@ def test_what_a_claim_compares() -> None:
 
 
 def test_words_behind_a_figure_hold_and_a_skipped_run_is_left_out() -> None:
-    one = Figure("x", "", ["host=0,128GB", "disk=0,10TB"], {"host": 0, "disk": "10TB"}, [])
+    one = Figure("x", "", ["device=10GB", "host=0,128GB", "disk=0,10TB"], {"host": 0, "disk": "10TB"}, [])
     runs = list(one.scenarios(["sessions=5"]))
     assert [(run.host, run.disk) for run in runs] == [(0, 0), ("128GB", 0), ("128GB", "10TB")]
     assert {run.sessions for run in runs} == {5}
@@ -61,5 +61,20 @@ def test_a_figure_is_drawn_beside_the_papers_numbers(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "82.0 %" in shown
     assert {path.name for path in tmp_path.iterdir()} >= {"figure_25.png", "figure_25.pdf", "simulation.json"}
-    assert main(["--figure", "99", "--out", str(tmp_path)]) == 2
-    assert "No figure '99'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["99"], "Those that are: 13, 14"),
+        (["18"], "harness.bench history"),
+        (["23"], "ttl_s=3600"),
+        (["21", "policy=lru"], "leave out policy=lru"),
+        (["25", "seed=0,1"], "give seed one value"),
+    ],
+)
+def test_what_a_figure_cannot_do(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--figure", *words, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err

@@ -64,7 +64,7 @@ def simulated(policy: str, host: int, disk: int) -> tuple[list[Told], list[Move]
     )  # fmt: skip
     prices = Prices(gpu_usd_per_hour=1, dram_usd_per_gb_hour=1, ssd_usd_per_gb_hour=1)
     costs = Costs(Hardware(pcie_bytes_per_s=1e30, disk_bytes_per_s=1e30), prices, {"tiny": model})
-    server = Server(Scenario(model="tiny", policy=policy, host=host, disk=disk, preload="off"), costs)
+    server = Server(Scenario(model="tiny", policy=policy, host=host, disk=disk, copies=False, preload="off"), costs)
     jobs = server.serve([conversation(one) for one in SESSIONS])
     return [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs], server.moves
 
