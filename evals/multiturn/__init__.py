@@ -90,8 +90,9 @@ class Multiturn(Task):
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         limit = self._limit(env)
         shape = {name: getattr(self, name) for name in ("turns", "replies", "about", "template", "max_new_tokens")}
-        builder, made = Builder(env, limit, **shape), 0
+        builder, made, longest = Builder(env, limit, **shape), 0, 0
         for number, script in enumerate(self._scripts(env, limit)):
+            longest = max(longest, len(script))
             talk = builder.conversation(script, f"{env.seed}/{number}")
             if talk is not None:
                 made += 1
@@ -101,16 +102,26 @@ class Multiturn(Task):
         if builder.lengths:
             self._made["statistics"] = law.statistics(builder.lengths, self._made.get("scale", 1.0))
         if made < self.conversations:
-            raise self._too_few(made, limit)
+            raise self._too_few(made, limit, longest)
 
-    def _too_few(self, made: int, limit: int) -> TaskError:
+    def _too_few(self, made: int, limit: int, turns: int) -> TaskError:
+        """`turns`: of the conversation that has most."""
         kind = "" if self.turns is None else f" of {self.turns} turns"
-        least = "raise task.longest" if self.longest else "take a model with a longer window"
-        remedy = f"set task.conversations={made}" if made else least
         return TaskError(
-            f"{self._made['origin']} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
-            f"task.conversations={self.conversations}: {remedy}."
+            f"{str(self._made['origin']).removeprefix('local:')} gives {made} conversations{kind} that fit into {limit} "
+            f"tokens, fewer than task.conversations={self.conversations}: {self._remedy(made, turns)}."
         )
+
+    def _remedy(self, made: int, turns: int) -> str:
+        """Fewer drawn conversations are others, which need not fit either."""
+        if self.source is not None and made:
+            return f"set task.conversations={made}"
+        if self.turns is not None and turns < self.turns:
+            return f"none has more than {turns} turns, so set task.turns={turns} or fewer"
+        room = "raise task.longest" if self.longest else "take a model with a longer window"
+        shorter = [] if self.source is not None or self.opening == 1 else [f"lower task.opening={self.opening}"]
+        fewer = [] if self.turns is None else ["set fewer task.turns"]
+        return " or ".join([room, *shorter, *fewer])
 
     def score(self, example: Example, output: str) -> Score:
         if not example.teacher_forced:

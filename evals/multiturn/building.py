@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
 
-from evals.base import Example, TaskEnv, TaskError, Turn
+from evals.base import Example, TaskEnv, Turn
 from evals.multiturn.law import MOST_TURNS
 from evals.multiturn.texts import Script
 from evals.needles import CITIES, Planted, magic_number
 
 REPLIES = ("own", "given", "forced")
 GAP = "\n\n"  # between turns where no chat template stands
+CLOSING_TOKENS = 4  # that a template puts behind an answer, at most
 
 
 class Fact(NamedTuple):
@@ -53,6 +54,8 @@ class Builder:
         later = min(first, self.env.text.count("", system="x"))  # some templates give the first turn a system text
         self._frames = first, later
         self._gap = "" if first else GAP
+        closing = CLOSING_TOKENS if 0 < first == later else 0  # a system text counted above has room for them
+        self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
         """None where it has not `turns` turns that fit, or not one."""
@@ -71,7 +74,8 @@ class Builder:
     def _fitting(self, said: Sequence[Said]) -> int:
         """How many turns the limit has room for."""
         replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
-        needs = (turn.tokens[0] + turn.room + reply for turn, reply in zip(said, replies, strict=True))
+        gaps = (self._between * ((place > 0) + (turn.reply is not None)) for place, turn in enumerate(said))
+        needs = (turn.tokens[0] + turn.room + reply + gap for turn, reply, gap in zip(said, replies, gaps, strict=True))
         return sum(1 for _ in takewhile(lambda total: total <= self.limit, accumulate(needs)))
 
     def _said(self, script: Script, count: int, seed: str) -> list[Said]:
@@ -113,10 +117,7 @@ class Builder:
 
     def _given(self, script: Script, turn: int, answer: str = "") -> str:
         """The text's own reply, behind the right answer."""
-        rest = script.reply(turn, self._count(answer))
-        if rest is None:
-            raise TaskError(f"{script.name}: the file has no replies, which task.replies={self.replies} needs: set own")
-        return " ".join(filter(None, (answer, rest)))
+        return " ".join(filter(None, (answer, script.reply(turn, self._count(answer)))))
 
     def _count(self, text: str) -> int:
         return len(self.env.text.encode(text))

@@ -30,8 +30,8 @@ class Script(Protocol):
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
         """What the user says in `turn`, counted from 0, with `facts` in it. spent: tokens of all that comes besides."""
 
-    def reply(self, turn: int, spent: int = 0) -> str | None:
-        """None where the file has no reply."""
+    def reply(self, turn: int, spent: int = 0) -> str:
+        """Raises `TaskError` where the file has none."""
 
     def reply_tokens(self, turn: int) -> int:
         """How long a reply is meant to be; 0 where nobody knows."""
@@ -97,8 +97,9 @@ class Passages:
 class Told:
     """A conversation of a file."""
 
-    def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv) -> None:
-        self.name, self._turns, self._env = name, turns, env
+    def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str) -> None:
+        """`origin`: the file, as an error names it."""
+        self.name, self._turns, self._env, self._origin = name, turns, env, origin
 
     def begin(self) -> None:
         """It lies there whole."""
@@ -109,8 +110,11 @@ class Told:
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
         return "\n\n".join((self._turns[turn][0], *facts))
 
-    def reply(self, turn: int, spent: int = 0) -> str | None:
-        return self._turns[turn][1]
+    def reply(self, turn: int, spent: int = 0) -> str:
+        said = self._turns[turn][1]
+        if said is None:
+            raise TaskError(f"Conversation {self.name} of {self._origin} has no replies: set task.replies=own.")
+        return said
 
     def reply_tokens(self, turn: int) -> int:
         return len(self._env.text.encode(self._turns[turn][1] or ""))
@@ -133,13 +137,14 @@ def opened(path: str, env: TaskEnv) -> Content:
 
 def told(content: Content, env: TaskEnv) -> Iterator[Told]:
     """The conversations of a file that have a question, in its order."""
+    file = content.origin.removeprefix("local:")
     for number, row in enumerate(rows_of(content, content.origin).rows, 1):
         try:
             turns = _turns(row)
         except (KeyError, TypeError, AttributeError) as error:
-            raise TaskError(f"row {number} of {content.origin} is no conversation: it should be {LAYOUTS}") from error
+            raise TaskError(f"row {number} of {file} is no conversation: it should be {LAYOUTS}") from error
         if turns:
-            yield Told(str(row.get("id", row.get("question_id", number))), turns, env)
+            yield Told(str(row.get("id", row.get("question_id", number))), turns, env, file)
 
 
 def _turns(row: Row) -> list[tuple[str, str | None]]:

@@ -191,7 +191,7 @@ def test_a_file_of_mt_bench_has_questions_alone(folder: Path) -> None:
     made = talks(given, source="mt.jsonl", conversations=2)
     assert [(talk.id, len(talk.turns)) for talk in made] == [("conversation-81", 2), ("conversation-82", 1)]
     assert [talk.id for talk in talks(given, source="mt.jsonl", conversations=1, turns=2)] == ["conversation-81"]
-    with pytest.raises(TaskError, match=r"has no replies, which task\.replies=given needs: set own"):
+    with pytest.raises(TaskError, match=r"of .*json.* has no replies: set task\.replies=own"):
         talks(given, source="mt.jsonl", conversations=1, replies="given")
 
 
@@ -224,17 +224,23 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"template": "{text}"}, "must hold {text} and {question}"),
         ({"question_share": 1.0}, "between 0 and 1"),
         ({"longest": 8192}, "exceeds the model's 4096 tokens"),
-        ({"longest": 60, "conversations": 2}, "gives 0 conversations that fit into 52 tokens"),
+        (
+            {"longest": 60, "conversations": 2},
+            "gives 0 conversations that fit into 52 tokens.*raise task.longest or lower task.opening=256",
+        ),
+        ({"source": "mt.jsonl", "turns": 2}, "none has more than 1 turns, so set task.turns=1"),
+        ({"source": "mt.jsonl"}, "^mt.jsonl gives 1 conversations that fit .* set task.conversations=1"),
         ({"source": "absent.json", "opening": 9}, "task.opening shapes drawn conversations and changes nothing beside"),
         ({"replies": "forced", "about": "first"}, "task.about is of questions about facts and changes nothing beside"),
         ({"source": "absent.json"}, "was not found below data.root=.*put the file there"),
         ({"source": "/absent.json"}, "is not there: name a file of conversations"),
-        ({"source": "rows.jsonl"}, "row 1 of local:rows.jsonl is no conversation: it should be"),
+        ({"source": "rows.jsonl"}, "row 1 of rows.jsonl is no conversation: it should be"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "x"}')
+    (tmp_path / "mt.jsonl").write_text('{"question_id": 1, "turns": ["Who is Ada?"]}')
     with pytest.raises(TaskError, match=message):
         talks(env(data_root=tmp_path), **changes)
 
