@@ -106,10 +106,11 @@ class Multiturn(Task):
 
     def _too_few(self, made: int, limit: int, turns: int) -> TaskError:
         """`turns`: of the conversation that has most."""
+        origin = str(self._made["origin"]).removeprefix("local:")
         kind = "" if self.turns is None else f" of {self.turns} turns"
         return TaskError(
-            f"{str(self._made['origin']).removeprefix('local:')} gives {made} conversations{kind} that fit into {limit} "
-            f"tokens, fewer than task.conversations={self.conversations}: {self._remedy(made, turns)}."
+            f"{origin} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
+            f"task.conversations={self.conversations}: {self._remedy(made, turns)}."
         )
 
     def _remedy(self, made: int, turns: int) -> str:

@@ -81,10 +81,9 @@ class Plan:
 def _check(point: Point, job: Job) -> None:
     traffic, settings = point.traffic, job.settings
     if any(turn.prompt.replaces_answer for item in job.items for turn in item.turns):
-        raise SettingsError("A server goes on with its own answers, and this task puts others in their place.")
-    if settings.store.folder:
         raise SettingsError(
-            "A run begins with an empty store in a temporary folder: leave store.folder out; TMPDIR says where it lies."
+            "A server goes on with its own answers, and this task puts others in their place: set task.replies=own, or "
+            "task.golden=false for task=scbench."
         )
     if traffic.interleave and settings.prefill_chunk is None:
         raise SettingsError("interleave=true steps between the chunks of a prefill: set prefill_chunk, as to 512.")

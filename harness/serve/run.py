@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 import torch
 
+from harness.config.settings import Settings
 from harness.conversations.opening import histories
 from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
@@ -48,11 +51,11 @@ def _serve(plan: Plan, folder: Path) -> Row:
     if job.settings.threads is not None:
         torch.set_num_threads(job.settings.threads)
     loaded = load(job.model, job.settings.dtype, job.settings.device)
-    with routed(loaded.model):
-        runner = Runner(job.task, job.settings, folder, job.attachment(loaded, {}), loaded)
+    with routed(loaded.model), _fresh(job.settings) as settings:
+        runner = Runner(job.task, settings, folder, job.attachment(loaded, {}), loaded)
         runner.warm_up(job.items)
         clock, engine = CLOCKS[traffic.clock](), runner.engine
-        with histories(job.settings, engine.attachment, loaded, folder.name, traffic.read_buffer) as kept:
+        with histories(settings, engine.attachment, loaded, folder.name, traffic.read_buffer) as kept:
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = list(_told(loop.serve(plan.sessions), plan))
             totals = figures(answers, clock.now(), clock.idle_s)
@@ -69,6 +72,18 @@ def _serve(plan: Plan, folder: Path) -> Row:
         "store": stored,
         "provenance": provenance(job.settings.device),
     }
+
+
+@contextmanager
+def _fresh(settings: Settings) -> Iterator[Settings]:
+    """With an empty folder inside `store.folder`, where one is named: it goes with the run."""
+    if settings.store.folder is None:
+        yield settings
+        return
+    parent = Path(settings.store.folder).expanduser()
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="kv-serve-", dir=parent) as made:
+        yield replace(settings, store=replace(settings.store, folder=made))
 
 
 def _told(answers: Iterable[Answer], plan: Plan) -> Iterator[Answer]:

@@ -23,7 +23,15 @@ READ = (  # of a run's keys
     "warmup", "graphs", "memory_check", "generation", "data",
     "history", "store", "progress",
 )  # fmt: skip
-INSTEAD = {"batch": "slots=N says how many turns run side by side", "trace": "replay=FILE reads a trace of arrivals"}
+INSTEAD = {
+    "batch": "slots=N says how many turns run side by side",
+    "trace": "replay=FILE reads a trace of arrivals",
+    "overflow": "conversations must fit the model's window",
+    "protocol": "a turn is prefilled and sealed whole",
+    "questions": "every turn is the next one of a conversation",
+    "results": "--out DIR says where files go",
+    "baseline": "method=full,NAME serves Full as well",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,9 @@ def _refuse_unread(key: str) -> None:
     if first in INSTEAD:
         raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
     if first in known_settings():
-        raise SettingsError(f"{key} changes nothing for harness.serve, which reads {', '.join((*OWN, *READ))}.")
+        raise SettingsError(
+            f"{key} changes nothing for harness.serve: leave it out. docs/serving.md says what it reads."
+        )
     near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
     raise SettingsError(
         f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/serving.md.")

@@ -89,6 +89,18 @@ def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, 
     assert (code, "leave one out" in err.lower()) == (2, True)
 
 
+def test_a_disk_tier_lies_in_the_folder_that_was_named_and_is_empty_at_first(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    words = ("task=talks", "method=full", "history=store", "store.host=0", "store.disk=1GB", "store.block_tokens=16")
+    code, _, err = serve(*words, f"store.folder={tmp_path / 'tier'}", "rate=50,60", "think_s=0.01")
+    assert code == 0, err
+    for folder, run in _folders(tmp_path / "out"):
+        assert {one["tier"] for key, one in turns(folder).items() if key[1] > 1} == {"disk"}
+        assert all(one["tier"] is None for key, one in turns(folder).items() if key[1] == 1)
+        assert run["store"]
+    assert not list((tmp_path / "tier").iterdir())
+
+
 def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path) -> None:
     """Above 0.002 per second the two sessions come within the limit: no higher rate is asked for."""
     words = ("task=talks", "task.conversations=2", "method=full", "history=store,recompute", "think_s=0.01")
@@ -109,7 +121,9 @@ def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path) -> No
         (["rat=1"], "did you mean rate"),
         (["batch=4"], "slots=N"),
         (["trace=on"], "replay=FILE"),
-        (["fidelity=4"], "changes nothing"),
+        (["fidelity=4"], "fidelity changes nothing for harness.serve: leave it out"),
+        (["overflow.window=2048"], "must fit the model's window"),
+        (["results.root=x"], "--out DIR"),
         (["clock=sun"], "choose one of wall"),
         (["rate=0"], "above 0"),
         (["slots=0"], "at least 1"),
@@ -128,7 +142,7 @@ def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
         (["methd=full"], "did you mean method"),
         (["store.hots=1GB"], "did you mean store.host"),
         (["history=recompute", "store.host=1GB"], "history=store"),
-        (["history=store", "store.disk=1GB", "store.folder=."], "empty store"),
+        (["history=store", "store.disk=1GB", "store.folder="], "store.folder is empty"),
         (["method=ful"], "full"),
         (["interleave=true"], "prefill_chunk"),
         (["read_buffer=2"], "without history=store"),
