@@ -59,10 +59,7 @@ class Niah(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         text = texts.load(self.haystack, env)
-        longest = max(self.lengths)
-        tokens = env.text.encode(repeated(text.text, longest))
-        while len(tokens) < 2 * longest:
-            tokens = tokens + tokens
+        tokens = filler(text, 2 * max(self.lengths), env)
         ends = _sentence_ends(tokens, env)
         for length in self.lengths:
             for depth in self.percents:
@@ -141,9 +138,12 @@ class Niah(Task):
         return {"haystack": self.haystack, "splitter": "token ending in . ! or ?"}
 
 
-def repeated(text: str, tokens: int) -> str:
-    """Enough of `text` for `tokens` tokens twice over: no tokenizer makes more than one token of a byte."""
-    return text[: 16 * tokens + 4096]
+def filler(text: texts.Haystack, least: int, env: TaskEnv) -> list[int]:
+    """Its first tokens, `least` or more; a text that is too short is read again."""
+    tokens = env.text.encode(text.text[: 8 * least + 4096])
+    while len(tokens) < least:
+        tokens = tokens + tokens
+    return tokens
 
 
 def _is_end(token: int, env: TaskEnv) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from evals import haystack as texts
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.needles import CITIES, NEEDLES, Planted, scored_digits
-from evals.niah import boundary, repeated
+from evals.niah import boundary, filler
 
 SPARE = 4  # tokens by which pieces that are tokenised apart may grow
 
@@ -35,6 +35,7 @@ class NeedlesBehindOverflow(Task):
     haystack: str = "auto"
     template: str = "{question} Answer with the number alone."
     max_new_tokens: int = 24
+    _read: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(CITIES) < self.questions:
@@ -52,7 +53,8 @@ class NeedlesBehindOverflow(Task):
         if env.window is not None and self.window > env.window:
             raise TaskError(f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one")
         text = texts.load(self.haystack, env)
-        tokens = env.text.encode(repeated(text.text, 4 * self.window))
+        self._read.update(origin=f"text of {text.name}", sha256=text.sha256)
+        tokens = filler(text, 8 * self.window, env)
         for number in range(self.conversations):
             rng = random.Random(f"{env.seed}/{number}")
             start = rng.randrange(max(1, len(tokens) - self.window))
@@ -99,7 +101,7 @@ class NeedlesBehindOverflow(Task):
         return super().averages(groups) | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:
-        return {"haystack": self.haystack}
+        return dict(self._read)
 
 
 def _planted(rng: random.Random, count: int) -> list[Planted]:

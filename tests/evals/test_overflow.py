@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from evals.base import Example, TaskEnv, TaskError
+from evals.haystack import load
 from evals.multiturn.overflow import NeedlesBehindOverflow
 from tests.evals.test_niah import Words
 
@@ -40,6 +41,16 @@ def test_facts_stand_at_the_end_and_each_is_asked_for_once() -> None:
         end = words.decode(words.encode(example.context)[-80 - needles - 10 :])
         places = [end.index(answer) for answer in answers]
         assert places == sorted(places)
+
+
+def test_a_text_shorter_than_the_window_is_read_again() -> None:
+    words, task = Words(), NeedlesBehindOverflow(**SMALL | {"window": 120_000, "conversations": 1})
+    text = load("pydoc", TaskEnv(text=words, seed=0))
+    assert words.count(text.text) < 100_000
+    [example] = task.examples(TaskEnv(text=words, seed=0))
+    first = words.count(example.context + example.question)
+    assert 120_000 - 16 <= first + example.max_new_tokens <= 120_000
+    assert task.provenance() == {"origin": "text of pydoc", "sha256": text.sha256}
 
 
 def test_conversations_follow_the_seed() -> None:
