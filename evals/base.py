@@ -21,7 +21,9 @@ class TaskError(ValueError):
 class TextTools(Protocol):
     """What a task may know of the model's tokenizer and chat template."""
 
-    fingerprint: str  # names tokenizer and template: part of the key under which generated data is cached
+    @property
+    def fingerprint(self) -> str:
+        """Names tokenizer and template: part of the key under which generated data is cached."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, no special tokens added."""

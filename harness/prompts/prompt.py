@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from evals.base import Example
@@ -61,7 +62,11 @@ class Tools:
     def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
-        self.fingerprint = _fingerprint(tokenizer, chat)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Made when it is asked for: to write a tokenizer down takes a part of a second."""
+        return _fingerprint(self.tokenizer, self.chat)
 
     def encode(self, text: str) -> list[int]:
         return tokenize(self.tokenizer, text).ids
