@@ -1,4 +1,4 @@
-"""The composed configuration outside `python -m harness`: for `harness.lint` and notebooks."""
+"""The composed configuration outside `python -m harness`: for other commands, and notebooks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def read(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Asked:
 
 
 class Word(NamedTuple):
-    text: str  # for one run
+    """One value of a key."""
+
+    text: str  # key=value, as a command line for one run says it
     value: Any
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels import sink_logits
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec
+from methods.pools.near import refuse_misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
@@ -100,11 +101,4 @@ class WindowLayer(KVLayer, capturable=True):
         return Segment(self.k[:, :, : self.written], self.v[:, :, : self.written])
 
     def _refuse_misfit(self, x: AttnInput) -> None:
-        given, end = x.k.shape[0], self.seen + x.k.shape[2]
-        if given != self.request.batch:
-            raise ValueError(f"The KV cache is for {self.request.batch} sequences but was given {given}.")
-        if end > self.request.capacity:
-            raise ValueError(
-                f"The KV cache holds {self.request.capacity} tokens but was given {end}: start it with a capacity for "
-                "the prompt and all new tokens together."
-            )
+        refuse_misfit((x.k.shape[0], self.seen + x.k.shape[2]), (self.request.batch, self.request.capacity))

@@ -12,6 +12,18 @@ from methods.base import CacheState, LayerSpec
 from methods.pools.rows import Tier
 
 
+def refuse_misfit(given: tuple[int, int], held: tuple[int, int]) -> None:
+    """Raise `ValueError` where there are others than the sequences, or more tokens of each, than a cache was made for.
+    Both: sequences, tokens."""
+    if given[0] != held[0]:
+        raise ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
+    if given[1] > held[1]:
+        raise ValueError(
+            f"The KV cache holds {held[1]} tokens but was given {given[1]}: start it with a capacity for the prompt "
+            "and all new tokens together."
+        )
+
+
 class KVStore:
     """Rows of K and V in token order, preallocated. The tensors never move while the store lives, so a decode step
     that reads them can be captured."""
@@ -48,13 +60,7 @@ class KVStore:
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D]"""
         end = self.length + k.shape[2]
-        if k.shape[0] != self.cache.request.batch:
-            raise ValueError(f"The KV cache is for {self.cache.request.batch} sequences but was given {k.shape[0]}.")
-        if end > self.k_rows.shape[2]:
-            raise ValueError(
-                f"The KV cache holds {self.k_rows.shape[2]} tokens but was given {end}: start it with a capacity for "
-                "the prompt and all new tokens together."
-            )
+        refuse_misfit((k.shape[0], end), (self.cache.request.batch, self.k_rows.shape[2]))
         self.cache.counters.write(k, self.k_rows, 2, self.length)
         self.cache.counters.write(v, self.v_rows, 2, self.length)
         self.length = end
