@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -94,42 +95,44 @@ def modules(*packages: str) -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for name, file in named.items()}
 
 
+class Names(NamedTuple):
+    """What a file says, without its syntax tree: hundreds of trees would slow down every later garbage collection."""
+
+    imported: list[tuple[str, str]]  # (module, name) of each `from module import name`; the name is "" without `from`
+    bound: set[str]  # functions, classes, imports, constants
+
+
 @cache
-def nodes(file: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(file.read_text())))
-
-
-def imported(file: Path) -> Iterator[tuple[str, str]]:
-    """(module, name) of each `from module import name`, wherever it stands; the name is "" for `import module`."""
-    for node in nodes(file):
+def names(file: Path) -> Names:
+    """Wherever they stand in the file."""
+    found = Names([], set())
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found.imported.extend((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file.relative_to(ROOT)}: name the package in full"
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            found.imported.extend((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.bound.add(node.id)
+    found.bound.update(name or module for module, name in found.imported)
+    return found
 
 
 def imports(file: Path) -> Iterator[str]:
-    for module, name in imported(file):
+    for module, name in names(file).imported:
         whole = name and "." not in module  # `from evals import stats` names a module
         yield f"{module}.{name}" if whole else module
 
 
 def imported_modules(file: Path, known: Container[str]) -> Iterator[str]:
     """The modules of `known` that `file` imports, whether it names the module or something in it."""
-    for module, name in imported(file):
+    for module, name in names(file).imported:
         if (whole := f"{module}.{name}") in known:
             yield whole
         elif module in known:
             yield module
-
-
-@cache
-def bound(file: Path) -> set[str]:
-    """The names that a module binds: functions, classes, imports, constants."""
-    stored = {node.id for node in nodes(file) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    defined = {node.name for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return stored | defined | {name or module for module, name in imported(file)}
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -197,9 +200,11 @@ def test_what_is_imported_from_us_is_a_file_of_this_tree(package: str) -> None:
     """Not one of another checkout, and none that was moved and is still found by its compiled form."""
     known = modules(*PACKAGES, "tests")
     for file in sources(package):
-        for module, name in imported(file):
+        for module, name in names(file).imported:
             if module.partition(".")[0] in (*PACKAGES, "tests"):
-                found = f"{module}.{name}" in known or (module in known and (not name or name in bound(known[module])))
+                found = f"{module}.{name}" in known or (
+                    module in known and (not name or name in names(known[module]).bound)
+                )
                 assert found, f"{file.relative_to(ROOT)} imports {name} from {module}, which is no file here"
 
 
