@@ -158,7 +158,10 @@ def _held(here: Scores, band: Scores, looks: int) -> Outside | None:
     if _mean(here) == _mean(band):  # as most are, and an interval takes time
         return None
     level = 1 - (1 - LEVEL) / looks
-    mine, theirs = _interval(here, level), _interval(band, level)
+    mine = _interval(here, level)
+    if mine.low <= _mean(band) <= mine.high:  # the band's interval holds its mean: they touch
+        return None
+    theirs = _interval(band, level)
     if mine.low <= theirs.high and theirs.low <= mine.high:
         return None
     group = next(iter(here)) if len(here) == 1 else None
