@@ -3,8 +3,10 @@
 Loading: a turn of --new tokens comes behind --tokens of stored history, and another job runs until it begins. `off`:
 all layers are loaded, then the turn computes. `buffer 0`: it computes while they come. `buffer n`: n layers come while
 the job before is running; `formula` is the paper's size, from what the rounds so far have measured. Saving: a history
-goes to disk, and another job begins when the save returns. The pages of files are cold. All ways take turns; ratios are
-of neighbours. Those with the job beside say whether loading has slowed it down.
+goes to disk, and another job begins when the save returns. Turns: a prompt of --prompts tokens is prefilled, --steps
+tokens are decoded, its rows go to host memory; `off` copies them when the turn has ended, `asynchronous` while it
+decodes and while the next job runs. The pages of files are cold. All ways take turns; ratios are of neighbours. Those
+with the job beside say whether loading or saving has slowed it down.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ OFF, FORMULA = "off", "formula"
 class Timed(NamedTuple):
     """Seconds."""
 
-    turn_s: float  # until the first token, or of a save
+    turn_s: float  # until the first token, of a save, or of a turn with its save
     beside_s: float  # of the job before the turn, or behind the save
-    waited_s: float | None  # for rows
+    waited_s: float | None  # for rows, or of a turn for its save
     hidden_s: float
     layers: int | None  # in the read buffer
 
@@ -64,7 +66,7 @@ class Load:
     """Of one tier."""
 
     def __init__(self, jobs: Jobs, tier: str, buffers: Sequence[int], folder: Path, closing: ExitStack) -> None:
-        self.name, self.jobs, self.folder = f"load from {tier}", jobs, folder
+        self.name, self.jobs, self.folder, self.count = f"load from {tier}", jobs, folder, jobs.behind.count
         self.histories = jobs.behind.stored(tier, folder, closing)
         self.ways: dict[str, int | None] = {OFF: 0, **{f"buffer {layers}": layers for layers in (0, *buffers)}}
         self.ways[FORMULA] = None
@@ -95,7 +97,7 @@ class Save:
     """Of a whole history."""
 
     def __init__(self, jobs: Jobs, folder: Path, closing: ExitStack) -> None:
-        self.name, self.jobs, self._names = "save to disk", jobs, count()
+        self.name, self.jobs, self.count, self._names = "save to disk", jobs, jobs.behind.count, count()
         ways = {OFF: {"write_buffer": 0}, "write buffer": {"write_buffer": ROOM}}
         size = {"disk": 2 * sum(x.nbytes for state in jobs.behind.cache.contents() for x in state.values())}
         self.ways = {
@@ -114,12 +116,37 @@ class Save:
         return Timed(turn_s, beside_s, None, 0.0 if way == OFF else saving_s, None)
 
 
-def rows_of(measured: Load | Save, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
+class Turn:
+    """A turn with its answer and its save (CachedAttention, figure 20)."""
+
+    def __init__(self, jobs: Jobs, prompt: Sequence[int], steps: int, closing: ExitStack) -> None:
+        self.name, self.jobs, self.count, self._prompt, self._steps = "turn", jobs, len(prompt), list(prompt), steps
+        ways = {OFF: {"io_threads": 0}, "asynchronous": {}}
+        self.ways = {way: jobs.behind.opened(closing, host=ROOM, **settings) for way, settings in ways.items()}
+
+    def run(self, way: str) -> Timed:
+        behind, histories, prompt = self.jobs.behind, self.ways[way], self._prompt
+        watch, began = Watch(), perf_counter()
+        cache = behind.start(len(prompt) + self._steps)
+        logits = behind.prefill(cache, prompt)
+        histories.save_ahead(SESSION, prompt, cache)
+        saved = histories.save(SESSION, [*prompt, *behind.decode(cache, logits, self._steps)], cache)
+        turn_s = Seconds(perf_counter() - began, watch.disturbed())
+        beside_s = self.jobs.beside()
+        hidden_s = saved.hidden_s()
+        histories.store.truncate(SESSION, 0.0)
+        return Timed(turn_s, beside_s, saved.save_s, hidden_s, None)
+
+
+Measured = Load | Save | Turn
+
+
+def rows_of(measured: Measured, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
     """One for each way."""
     off = done[OFF]
     return [
         {
-            "tokens": measured.jobs.behind.count,
+            "tokens": measured.count,
             "what": measured.name,
             "way": way,
             "turn_s": estimate([one.turn_s for one in runs]),
@@ -138,11 +165,11 @@ def rows_of(measured: Load | Save, done: Mapping[str, Sequence[Timed]]) -> list[
 def table(rows: Sequence[output.Row]) -> list[Column]:
     return [
         output.column("", "", rows, lambda row: row["what"], left=True),
-        output.column("history", "tokens", rows, lambda row: str(row["tokens"])),
+        output.column("history or prompt", "tokens", rows, lambda row: str(row["tokens"])),
         output.column("way", "", rows, lambda row: row["way"], left=True),
         output.column("read buffer", "layers", rows, lambda row: row["layers"]),
-        output.column("TTFT or save", "ms", rows, output.scaled("turn_s", 1e3)),
-        output.column("waiting for rows", "ms", rows, output.scaled("waited_s", 1e3)),
+        output.column("TTFT, save or turn", "ms", rows, output.scaled("turn_s", 1e3)),
+        output.column("waiting", "ms", rows, output.scaled("waited_s", 1e3)),
         output.column("hidden", "ms", rows, output.scaled("hidden_s", 1e3)),
         output.column("job beside", "ms", rows, output.scaled("beside_s", 1e3)),
         output.column("off / this", "", rows, lambda row: row["speedup"]),
@@ -155,8 +182,9 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     source = models.source(options.shape)
     loaded = source.load(options.dtype, options.device)
-    models.check_window(loaded, max(options.tokens), options.new)
-    text = calibration_text(source.tokenizer(), max(options.tokens) + options.new)
+    longest = max([*(tokens + options.new for tokens in options.tokens), *options.prompts])
+    models.check_window(loaded, longest, options.steps)
+    text = calibration_text(source.tokenizer(), longest)
     title = (
         f"Loading and saving beside computing: turns of {options.new} tokens, a job of {options.beside} beside them, "
         f"{loaded.name}, {options.dtype}, {options.device}"
@@ -166,26 +194,32 @@ def main(words: Sequence[str] | None = None) -> int:
         for tokens in options.tokens:
             if not report.out_of_time(f"{tokens} tokens"):
                 jobs = Jobs(History(kv, loaded, text[: tokens + options.new], tokens), options.beside)
-                _measure(report, jobs, options.buffers, options.rounds)
+                _loads_and_saves(report, jobs, options.buffers, options.rounds)
+        with ExitStack() as closing:
+            jobs = Jobs(History(kv, loaded, text, options.beside), options.beside)
+            for prompt in options.prompts:
+                if not report.out_of_time(f"prompts of {prompt} tokens"):
+                    _measure(report, Turn(jobs, text[:prompt], options.steps, closing), options.rounds)
     report.finish()
     return 0
 
 
-def _measure(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
+def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
     with TemporaryDirectory(dir=report.folder) as folder, ExitStack() as closing:
         place = Path(folder)
-        loads = [Load(jobs, tier, buffers, place / tier, closing) for tier in ("host", "disk")]
-        kinds: list[Load | Save] = [*loads, Save(jobs, place / "save", closing)]
-        for measured in kinds:
-            before, calls = report.rows, {way: partial(measured.run, way) for way in measured.ways}
-            for call in calls.values():
-                call()
-            for number, done in enumerate(rounds_of(calls, rounds), start=1):
-                rows = rows_of(measured, done)
-                told = (f"{row['way']} {1e3 * row['turn_s'].median:.0f} ms" for row in rows)
-                report.show(
-                    [*before, *rows], f"{measured.name}, {jobs.behind.count}, round {number}: {', '.join(told)}"
-                )
+        for measured in [Load(jobs, tier, buffers, place / tier, closing) for tier in ("host", "disk")]:
+            _measure(report, measured, rounds)
+        _measure(report, Save(jobs, place / "save", closing), rounds)
+
+
+def _measure(report: output.Report, measured: Measured, rounds: int) -> None:
+    before, calls = report.rows, {way: partial(measured.run, way) for way in measured.ways}
+    for call in calls.values():
+        call()
+    for number, done in enumerate(rounds_of(calls, rounds), start=1):
+        rows = rows_of(measured, done)
+        told = (f"{row['way']} {1e3 * row['turn_s'].median:.0f} ms" for row in rows)
+        report.show([*before, *rows], f"{measured.name}, {measured.count}, round {number}: {', '.join(told)}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -193,6 +227,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", nargs="*", type=int, default=[4096], help="lengths of the history")
     made.add_argument("--new", type=int, default=32, help="tokens of the turn")
     made.add_argument("--beside", type=int, default=256, help="tokens of the job before a turn, behind a save")
+    made.add_argument("--prompts", nargs="*", type=int, default=[1024, 1312, 1600], help="lengths of a turn's prompt")
+    made.add_argument("--steps", type=int, default=20, help="tokens that such a turn decodes")
     made.add_argument("--buffers", nargs="*", type=int, default=[5, 10, 15, 30], help="layers of the read buffer")
     models.add_run(made)
     return made

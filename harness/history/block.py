@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from uuid import uuid4
 
@@ -162,3 +162,12 @@ class Sessions:
             text = [token for block in self.sessions[key] for token in block.tokens]
             self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
         self.sessions[key] = kept
+
+    def filed(self, key: str, written: Mapping[str, Block], leaves: bool) -> None:
+        """The files of `written` are there; with `leaves` the rows in memory go."""
+        self.sessions[key] = [
+            replace(block, rows=None if leaves else block.rows, file=written[block.name].file)
+            if block.name in written
+            else block
+            for block in self.sessions[key]
+        ]

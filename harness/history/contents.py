@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
@@ -131,18 +131,28 @@ class Contents(Sessions):
             self.sessions[key] = self._placed(key, self.sessions[key])
             self._change(lambda disk: disk.spare(key))
 
-    def fetch(self, key: str, reader: Executor | None = None) -> Fetch:
-        """Reads what lies on disk; others that a job waits for help with a fetch ahead of it."""
+    def fetch(self, key: str, reader: Executor | None = None, layers: int | None = None) -> Fetch:
+        """Reads what lies on disk, so many layers for now; others that a job waits for help with one ahead of it."""
         fetch = self.fetches.get(key)
         if fetch is None:
             parts = self.sessions[key]
-            fetch = Fetch(parts, self._path, self.on.type == "cuda")
+            away = sum(block.size for block in parts if block.rows is None)
+            fetch = Fetch(parts, self._path, self.on.type == "cuda", layers if away else None)
             self.fetches[key] = fetch
-            self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
+            self.statistics.read_bytes += away
+        self.go_on(fetch, layers, reader)
+        return fetch
+
+    def go_on(self, fetch: Fetch, layers: int | None = None, reader: Executor | None = None) -> None:
+        """So many layers may be read by now; None: all."""
+        fetch.allow(layers)
         if not fetch.finished:
             for _ in range(1 if reader else self.threads.count):
                 (reader or self.threads.reading).submit(fetch.work)
-        return fetch
+
+    def _end(self, fetch: Fetch) -> None:
+        if fetch.halted:
+            self.go_on(fetch)
 
     def adopt(self, key: str, fetch: Fetch) -> None:
         """One that was begun earlier: what it brings is not read again."""
@@ -159,6 +169,7 @@ class Contents(Sessions):
         fetch = self.fetches.pop(key, None)
         if fetch is None:
             return
+        self._end(fetch)
         blocks = {block.name: block for block in fetch.blocks()}
         if key in self.sessions and key not in self._away:
             self.sessions[key] = self._placed(key, [blocks.get(block.name, block) for block in self.sessions[key]])
@@ -190,7 +201,7 @@ class Contents(Sessions):
 
     def flush(self) -> None:
         """Waits until all is on disk that is on its way there."""
-        for key in list(self.fetches):
+        for key in [key for key, fetch in self.fetches.items() if not fetch.halted]:
             self.attempt(key, self.arrive)
         self.leaving.drain()
         self.collect()
@@ -240,7 +251,7 @@ class Contents(Sessions):
             size, blocks = future.result()
             self.statistics.written_bytes += size
             if key in self.sessions:
-                self._filed(key, {block.name: block for block in blocks}, leaves)
+                self.filed(key, {block.name: block for block in blocks}, leaves)
         elif not isinstance(error, LOST):
             raise error
         elif leaves:
@@ -248,20 +259,13 @@ class Contents(Sessions):
         elif key in self.sessions and key not in self._away:
             _warn(f"session {_session(key)!r} lies in memory alone: {error}")
 
-    def _filed(self, key: str, written: Mapping[str, Block], leaves: bool) -> None:
-        """The files of `written` are there."""
-        self.sessions[key] = [
-            replace(block, rows=None if leaves else block.rows, file=written[block.name].file)
-            if block.name in written
-            else block
-            for block in self.sessions[key]
-        ]
-
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
-        """`action`, once `fetch` reads no more of the files that it concerns."""
+        """`action`, once `fetch` has read all of the files that it concerns."""
         disk = self.disk
         if disk is None:
             return
+        if fetch is not None:
+            self._end(fetch)
 
         def change() -> None:
             if fetch is not None:
@@ -280,8 +284,7 @@ class Contents(Sessions):
         for key in fits:
             self.attempt(key, self.write)
 
-    def _on_disk(self) -> int:
-        """Bytes of the sessions there, spare copies aside."""
+    def _on_disk(self) -> int:  # bytes of the sessions there, spare copies aside
         return sum(tier.bytes for tier in self.placement.tiers if tier.name == DISK)
 
     def _path(self, block: Block) -> Path:

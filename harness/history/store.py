@@ -119,8 +119,10 @@ class HistoryStore:
         if not (tier and count):
             return None
         parts = self.contents.sessions[key][:count]
+        fetch = self.contents.fetch(key, layers=0)
         loading = Loading(
-            self.contents.fetch(key),
+            fetch,
+            partial(self.contents.go_on, fetch),
             parts,
             tier,
             len(tokens) - length(parts),
@@ -181,13 +183,11 @@ class HistoryStore:
         return self.contents.threads.beside
 
     def leave(self, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, turn: Turn = as_given) -> Leaving:
-        """Blocks for `hold`. What is given must stay as it is: a thread of the store copies it, layer by layer, each as
-        `turn` makes it."""
+        """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `turn` makes it."""
         return self._blocks(tokens, layers, rest, turn=turn, thread=self.contents.threads.leaving)
 
     def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
-        """`extend` with blocks on their way. What is more than the write buffer is waited for; whoever asks for the
-        session waits for its rows."""
+        """`extend` with blocks on their way; waits for what is more than the write buffer."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:

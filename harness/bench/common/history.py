@@ -44,6 +44,12 @@ class History:
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self._engine.prefill(cache, torch.tensor([tokens], device=self.kv.model.device))
 
+    def decode(self, cache: KVCache, logits: Tensor, steps: int) -> list[int]:
+        """-> the tokens that were fed to a prefilled cache"""
+        nothing = torch.empty(1, 0, dtype=torch.long, device=self.kv.model.device)
+        made = self._engine.complete(cache, logits, nothing, began=0.0, max_new_tokens=steps + 1)
+        return made.tokens[0][:-1]
+
     def opened(self, closing: ExitStack, **settings: Any) -> StoredHistories:
         """An empty store, which ends with `closing`."""
         store = closing.enter_context(HistoryStore(self._fingerprint, on=str(self.kv.model.device), **settings))

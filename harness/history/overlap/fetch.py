@@ -16,15 +16,18 @@ from harness.history.overlap.beside import Span
 class Fetch:
     """Any number of threads may `work` at it; they take the layers in order. Others wait for the rows of one layer or
     for all blocks, and get the error that ended the work (`LOST` names those of a disk). Blocks that lie in memory are
-    taken as they are. `pin`: into memory that a GPU reads directly."""
+    taken as they are. `pin`: into memory that a GPU reads directly. `layers`: so many are read for now; None: all."""
 
-    def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], pin: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Block], path: Callable[[Block], Path], pin: bool = False, layers: int | None = None
+    ) -> None:
         self._parts, self._path, self._pin = list(parts), path, pin
         self._changed = Condition()
         self._files: list[BlockFile | None] = []  # None: lies in memory
         self._names: list[dict[int, list[str]]] = []  # of each block, by layer
         self._layers: list[int] | None = None  # once the files are open
         self._left: Iterator[int] = iter(())
+        self._taken, self._allowed = 0, layers
         self._rows: dict[int, list[Rows]] = {}
         self._error: Exception | None = None
         self.spans: list[Span] = []  # in which a layer was read
@@ -43,6 +46,17 @@ class Fetch:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+
+    def allow(self, layers: int | None) -> None:
+        """So many may be read, if these are more; None: all. Whoever worked until now has to be sent again."""
+        with self._changed:
+            known = self._allowed
+            self._allowed = None if layers is None or known is None else max(known, layers)
+
+    @property
+    def halted(self) -> bool:
+        """Some layers may not be read yet."""
+        return self._allowed is not None and not self.finished
 
     @property
     def finished(self) -> bool:
@@ -93,7 +107,10 @@ class Fetch:
         with self._changed:
             if self._layers is None and self._error is None:
                 self._open()
-            return None if self._error else next(self._left, None)
+            if self._error or (self._allowed is not None and self._taken >= self._allowed):
+                return None
+            self._taken += 1
+            return next(self._left, None)
 
     def _open(self) -> None:
         """Finds missing, short and foreign files before anything is promised."""

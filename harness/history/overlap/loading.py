@@ -69,6 +69,7 @@ class Loading:
     def __init__(
         self,
         fetch: Fetch,
+        read: Callable[[int | None], None],
         parts: Sequence[Block],
         tier: str,
         new: int,
@@ -79,10 +80,11 @@ class Loading:
         coding: Coding,
         events: Events,
     ) -> None:
-        """`new`: tokens that the job has to compute. `prepare`: what the thread that copies does with a layer next."""
+        """`read`: lets `fetch` read so many layers, or all. `new`: tokens that the job has to compute. `prepare`: what
+        the thread that copies does with a layer next."""
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
-        self.fetch, self._count, self._on = fetch, len(parts), on
+        self.fetch, self._read, self._count, self._on = fetch, read, len(parts), on
         self._copier, self._prepare, self._coding, self._events = copier, prepare, coding, events
         self._rest = has_rest(parts)
         self._copies: dict[int, Future[Layer]] = {}
@@ -106,6 +108,7 @@ class Loading:
         if layers is None:
             layers = self._events.accounts.speeds.read_buffer(self.tier, self.size, number, self.new)
         self._buffer = max(0, min(layers, number))
+        self._read(self._buffer)
         self._submit(self._buffer)
 
     def begin(self) -> None:
@@ -113,6 +116,7 @@ class Loading:
         if self._began is None:
             self._began = perf_counter()
             self._events.begun(self)
+            self._read(None)
             self._submit(len(self.layers()))
             self._waits.append((self._began, perf_counter()))
 

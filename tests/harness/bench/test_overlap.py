@@ -10,13 +10,17 @@ from harness.bench import __main__ as bench
 
 def test_command_writes_table_and_figures(tmp_path: Path) -> None:
     words = ["overlap", "--shape", "tiny", "--tokens", "300", "--new", "9", "--beside", "40", "--buffers", "1"]
+    words += ["--prompts", "270", "--steps", "3"]
     assert bench.main([*words, "--rounds", "2", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     loads = ["off", "buffer 0", "buffer 1", "formula"]
-    assert [row["way"] for row in rows] == [*loads, *loads, "off", "write buffer"]
-    assert {row["what"] for row in rows} == {"load from host", "load from disk", "save to disk"}
+    assert [row["way"] for row in rows] == [*loads, *loads, "off", "write buffer", "off", "asynchronous"]
+    assert {row["what"] for row in rows} == {"load from host", "load from disk", "save to disk", "turn"}
     for row in rows[:8]:
         assert row["turn_s"][0] > row["waited_s"][0] > 0
         assert row["layers"] == {"off": 0, "buffer 0": 0, "buffer 1": 1}.get(row["way"], row["layers"])
-    assert rows[8]["hidden_s"][0] == 0 < rows[9]["hidden_s"][0]
+    for off, beside in (rows[8:10], rows[10:]):
+        assert off["hidden_s"][0] == 0 < beside["hidden_s"][0]
+    assert rows[10]["tokens"] == 270
+    assert rows[10]["turn_s"][0] > rows[10]["waited_s"][0] > 0
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -246,6 +246,54 @@ def test_the_read_buffer_says_what_comes_before_the_job_begins(
         assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_read_buffer_bounds_what_is_read_ahead(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, read = [], BlockFile.read
+
+    def noting(file: BlockFile, names: list[str], pin: bool = False) -> Any:
+        taken.extend(names)
+        return read(file, names, pin)
+
+    monkeypatch.setattr(BlockFile, "read", noting)
+    with opened(tmp_path, host=0, io_threads=threads) as store:
+        put(store, "a", "b")
+        store.flush()
+        loading = store.open("a", TOKENS, 1)
+        assert loading is not None
+        assert loading.fetch.rows(0)
+        store.flush()
+        assert {name[0] for name in taken} == {"0"}
+        loading.begin()
+        assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
+        assert len(taken) == 2 * LAYERS * 3  # of each of three blocks once
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("then", ["put", "extend", "truncate", "prefetch", "open", "close"])
+def test_what_was_opened_and_never_begun_holds_up_nothing(then: str, threads: int, tmp_path: Path) -> None:
+    with opened(tmp_path, host=0 if then != "prefetch" else SIZE, io_threads=threads) as store:
+        put(store, "a", "b")  # b takes the place of a in memory, where there is one
+        store.flush()
+        loading = store.open("a", TOKENS, 1)
+        assert loading is not None
+        if then == "put":
+            put(store, "a")
+        elif then == "extend":
+            assert store.extend("a", 11, [5], rows("a", [5], 11))
+        elif then == "truncate":
+            store.truncate("a", 0.0)
+        elif then == "prefetch":
+            store.enqueue("a")
+            store.prefetch()
+        if then != "close":
+            store.flush()
+            assert (then == "truncate") == (store.open("a", TOKENS) is None)
+            loading.begin()  # after all, from what was read
+            assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
+
+
 def test_the_default_buffer_is_what_the_prefill_cannot_hide() -> None:
     speeds = Speeds()
     assert speeds.read_buffer("host", 1000, 10, 5) == 10
