@@ -40,8 +40,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON lines of a file that is written at once."""
-    found: list[dict[str, Any]] = _read(path, _lines, ValueError)["lines"]
-    return found
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold U+2028
+        return [json.loads(line) for line in lines if line]
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot read {path}: {reason(error)}") from error
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -125,10 +128,6 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
 
 
-def _lines(text: str) -> dict[str, Any]:
-    return {"lines": [json.loads(line) for line in text.split("\n") if line]}  # not splitlines: text may hold U+2028
-
-
 def _read(path: Path, parse: Any, refusal: type[Exception]) -> dict[str, Any]:
     try:
         plain = parse(path.read_text(encoding="utf-8"))
@@ -137,6 +136,13 @@ def _read(path: Path, parse: Any, refusal: type[Exception]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise StoreError(f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong")
     return plain
+
+
+def sealed_lines(path: Path, run: str, *, required: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each line where it stands, for an error to name, and what was sealed; raises as `parse` and `unseal` do."""
+    for number, line in enumerate(whole_lines(path), 1):
+        where = f"{path}, line {number}"
+        yield where, unseal(parse(line, where), run, where, required=required)
 
 
 def parse(line: str | bytes, where: str) -> dict[str, Any]:

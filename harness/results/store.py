@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from harness.config.renamed import with_new_names
 from harness.results import files
-from harness.results.files import parse, seal, unseal
+from harness.results.files import seal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import now, when
 from harness.results.records import Record, StoreError
@@ -239,11 +239,9 @@ def load(folder: Path) -> StoredRun:
 def read_records(folder: Path, info: Mapping[str, Any]) -> list[Record]:
     """In the order they were written; a line that is damaged, doubled, changed or of another run is an error that names
     it. `info`: run.json, which says whose lines these have to be."""
-    path = folder / EXAMPLES
     found: dict[str, Record] = {}
-    for number, line in enumerate(files.whole_lines(path), 1):
-        where = f"{path}, line {number}"
-        record = Record.from_plain(_unsealed(parse(line, where), info, where), where)
+    for where, plain in _lines(folder / EXAMPLES, info):
+        record = Record.from_plain(plain, where)
         if record.id in found:
             raise StoreError(f"{where}: example {record.id!r} a second time; delete one of the two lines")
         found[record.id] = record
@@ -256,16 +254,12 @@ def write_rescored(folder: Path, lines: Iterable[Mapping[str, Any]], info: Mappi
 
 def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -> list[Record]:
     """With the scores of the last `python -m harness.rescore`, where there was one."""
-    path = folder / RESCORED
-    if not path.exists():
-        return list(records)
-    lines = [_unsealed(line, info, f"{path}, line {n}") for n, line in enumerate(files.read_lines(path), 1)]
-    scores = {line["id"]: line for line in lines}
+    scores = {line["id"]: line for _, line in _lines(folder / RESCORED, info)}
     return [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
 
 
-def _unsealed(line: Mapping[str, Any], info: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return unseal(line, str(info.get("identity_sha256")), where, required=info.get("sealed", False))
+def _lines(path: Path, info: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return files.sealed_lines(path, str(info.get("identity_sha256")), required=info.get("sealed", False))
 
 
 def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from harness.results import files
-from harness.results.files import parse, seal, unseal
 from harness.results.records import Record
 
 NAME = "triage.jsonl"
@@ -33,9 +32,7 @@ Line = dict[str, Any]
 
 def read(folder: Path, info: Mapping[str, Any]) -> list[Line]:
     """As they were written; a line that a crash cut in half is left out. `info`: run.json."""
-    path, run = folder / NAME, str(info.get("identity_sha256"))
-    lines = ((line, f"{path}, line {number}") for number, line in enumerate(files.whole_lines(path), 1))
-    return [unseal(parse(line, where), run, where) for line, where in lines]
+    return [line for _, line in files.sealed_lines(folder / NAME, str(info.get("identity_sha256")))]
 
 
 def followed(folder: Path, info: Mapping[str, Any]) -> list[Line]:
@@ -46,7 +43,7 @@ def followed(folder: Path, info: Mapping[str, Any]) -> list[Line]:
 def append(folder: Path, line: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """On disk when this returns. The caller holds the folder's lock."""
     plain = json.loads(json.dumps(line))  # as it will be read: the checksum is over that
-    files.append_line(folder / NAME, seal(plain, str(info["identity_sha256"])))
+    files.append_line(folder / NAME, files.seal(plain, str(info["identity_sha256"])))
 
 
 def wrong(records: Sequence[Record]) -> list[Record]:
