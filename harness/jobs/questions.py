@@ -105,9 +105,10 @@ class Talk:
         prefilled: Prefilled,
         context: int | None,
         ending: Ending,
-        overflow: Overflow | None = None,
+        overflow: Overflow | None,
     ) -> None:
-        """`items` have one context. `context`: tokens of the first that were prefilled; None for its whole prompt."""
+        """`items` have one context. `context`: tokens of the first that were prefilled; None for its whole prompt.
+        `overflow`: None where no history outgrows the window."""
         self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
         self.cache: KVCache | None  # None between two turns
         self.cache, self._logits, self._began, self._usage = prefilled

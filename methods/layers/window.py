@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import sink_logits
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec
-from methods.pools.near import refuse_misfit
+from methods.pools.near import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
@@ -101,4 +101,6 @@ class WindowLayer(KVLayer, capturable=True):
         return Segment(self.k[:, :, : self.written], self.v[:, :, : self.written])
 
     def _refuse_misfit(self, x: AttnInput) -> None:
-        refuse_misfit((x.k.shape[0], self.seen + x.k.shape[2]), (self.request.batch, self.request.capacity))
+        given, held = (x.k.shape[0], self.seen + x.k.shape[2]), (self.request.batch, self.request.capacity)
+        if given[0] != held[0] or given[1] > held[1]:
+            raise misfit(given, held)

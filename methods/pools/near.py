@@ -12,16 +12,15 @@ from methods.base import CacheState, LayerSpec
 from methods.pools.rows import Tier
 
 
-def refuse_misfit(given: tuple[int, int], held: tuple[int, int]) -> None:
-    """Raise `ValueError` where there are others than the sequences, or more tokens of each, than a cache was made for.
-    Both: sequences, tokens."""
+def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
+    """The error for others than the sequences, or more tokens of each, than a cache was made for. Both: sequences,
+    tokens."""
     if given[0] != held[0]:
-        raise ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
-    if given[1] > held[1]:
-        raise ValueError(
-            f"The KV cache holds {held[1]} tokens but was given {given[1]}: start it with a capacity for the prompt "
-            "and all new tokens together."
-        )
+        return ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
+    return ValueError(
+        f"The KV cache holds {held[1]} tokens but was given {given[1]}: start it with a capacity for the prompt and "
+        "all new tokens together."
+    )
 
 
 class KVStore:
@@ -60,7 +59,9 @@ class KVStore:
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D]"""
         end = self.length + k.shape[2]
-        refuse_misfit((k.shape[0], end), (self.cache.request.batch, self.k_rows.shape[2]))
+        batch, room = self.cache.request.batch, self.k_rows.shape[2]
+        if k.shape[0] != batch or end > room:
+            raise misfit((k.shape[0], end), (batch, room))
         self.cache.counters.write(k, self.k_rows, 2, self.length)
         self.cache.counters.write(v, self.v_rows, 2, self.length)
         self.length = end
