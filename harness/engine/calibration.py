@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache
-from harness.engine.hf import routed
+from harness.engine.hf import is_routed, routed
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import Layer, Policy
@@ -29,7 +30,7 @@ def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
     """`observe(tokens)` runs the first tokens of `text` [1 S] once and yields the attention input of each layer that
-    a method is told of (methods/layers/hybrid.py), in turn. `specs`: all of the model's."""
+    a method is told of (methods/layers/hybrid.py), in turn. `specs`: all of the model's, which may be routed by now."""
 
     @torch.inference_mode()
     def observe(tokens: int) -> Iterator[AttnInput]:
@@ -48,7 +49,7 @@ def observer(
 
         layers = start_layers(specs, state, start)
         ids = text[:, :tokens].to(model.device)
-        with routed(model):
+        with nullcontext() if is_routed(model) else routed(model):
             model(ids, past_key_values=KVCache(layers, state), logits_to_keep=1, use_cache=True)
         for watch in watches:
             assert watch.last is not None

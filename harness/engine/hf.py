@@ -115,10 +115,14 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [layer.self_attn for layer in model.get_decoder().layers]
 
 
+def is_routed(model: PreTrainedModel) -> bool:
+    return bool(model.config._attn_implementation == NAME)
+
+
 @contextmanager
 def routed(model: PreTrainedModel) -> Iterator[None]:
     """Route attention to the cache of each call; undone on leaving. Not reentrant: a model is routed once at a time."""
-    if model.config._attn_implementation == NAME:
+    if is_routed(model):
         raise UnsupportedError("This model is attached already: leave the other `with attached(...)` block first.")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)

@@ -55,7 +55,7 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
     loaded = load(job.model, job.settings.dtype, job.settings.device)
     items = {item.example.id: item for item in job.items}
     plain_run = replace(job.settings, fidelity=0, trace="off", graphs="off")
-    attachment = job.attachment(loaded, info.get("measured", {}))  # first: a method may prepare itself on a text
+    attachment = job.attachment(loaded, info.get("measured", {}))
     full = Attachment(loaded.model, Full())
     with routed(loaded.model):
         runner = Runner(job.task, plain_run, job.folder, attachment, loaded)

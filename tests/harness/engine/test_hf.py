@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from harness.engine.attach import attached
+from harness.engine.attach import Attachment, attached
 from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
+from methods.infinigen import InfiniGen
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
 
 NEW = 16
@@ -63,6 +64,16 @@ def test_a_method_that_fails_to_start_leaves_the_model_alone() -> None:
     with pytest.raises(ValueError, match="keeps nothing on the host"), attached(model, Full(), placement="host"):
         pass
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_method_prepares_itself_on_a_model_that_is_routed_already() -> None:
+    method, text = InfiniGen(dense_layers=(0,), calibration_tokens=32), prompt(32)
+    alone = Attachment(tiny("llama"), method, 0.5, calibration=text).prepared
+    model = tiny("llama")
+    with routed(model):
+        inside = Attachment(model, method, 0.5, calibration=text).prepared
+        assert model.config._attn_implementation == NAME
+    assert all(torch.equal(*pair) for pair in zip(alone, inside, strict=True))  # type: ignore[call-overload]
 
 
 def test_refusals() -> None:
