@@ -21,7 +21,7 @@ OURS, THEIRS = "#2a6fbb", "#c8442b"
 ELSEWHERE = {
     "18": "`python -m harness.bench history` measures single prefills",
     "19": "`python -m harness.bench overlap` measures pre-loading",
-    "20": "docs/history.md says under Overlap what is measured of saving",
+    "20": "`python -m harness.bench overlap` measures saving",
     "23": "its load is not printed, `python -m harness.simulate ttl_s=3600 rate=0.25,1.0 host=32GB "
     "disk=0,300GB,1TB,3TB` makes one like it",
 }
