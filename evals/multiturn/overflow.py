@@ -68,7 +68,7 @@ class NeedlesBehindOverflow(Task):
         if room < self.facts:
             raise TaskError(
                 f"task.window={self.window} leaves {max(0, room)} tokens of text beside questions and needles, fewer "
-                f"than task.facts={self.facts}: widen one, or narrow the other."
+                f"than task.facts={self.facts}: raise task.window, or lower task.facts."
             )
         hay = self._with_needles(env, list(tokens[:room]), needles)
         first, *later = zip(planted, asked, strict=True)

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -93,6 +94,8 @@ def explain(error: HydraException) -> str:
 def _wanted(key: str) -> str:
     """ ": it should be a whole number" for a setting whose type is known."""
     *parents, name = key.split(".")
+    if not parents and name in NESTED:
+        return f": it holds settings, to be named one by one, as {name}.{fields(NESTED[name])[0].name}=VALUE"
     owner = NESTED.get(parents[0]) if parents else Settings
     hint = get_type_hints(owner).get(name) if owner else None
     return f": it should be {spell(hint)}" if hint else ""

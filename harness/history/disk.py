@@ -53,7 +53,7 @@ class Disk:
             self._lock = FolderLock(folder, wait=wait)
         except FolderInUse as error:
             raise HistoryError(
-                f"{folder} is in use by another store: name another folder, or wait=True until that one is closed"
+                f"{folder} is in use by another store: name another folder, or wait until that is closed (wait=True)"
             ) from error
         try:
             self._index, self.entries = self._opened()

@@ -108,6 +108,11 @@ def check_overflow(items: Sequence[Item], task: Task, settings: Settings, limit:
         )
     if window is None or not turns:
         return
+    if task.fills is not None and window < task.fills:
+        raise SettingsError(
+            f"overflow.window={window} is less than the {task.fills} tokens that this task fills: set overflow.window="
+            f"{task.fills}, or let the task fill {window}."
+        )
     if window > limit:
         raise SettingsError(
             f"overflow.window={window} is more than the {limit} tokens that the model takes: set at most {limit}."

@@ -25,6 +25,10 @@ WRONG = {
     "misspelt task parameter": (["task.lenghts=[400]"], "did you mean task.lengths?"),
     "added parameter": (["+method.mm=3"], "method=pqcache has no parameter mm; did you mean method.m?"),
     "ill-typed setting": (["seed=abc"], "seed=abc has the wrong type"),
+    "group of settings": (
+        ["overflow=2048"],
+        "overflow=2048 has the wrong type: it holds settings, to be named one by one",
+    ),
     "ill-typed budget": (["budget=lots"], "budget=lots has the wrong type"),
     "ill-typed method parameter": (["method.m=two"], "method.m=two should be a whole number"),
     "ill-typed task parameter": (["task.lengths=400"], "task.lengths=400 should be a list, each a whole number"),
