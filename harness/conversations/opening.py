@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.config.settings import Settings, StoreSettings
+from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.conversations.coding import IntCoding, int_codec
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
@@ -16,6 +16,7 @@ from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.history.block import Coding
+from harness.history.disk import HistoryError, check_folder
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import PLAIN, HistoryStore
@@ -67,6 +68,15 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
             write_buffer=settings.write_bytes,
         ) as store:
             yield store
+
+
+def check_place(settings: StoreSettings) -> None:
+    """Raises `SettingsError` where the folder cannot be made or written to."""
+    if settings.folder is not None:
+        try:
+            check_folder(Path(settings.folder).expanduser())
+        except HistoryError as error:
+            raise SettingsError(f"store.folder: {error}.") from error
 
 
 def coding_of(settings: StoreSettings, attachment: Attachment) -> Coding:

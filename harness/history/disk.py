@@ -22,6 +22,7 @@ from harness.history import index
 from harness.history.block import Block
 from harness.history.file import write
 from harness.history.index import Entry, Index, OtherFormat
+from harness.history.policies import Policy
 from harness.history.tier import Files
 from harness.results.lock import FolderInUse, FolderLock
 
@@ -34,6 +35,31 @@ class HistoryWarning(UserWarning):
 
 class HistoryError(ValueError):
     """The store cannot be opened or used like this; the message says what to do."""
+
+
+def check_arguments(
+    *, folder: Path | None, policy: object, ttl_s: float, block_tokens: object, **sizes: object
+) -> None:
+    """Raises `HistoryError` where a store cannot be made of these. `sizes`: bytes, and numbers of threads."""
+    for name, value in {"block_tokens": block_tokens, **sizes}.items():
+        least = int(name == "block_tokens")
+        if not isinstance(value, int) or value < least:
+            raise HistoryError(f"{name}={value!r} should be a whole number, at least {least}; sizes are in bytes")
+    if not ttl_s > 0:
+        raise HistoryError(f"ttl_s={ttl_s} should be seconds, above 0; leave it out for no end")
+    if not isinstance(policy, Policy | None):
+        raise HistoryError(f"policy={policy!r} should be an object, such as LRU() of harness/history/policies.py")
+    if bool(sizes["disk"]) != (folder is not None):
+        raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `HistoryError` where it cannot be made or written to."""
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not there.is_dir():
+        raise HistoryError(f"the store cannot use {folder}: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise HistoryError(f"the store cannot use {folder}: {there} is not writable; name another folder")
 
 
 def _make(folder: Path) -> None:

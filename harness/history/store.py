@@ -28,7 +28,7 @@ from torch import Tensor
 
 from harness.history.block import Coding, Plain, Rows, has_rest, length, without_first
 from harness.history.contents import Contents
-from harness.history.disk import Disk, HistoryError, Wall
+from harness.history.disk import Disk, HistoryError, Wall, check_arguments
 from harness.history.fingerprint import EXACT, Fingerprint
 from harness.history.overlap.leaving import Leaving, Turn, as_given
 from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
@@ -84,8 +84,8 @@ class HistoryStore:
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:
-        if bool(disk) != (folder is not None):
-            raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
+        sizes = {DEVICE: device, HOST: host, DISK: disk, "io_threads": io_threads, "write_buffer": write_buffer}
+        check_arguments(folder=folder, policy=policy, ttl_s=ttl_s, block_tokens=block_tokens, **sizes)
         self.fingerprint, self.block_tokens, self.coding, self.share = fingerprint, block_tokens, coding, share
         capacities = {DEVICE: device, HOST: host, DISK: disk}
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from evals.base import Task
 from harness.config.settings import Settings, SettingsError
 from harness.conversations.coding import int_codec
+from harness.conversations.opening import check_place
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.effective import codec_of
 from harness.jobs.items import Item
@@ -46,6 +47,7 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
+    check_place(store)
     if store.codec is not None:
         int_codec(store.codec).check(info.head_dim)
     if store.share and settings.overflow.window is not None:

@@ -130,6 +130,14 @@ def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = StoreSettings(disk="1GB", folder=str(tmp_path / "file"))
+    with pytest.raises(SettingsError, match=r"store\.folder: .* is a file; name another folder"):
+        talked(tmp_path / "runs", Full(), history="store", store=store)
+    assert not list((tmp_path / "runs").glob("*"))
+
+
 def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> None:
     store = StoreSettings(host="1GB", codec="int8g8", block_tokens=8)
     made = talked(tmp_path, Full(), history="store", store=store)
