@@ -5,12 +5,14 @@ from __future__ import annotations
 import textwrap
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own dependency
 
-INK, SOFT, GRID = "#222222", "#666666", "#e3e3e3"
+INK, SOFT, GRID, EMPTY = "#222222", "#666666", "#e3e3e3", "#f0f0f0"
+COLOURS = "cividis"  # of a map: even steps, and the same to all eyes
 DPI = 160
 WIDEST = 2400  # pixels
 
@@ -40,6 +42,12 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     vector = path.with_suffix(".pdf")
     figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
     return path, vector
+
+
+def colour_bar(figure: Figure, image: Any, axes: Axes, **how: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02, **how)
+    bar.ax.tick_params(length=0, labelsize=8, labelcolor=SOFT)
+    bar.outline.set_visible(False)
 
 
 def side_by_side(panels: int) -> tuple[Figure, list[Axes]]:

@@ -12,9 +12,6 @@ from matplotlib.figure import Figure
 from harness.reports.needles import Needle, grid
 from harness.reports.pictures import figures
 
-COLOURS = "cividis"  # even steps, and the same to all eyes
-EMPTY = "#f0f0f0"
-
 
 def heatmap(needles: Sequence[Needle], path: Path, title: str) -> tuple[Path, Path]:
     """Mean scores, 0-100. The files drawn."""
@@ -30,8 +27,10 @@ def heatmap(needles: Sequence[Needle], path: Path, title: str) -> tuple[Path, Pa
 
 def _draw(figure: Figure, grid: np.ndarray, lengths: Sequence[str], depths: Sequence[str]) -> None:
     axes = figure.subplots()
-    axes.set_facecolor(EMPTY)
-    image = axes.pcolormesh(np.ma.masked_invalid(grid), cmap=COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=1)
+    axes.set_facecolor(figures.EMPTY)
+    image = axes.pcolormesh(
+        np.ma.masked_invalid(grid), cmap=figures.COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=1
+    )
     axes.invert_yaxis()
     _write_values(axes, grid)
     axes.set_xticks(np.arange(len(lengths)) + 0.5, lengths)
@@ -40,9 +39,7 @@ def _draw(figure: Figure, grid: np.ndarray, lengths: Sequence[str], depths: Sequ
     axes.set_ylabel("depth of the needle (%)")
     axes.spines[:].set_visible(False)
     figures.plain(axes)
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], aspect=30, pad=0.02)
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=figures.SOFT)
-    bar.outline.set_visible(False)
+    figures.colour_bar(figure, image, axes, ticks=[0, 25, 50, 75, 100])
 
 
 def _write_values(axes: Axes, grid: np.ndarray) -> None:

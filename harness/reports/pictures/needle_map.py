@@ -13,8 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from harness.reports.pictures import figures
 from harness.results.triage import Line
 
-COLOURS = "cividis"  # even steps, and the same to all eyes
-EMPTY = "#f0f0f0"
 PANELS = {"held": "tokens held", "mass": "attention on it", "full_mass": "Full's attention on it"}
 
 
@@ -44,13 +42,13 @@ def mean_grid(grids: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
 
 
 def _draw(figure: Figure, axes: Axes, grid: np.ndarray, top: float, first: int) -> None:
-    axes.set_facecolor(EMPTY)
+    axes.set_facecolor(figures.EMPTY)
     places = np.arange(grid.shape[1] + 1) + first - 0.5
-    image = axes.pcolormesh(places, np.arange(grid.shape[0] + 1) - 0.5, grid, cmap=COLOURS, vmin=0, vmax=top or 1)
+    image = axes.pcolormesh(
+        places, np.arange(grid.shape[0] + 1) - 0.5, grid, cmap=figures.COLOURS, vmin=0, vmax=top or 1
+    )
     axes.set_xlabel("token of the answer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[:].set_visible(False)
     figures.plain(axes)
-    bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02)
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=figures.SOFT)
-    bar.outline.set_visible(False)
+    figures.colour_bar(figure, image, axes)
