@@ -1,0 +1,40 @@
+"""Every stamp stands in the rows it belongs to, and is explained below the table where it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.reports.columns import STAMPS, notes, score_table
+from harness.reports.compare import comparisons
+from harness.results.store import load
+from tests.fake_records import records, write_run
+
+AWAY = {"kv_host_bytes": 10}
+EARLIER = [{"status": "interrupted", "started": "2026-01-01T00:00:00+00:00"}]
+
+
+@pytest.mark.parametrize(
+    ("stamp", "lines", "status", "changes"),
+    [
+        ("", {}, "complete", {"facts": {"host_is_cpu": True}}),  # nothing lies there
+        ("S", {}, "complete", {"facts": {"simulated": True}}),
+        ("T", {}, "complete", {"trace": "on"}),
+        ("H", AWAY, "complete", {"facts": {"host_is_cpu": True}}),
+        ("P", {}, "complete", {"facts": {"plain_steps": "a step waits for a value"}}),
+        ("C", {}, "complete", {"facts": {"earlier": EARLIER}}),
+        ("I", {}, "interrupted", {}),
+        ("F", {}, "failed", {}),
+        ("!", {"stop": "length"}, "complete", {}),
+    ],
+)
+def test_a_row_has_its_stamp(
+    tmp_path: Path, stamp: str, lines: dict[str, Any], status: str, changes: dict[str, Any]
+) -> None:
+    run = write_run(tmp_path, records([1.0] * 12, **lines), "full", status, **changes)
+    [table] = comparisons([load(run)])
+    assert score_table(table)[-1].cells == [stamp]
+    legend = {f"{letter}: {meaning}": letter for letter, meaning in STAMPS.items()}
+    assert [legend[note] for note in notes(table) if note in legend] == [*stamp.replace("!", "")]  # the notes say why
