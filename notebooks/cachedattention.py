@@ -46,18 +46,14 @@ OURS, THEIRS, PALE = "#1a59b3", "#c2571a", "#9dbbe0"
 NAMES = {"llama-13b": "LLaMA-13B", "llama-65b": "LLaMA-65B", "llama-70b": "LLaMA-70B", "falcon-40b": "Falcon-40B"}
 SERVED = costs.load().models
 LABELS = {model: f"{name}\n{SERVED[model].gpus} A100" for model, name in NAMES.items()}
-SIMULATED = {
-    number: our_figures("cachedattention", f"figure_{number}", runs) for number in ("14", "21", "22", "23", "24", "25")
-}
+SIMULATED = {number: our_figures("cachedattention", f"figure_{number}", runs) for number in ("14", "21", "22", "23", "24", "25")}
 MEASURED = {name: our_figures("cachedattention", name, runs) for name in ("history", "overlap", "overflow")}
 
 
 def options(told):
     """As on the command line."""
     named = ((name.replace("_", "-"), value) for name, value in told.items() if value not in (None, False, ""))
-    return " ".join(
-        f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in named
-    )
+    return " ".join(f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in named)
 
 
 def made_by(name, told):
@@ -67,13 +63,7 @@ def made_by(name, told):
         command = f"bench {told['kind']} {options(told['options'])}"
     git = told["provenance"]["git"]
     commit = (git["commit"] or "unknown")[:7] + (", with changes" if git["dirty"] else "")
-    return {
-        "result": name,
-        "command": f"python -m harness.{command}".strip(),
-        "commit": commit,
-        "at": told["provenance"]["time"][:10],
-        "status": told.get("status", "complete"),
-    }
+    return {"result": name, "command": f"python -m harness.{command}".strip(), "commit": commit, "at": told["provenance"]["time"][:10], "status": told.get("status", "complete")}
 
 
 stored = {f"figure_{number}": told for number, told in SIMULATED.items()} | MEASURED
@@ -105,13 +95,7 @@ def claims(number, of, runs_of=None):
 def beside(axes, places, values, theirs, scale=1.0, unit=""):
     """Ours and the paper's as neighbours, with their heights."""
     for shift, heights, colour, label in ((-0.2, values, OURS, "ours, simulated"), (0.2, theirs, THEIRS, "paper")):
-        bars = axes.bar(
-            [place + shift for place in range(len(places))],
-            [scale * one for one in heights],
-            0.4,
-            color=colour,
-            label=label,
-        )
+        bars = axes.bar([place + shift for place in range(len(places))], [scale * one for one in heights], 0.4, color=colour, label=label)
         axes.bar_label(bars, fmt="%.3g", fontsize=7)
     axes.set_xticks(range(len(places)), places, fontsize=8)
     axes.set_ylabel(unit)
@@ -128,19 +112,11 @@ def stacked(axes, rows, places, width=0.6):
 def marks(axes, places, theirs, width=0.7):
     """The paper's, as lines over bars."""
     for number, (place, value) in enumerate(zip(places, theirs, strict=True)):
-        axes.plot(
-            [place - width / 2, place + width / 2],
-            [value, value],
-            color=THEIRS,
-            linewidth=2.5,
-            label=None if number else "paper",
-        )
+        axes.plot([place - width / 2, place + width / 2], [value, value], color=THEIRS, linewidth=2.5, label=None if number else "paper")
 
 
 rows = table("14")
-held, again = (
-    rows[rows.policy == policy].set_index("model").loc[list(NAMES)] for policy in ("scheduler_aware", "recompute")
-)
+held, again = (rows[rows.policy == policy].set_index("model").loc[list(NAMES)] for policy in ("scheduler_aware", "recompute"))
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
 stacked(axes, held, list(LABELS.values()))
 marks(axes, range(4), [100 * theirs for _, theirs, _ in claims("13", "hit_rate", "14")])
@@ -149,44 +125,22 @@ axes.set(ylabel="turns (%)", ylim=(0, 125))
 axes.legend(fontsize=8, loc="upper left", ncols=2)
 figure.suptitle("Figure 13: hit rate. Ours simulated; the paper's measured on A100-80GB", fontsize=9)
 
-panels = (
-    ("14", "ttft_s", 1, "TTFT (s)", 100, "saved (%)"),
-    ("15", "prefill_tok_s", 1e-3, "prefill (1000 tokens/s)", 1, "times as fast"),
-)
-panels += (
-    ("16", "gpu_hours_with_halts", 1, "GPU time, halts in it (h)", 1, "times as short"),
-    ("17", "cost_usd_with_halts", 1, "cost, halts in it ($)", 100, "saved (%)"),
-)
+panels = (("14", "ttft_s", 1, "TTFT (s)", 100, "saved (%)"), ("15", "prefill_tok_s", 1e-3, "prefill (1000 tokens/s)", 1, "times as fast"))
+panels += (("16", "gpu_hours_with_halts", 1, "GPU time, halts in it (h)", 1, "times as short"), ("17", "cost_usd_with_halts", 1, "cost, halts in it ($)", 100, "saved (%)"))
 figure, grid = plt.subplots(2, 4, figsize=(16, 6), layout="constrained")
 for (number, key, scale, unit, percent, gained), (upper, lower) in zip(panels, grid.T, strict=True):
     for shift, some, colour, label in ((-0.2, again, "#999999", "recompute"), (0.2, held, OURS, "store")):
-        bars = upper.bar(
-            [place + shift for place in range(4)], scale * some[key], 0.4, color=colour, label=f"ours, {label}"
-        )
+        bars = upper.bar([place + shift for place in range(4)], scale * some[key], 0.4, color=colour, label=f"ours, {label}")
         upper.bar_label(bars, fmt="%.3g", fontsize=7)
     upper.set_xticks(range(4), LABELS.values(), fontsize=8)
     upper.set(title=f"figure {number}", ylabel=unit)
     said = claims(number, "prefill_s_per_token" if number == "15" else key, "14")
-    beside(
-        lower,
-        [LABELS[at["model"]] for at, _, _ in said],
-        [here for *_, here in said],
-        [there for _, there, _ in said],
-        percent,
-        gained,
-    )
+    beside(lower, [LABELS[at["model"]] for at, _, _ in said], [here for *_, here in said], [there for _, there, _ in said], percent, gained)
 for axes in (grid[0][0], grid[1][0]):
     axes.margins(y=0.35)
     axes.legend(fontsize=8, loc="upper left")
-figure.suptitle(
-    "Figures 14 to 17: the store against recomputation. Ours simulated; the paper's measured on A100-80GB", fontsize=10
-)
-pd.DataFrame(
-    [
-        {"model": NAMES[at["model"]], "storage in the cost, paper (%)": 100 * there, "ours (%)": round(100 * here, 1)}
-        for at, there, here in claims("17", "storage_share", "14")
-    ]
-)
+figure.suptitle("Figures 14 to 17: the store against recomputation. Ours simulated; the paper's measured on A100-80GB", fontsize=10)
+pd.DataFrame([{"model": NAMES[at["model"]], "storage in the cost, paper (%)": 100 * there, "ours (%)": round(100 * here, 1)} for at, there, here in claims("17", "storage_share", "14")])
 
 # %% [markdown]
 # ## Figure 18: one prefill, reuse against recomputation
@@ -198,9 +152,7 @@ pd.DataFrame(
 # %%
 def shares(speedups):
     """Of ratios how many times as fast: this over that, how far the interval reaches below, and above."""
-    middle, low, high = zip(
-        *([1 / value for value in (middle, high, low)] for middle, low, high in speedups), strict=True
-    )
+    middle, low, high = zip(*([1 / value for value in (middle, high, low)] for middle, low, high in speedups), strict=True)
     below, above = ([abs(a - b) for a, b in zip(middle, some, strict=True)] for some in (low, high))
     return middle, [below, above]
 
@@ -215,24 +167,13 @@ lengths = sorted(rows.tokens.unique())
 figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for shift, way, colour in ((-0.2, "host", OURS), (0.2, "disk", PALE)):
     middle, reach = shares(rows[rows.way == way].sort_values("tokens").speedup)
-    bars = axes.bar(
-        [place + shift for place in range(len(lengths))],
-        middle,
-        0.4,
-        yerr=reach,
-        color=colour,
-        ecolor="#555555",
-        label=f"history from {way}",
-    )
+    bars = axes.bar([place + shift for place in range(len(lengths))], middle, 0.4, yerr=reach, color=colour, ecolor="#555555", label=f"history from {way}")
     axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=3)
 axes.axhline(1, color="black", linestyle="--", linewidth=0.8, label="recomputation")
 axes.set_xticks(range(len(lengths)), [f"{tokens}/{told['options']['new']}" for tokens in lengths])
 axes.set(xlabel="tokens of history / new tokens", ylabel="TTFT / recomputation's")
 axes.legend(fontsize=8, loc="center right")
-figure.suptitle(
-    f"Figure 18: prefill with a stored history. Ours: {measured(told)}\npaper (LLaMA-13B, 1 A100, batch of 16): not available",
-    fontsize=9,
-)
+figure.suptitle(f"Figure 18: prefill with a stored history. Ours: {measured(told)}\npaper (LLaMA-13B, 1 A100, batch of 16): not available", fontsize=9)
 [row.said for row in published("cachedattention_fig18")]
 
 # %% [markdown]
@@ -265,12 +206,7 @@ middle, reach = shares(saves.both)
 panels[2].bar(saves.tokens.astype(str), middle, 0.4, yerr=reach, color=OURS, ecolor="#555555", label="ours")
 saved = sorted(row.value for row in published("cachedattention_fig20"))
 panels[2].axhspan(1 - saved[1] / 100, 1 - saved[0] / 100, color=THEIRS, alpha=0.6, label="paper")
-panels[2].set(
-    title="figure 20: saving to disk",
-    xlabel="tokens saved",
-    ylabel="save and next job / without a buffer",
-    xlim=(-1, len(saves)),
-)
+panels[2].set(title="figure 20: saving to disk", xlabel="tokens saved", ylabel="save and next job / without a buffer", xlim=(-1, len(saves)))
 panels[2].legend(fontsize=8)
 figure.suptitle(f"Ours: {measured(MEASURED['overlap'])}; paper: LLaMA-13B, 1 A100-80GB, batch of 16", fontsize=9)
 rows[["what", "tokens", "way", "layers", "speedup", "both", "disturbed", "samples"]]
@@ -294,9 +230,7 @@ panels[0].legend(fontsize=8, loc="upper left", ncols=3)
 panels[1].bar_label(panels[1].bar(range(6), rows.gpu_hours, 0.6, color=OURS), fmt="%.3g", fontsize=8)
 panels[1].set(title="21b: GPU time; the paper's bars are not available", ylabel="hours")
 for axes in panels:
-    axes.set_xticks(
-        range(6), [f"{'CA' if policy == 'scheduler_aware' else policy.upper()}\n{disk}" for disk, policy in order]
-    )
+    axes.set_xticks(range(6), [f"{'CA' if policy == 'scheduler_aware' else policy.upper()}\n{disk}" for disk, policy in order])
 figure.suptitle("LLaMA-13B, 128 GB of host memory. Ours simulated; the paper's on 2 A100-80GB", fontsize=9)
 gained = max(rows.gpu_hours.loc[disk, policy] / rows.gpu_hours.loc[disk, "scheduler_aware"] for disk, policy in order)
 [row.said for row in published("cachedattention_fig21")], f"ours, at most: {gained:.2f} x"
@@ -311,9 +245,7 @@ rows = table("22").set_index(["positions", "model"])
 figure, panels = plt.subplots(1, 3, figsize=(14, 3.4), layout="constrained")
 for shift, positions, colour, label in ((-0.2, "decoupled", OURS, "ours, CA"), (0.2, "coupled", "#999999", "ours, OF")):
     some, places = rows.loc[positions].loc[list(NAMES)], [place + shift for place in range(4)]
-    panels[0].bar_label(
-        panels[0].bar(places, 100 * some.hit_rate, 0.4, color=colour, label=label), fmt="%.3g", fontsize=7
-    )
+    panels[0].bar_label(panels[0].bar(places, 100 * some.hit_rate, 0.4, color=colour, label=label), fmt="%.3g", fontsize=7)
     panels[2].bar_label(panels[2].bar(places, some.gpu_hours, 0.4, color=colour, label=label), fmt="%.3g", fontsize=7)
 panels[0].set(title="22a: hit rate", ylabel="turns (%)", ylim=(0, 115))
 panels[2].set(title="22b: GPU time; the paper's is not available", ylabel="hours")
@@ -337,11 +269,7 @@ figure.suptitle("128 GB of host memory, 10 TB of disk. Ours simulated; the paper
 rows = table("23")
 rows["capacity"] = [sum(Scenario(**run["settings"]).capacities.values()) for run in SIMULATED["23"]["runs"]]
 session = SERVED["llama-13b"].window * SERVED["llama-13b"].kv_bytes_per_token
-said = {
-    float(row.quantity.rpartition("=")[2]): row.value
-    for row in published("cachedattention_fig23")
-    if row.value is not None
-}
+said = {float(row.quantity.rpartition("=")[2]): row.value for row in published("cachedattention_fig23") if row.value is not None}
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
 for (rate, some), colour in zip(rows.groupby("rate"), (OURS, PALE), strict=False):
     some = some.sort_values("capacity")
@@ -351,9 +279,7 @@ for (rate, some), colour in zip(rows.groupby("rate"), (OURS, PALE), strict=False
 axes.plot(list(said), list(said.values()), "D", color=THEIRS, label="paper")
 axes.set(xlabel="capacity / CCpUT", ylabel="hits, of turns with a history (%)", ylim=(0, 105), xlim=(0, 0.6))
 axes.legend(fontsize=8, loc="lower right")
-figure.suptitle(
-    "Figure 23. Ours: LLaMA-13B on 2 A100, simulated; the paper: A100-80GB, model and load not available", fontsize=9
-)
+figure.suptitle("Figure 23. Ours: LLaMA-13B on 2 A100, simulated; the paper: A100-80GB, model and load not available", fontsize=9)
 [row.said for row in published("cachedattention_fig23")]
 
 # %% [markdown]
@@ -366,24 +292,15 @@ rows = table("24")
 rows["tiers"] = ["HBM" if row.host == 0 else "+ DRAM" if row.disk == 0 else "+ SSD" for row in rows.itertuples()]
 rows = rows.set_index(["tiers", "model"])
 said = [at | {"hit": 100 * there} for at, there, _ in claims("24", "hit_rate")]
-said = {
-    ("HBM" if at.get("host") == 0 else "+ DRAM" if at["disk"] == 0 else "+ SSD", at["model"]): at["hit"] for at in said
-}
+said = {("HBM" if at.get("host") == 0 else "+ DRAM" if at["disk"] == 0 else "+ SSD", at["model"]): at["hit"] for at in said}
 figure, panels = plt.subplots(1, 2, figsize=(13, 3.6), layout="constrained")
 for shift, tiers, colour in ((-0.27, "HBM", "#999999"), (0, "+ DRAM", PALE), (0.27, "+ SSD", OURS)):
     some, places = rows.loc[tiers].loc[list(NAMES)], [place + shift for place in range(4)]
-    panels[0].bar_label(
-        panels[0].bar(places, 100 * some.hit_rate, 0.27, color=colour, label=f"ours, {tiers}"),
-        fmt="%.3g",
-        fontsize=7,
-        padding=3,
-    )
+    panels[0].bar_label(panels[0].bar(places, 100 * some.hit_rate, 0.27, color=colour, label=f"ours, {tiers}"), fmt="%.3g", fontsize=7, padding=3)
     for number, (place, model) in enumerate(zip(places, NAMES, strict=True)):
         label = "paper" if tiers == "HBM" and not number else None
         panels[0].plot([place - 0.13, place + 0.13], [said[tiers, model]] * 2, color=THEIRS, linewidth=2.5, label=label)
-    panels[1].bar_label(
-        panels[1].bar(places, some.gpu_hours, 0.27, color=colour, label=f"ours, {tiers}"), fmt="%.3g", fontsize=7
-    )
+    panels[1].bar_label(panels[1].bar(places, some.gpu_hours, 0.27, color=colour, label=f"ours, {tiers}"), fmt="%.3g", fontsize=7)
 panels[0].set(title="24a: hit rate", ylabel="turns (%)", ylim=(0, 125))
 panels[1].set(title="24b: GPU time; the paper's is not available", ylabel="hours")
 panels[1].margins(y=0.3)
@@ -403,28 +320,15 @@ rows = table("25").sort_values("rate")
 rows["fall"] = rows.prefill_tok_s / rows.prefill_tok_s.iloc[0]
 speeds = [row.value for row in published("cachedattention_fig25")]
 figure, panels = plt.subplots(1, 4, figsize=(15, 3.2), layout="constrained")
-for axes, (key, scale, label) in zip(
-    panels,
-    (
-        ("hit_rate", 100, "hit rate (%)"),
-        ("ttft_s", 1, "TTFT (s)"),
-        ("fall", 1, "prefill throughput / that at 0.5"),
-        ("gpu_hours_with_halts", 1, "GPU time, halts in it (h)"),
-    ),
-    strict=True,
-):
-    said = [(at["rate"], there) for at, there, _ in claims("25", key)] or [
-        (rate, speed / speeds[0]) for rate, speed in zip((0.5, 2.0), speeds, strict=True)
-    ]
+for axes, (key, scale, label) in zip(panels, (("hit_rate", 100, "hit rate (%)"), ("ttft_s", 1, "TTFT (s)"), ("fall", 1, "prefill throughput / that at 0.5"), ("gpu_hours_with_halts", 1, "GPU time, halts in it (h)")), strict=True):
+    said = [(at["rate"], there) for at, there, _ in claims("25", key)] or [(rate, speed / speeds[0]) for rate, speed in zip((0.5, 2.0), speeds, strict=True)]
     axes.plot(rows.rate, scale * rows[key], "o-", color=OURS, label="ours, simulated")
     axes.plot([rate for rate, _ in said], [scale * there for _, there in said], "D", color=THEIRS, label="paper")
     axes.margins(y=0.15)
     axes.set(xlabel="new sessions / s", ylabel=label)
     axes.set_ylim(bottom=0)
 panels[0].legend(fontsize=8, loc="lower right")
-figure.suptitle(
-    "Figure 25: LLaMA-13B, 128 GB of host memory, 10 TB of disk. Ours simulated; the paper's on 2 A100-80GB", fontsize=9
-)
+figure.suptitle("Figure 25: LLaMA-13B, 128 GB of host memory, 10 TB of disk. Ours simulated; the paper's on 2 A100-80GB", fontsize=9)
 
 # %% [markdown]
 # ## Table 1: perplexity behind an overflow of the window
@@ -433,18 +337,9 @@ figure.suptitle(
 # to where they were. WikiText-2; ours goes on for 1024 tokens behind a full window.
 
 # %%
-WAYS = {
-    "truncate_tokens": "TT",
-    "truncate_cache": "CA",
-    "truncate_cache, 4 sinks": "CA, 4 first tokens stay",
-    "truncate_rotated": "NKVT",
-}
+WAYS = {"truncate_tokens": "TT", "truncate_cache": "CA", "truncate_cache, 4 sinks": "CA, 4 first tokens stay", "truncate_rotated": "NKVT"}
 told = MEASURED["overflow"]
-rows = (
-    pd.DataFrame([row for row in told["rows"] if row["way"] in WAYS])
-    .assign(way=lambda rows: rows.way.map(WAYS))
-    .set_index("way")
-)
+rows = pd.DataFrame([row for row in told["rows"] if row["way"] in WAYS]).assign(way=lambda rows: rows.way.map(WAYS)).set_index("way")
 model = told["model"].rpartition("/")[2]
 columns = {model: {way: exp(row.ln_perplexity[0]) for way, row in rows.iterrows()}}
 for row in published("cachedattention_table1"):
@@ -455,23 +350,13 @@ figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 apart = perplexity.div(perplexity["TT"], axis=0)
 for number, (way, colour) in enumerate((("CA", OURS), ("CA, 4 first tokens stay", PALE), ("NKVT", "#999999"))):
     places = [place + 0.27 * (number - 1) for place in range(len(apart))]
-    bars = axes.bar(
-        places,
-        apart[way].fillna(0),
-        0.27,
-        color=colour,
-        label=way,
-        edgecolor=[THEIRS if name != model else "none" for name in apart.index],
-    )
+    bars = axes.bar(places, apart[way].fillna(0), 0.27, color=colour, label=way, edgecolor=[THEIRS if name != model else "none" for name in apart.index])
     axes.bar_label(bars, labels=[f"{value:.3g}" if value == value else "" for value in apart[way]], fontsize=7)
 axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
 axes.set_xticks(range(len(apart)), [name.replace(", ", "\n") for name in apart.index], fontsize=8)
 axes.set(yscale="log", ylabel="perplexity / TT's", ylim=(0.5, 2000))
 axes.legend(fontsize=8)
-figure.suptitle(
-    f"Table 1. Ours: {model}, {int(rows.texts.min())} texts of WikiText-2, window {told['options']['window']}, ratio {told['options']['ratio']}, {told['provenance']['machine']['device_name']}; with a rim: the paper, A100",
-    fontsize=9,
-)
+figure.suptitle(f"Table 1. Ours: {model}, {int(rows.texts.min())} texts of WikiText-2, window {told['options']['window']}, ratio {told['options']['ratio']}, {told['provenance']['machine']['device_name']}; with a rim: the paper, A100", fontsize=9)
 perplexity.round(2)
 
 # %% [markdown]
@@ -479,9 +364,7 @@ perplexity.round(2)
 
 # %%
 rows = rows.dropna(subset="difference")
-pd.DataFrame(rows.difference.tolist(), index=rows.index, columns=["mean", "low", "high"]).assign(
-    texts=rows.texts
-).round(4)
+pd.DataFrame(rows.difference.tolist(), index=rows.index, columns=["mean", "low", "high"]).assign(texts=rows.texts).round(4)
 
 # %% [markdown]
 # ## Table 2: answers behind an overflow
@@ -499,9 +382,7 @@ turns = sorted(int(name.split(".")[1]) for name in rows.columns if re.fullmatch(
 for axes, sinks in zip(panels, (0, 4), strict=False):
     for number, (way, colour) in enumerate(ORDER.items()):
         row = rows[(rows.sinks == sinks) & (rows.way == way)].iloc[0]
-        middle, low, high = (
-            [100 * row[f"turns.{turn}.{name}"] for turn in turns] for name in ("score", "ci95.low", "ci95.high")
-        )
+        middle, low, high = ([100 * row[f"turns.{turn}.{name}"] for turn in turns] for name in ("score", "ci95.low", "ci95.high"))
         reach = [[a - b for a, b in zip(middle, low, strict=True)], [b - a for a, b in zip(middle, high, strict=True)]]
         places = [place + 0.27 * (number - 1) for place in range(len(turns))]
         axes.bar(places, middle, 0.27, yerr=reach, color=colour, ecolor="#555555", label=way)
@@ -513,34 +394,17 @@ for row in published("cachedattention_table2"):
     data, way = re.fullmatch(r"(.*), accuracy of (.*)", row.quantity).groups()
     accuracy.setdefault(f"{data}\n{row.model}", {})[way] = row.value
 for number, (way, colour) in enumerate(ORDER.items()):
-    bars = panels[2].bar(
-        [place + 0.27 * (number - 1) for place in range(len(accuracy))],
-        [one[way] for one in accuracy.values()],
-        0.27,
-        color=colour,
-        label=way,
-    )
+    bars = panels[2].bar([place + 0.27 * (number - 1) for place in range(len(accuracy))], [one[way] for one in accuracy.values()], 0.27, color=colour, label=way)
     panels[2].bar_label(bars, fmt="%.3g", fontsize=7)
 panels[2].set_xticks(range(len(accuracy)), accuracy, fontsize=8)
 panels[2].set(title="the paper, A100-80GB", ylabel="accuracy (%)", ylim=(0, 100))
 panels[2].legend(fontsize=8, ncols=3)
-figure.suptitle(
-    f"Table 2. Ours: {measured_on(rows)}, {int(rows.num_examples.min())} conversations, 95 % intervals", fontsize=9
-)
-behind = rows[["way", "sinks", "num_examples"]].assign(
-    score=100 * rows[[f"turns.{turn}.score" for turn in turns[1:]]].mean(axis=1)
-)
-behind.rename(columns={"score": "score behind the overflow (%)", "num_examples": "conversations"}).sort_values(
-    ["sinks", "way"]
-).round(1)
+figure.suptitle(f"Table 2. Ours: {measured_on(rows)}, {int(rows.num_examples.min())} conversations, 95 % intervals", fontsize=9)
+behind = rows[["way", "sinks", "num_examples"]].assign(score=100 * rows[[f"turns.{turn}.score" for turn in turns[1:]]].mean(axis=1))
+behind.rename(columns={"score": "score behind the overflow (%)", "num_examples": "conversations"}).sort_values(["sinks", "way"]).round(1)
 
 # %% [markdown]
 # ## What the text at hand does not give
 
 # %%
-[
-    f"figure {number}: {row.said}"
-    for number in range(13, 26)
-    for row in published(f"cachedattention_fig{number}")
-    if row.value is None
-]
+[f"figure {number}: {row.said}" for number in range(13, 26) for row in published(f"cachedattention_fig{number}") if row.value is None]

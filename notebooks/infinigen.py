@@ -25,11 +25,7 @@ from harness.papers.ours import measured_on, ours
 from harness.papers.published import published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None
-MEASURES = (
-    ("score.mean", 100, "score"),
-    ("fidelity.mass", 100, "attention weight read (%)"),
-    ("fidelity.kl", 1, "KL to Full (nats)"),
-)
+MEASURES = (("score.mean", 100, "score"), ("fidelity.mass", 100, "attention weight read (%)"), ("fidelity.kl", 1, "KL to Full (nats)"))
 
 
 def told(figure, what, rows):
@@ -54,9 +50,7 @@ for axes, (measure, scale, label) in zip(panels, MEASURES, strict=True):
             axes.fill_between(100 * group["budget.attended.share"], *band, alpha=0.15)
     axes.set(xlabel="prompt tokens read (%)", ylabel=label)
 panels[0].set(ylabel="score, 95 % intervals shaded")
-panels[0].axhline(
-    100 * rows[rows.method == "full"]["score.mean"].iloc[0], color="black", linestyle="--", linewidth=0.8, label="full"
-)
+panels[0].axhline(100 * rows[rows.method == "full"]["score.mean"].iloc[0], color="black", linestyle="--", linewidth=0.8, label="full")
 panels[0].legend(fontsize=8)
 panels[2].set(yscale="log")
 told(figure, "Relative cache size", rows)
@@ -73,9 +67,7 @@ figure, panels = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
 for place, (rows, name, usual) in enumerate(((ratio, "partial_ratio", 0.2), (alpha, "alpha", 5.0))):
     rows = rows[rows.method == "infinigen"].sort_values(f"parameters.{name}")
     paper = rows[rows[f"parameters.{name}"] == usual]
-    for axes, (measure, scale, label) in zip(
-        panels[2 * place :], (MEASURES[2], ("budget.attended.share", 100, "prompt tokens read (%)")), strict=False
-    ):
+    for axes, (measure, scale, label) in zip(panels[2 * place :], (MEASURES[2], ("budget.attended.share", 100, "prompt tokens read (%)")), strict=False):
         axes.plot(rows[f"parameters.{name}"], scale * rows[measure], "o-")
         axes.plot(paper[f"parameters.{name}"], scale * paper[measure], "D", color="#c2571a", markersize=9)
         axes.set(xlabel=f"method.{name}", ylabel=label, ylim=(0, None))

@@ -66,11 +66,7 @@ gain = 100 * (rows[rows.method == "pqcache"].set_index("budget.asked")["score.me
 bars = [(f"ours\n{budget:g}", points, "#1a59b3") for budget, points in gain.items()]
 for table in ("pqcache_table2", "pqcache_table3"):
     bars += [
-        (
-            f"{row.model.removesuffix('-inst-v0.2').removesuffix('-Chat')}\n{row.setting.rpartition('=')[2]}",
-            row.value,
-            "#999999",
-        )
+        (f"{row.model.removesuffix('-inst-v0.2').removesuffix('-Chat')}\n{row.setting.rpartition('=')[2]}", row.value, "#999999")
         for row in published(table)
         if "over the best" in row.quantity
     ]
@@ -151,9 +147,7 @@ fitted["rounds"] = fitted["parameters.iterations"].astype(str)
 fixed = fitted[fitted["rounds"].str.isdigit()].sort_values("rounds", key=lambda text: text.astype(int))
 panels[2].plot(fixed["tt2t_s.p50"], fixed["fidelity.kl"], "o", color="#1a59b3")
 for row in fixed.to_dict("records"):
-    panels[2].annotate(
-        row["rounds"], (row["tt2t_s.p50"], row["fidelity.kl"]), textcoords="offset points", xytext=(4, 4)
-    )
+    panels[2].annotate(row["rounds"], (row["tt2t_s.p50"], row["fidelity.kl"]), textcoords="offset points", xytext=(4, 4))
 for row in fitted[~fitted["rounds"].str.isdigit()].to_dict("records"):
     panels[2].plot(row["tt2t_s.p50"], row["fidelity.kl"], "s", color="#c2571a", label="adaptive")
 panels[2].legend(fontsize=8, loc="lower right")
@@ -164,14 +158,10 @@ panels[3].plot(hits["parameters.cache_offered"], 100 * hits["memory.hit_rate"], 
 for row in published("pqcache_fig10d"):
     if row.setting:
         at = int(row.setting.rpartition("=")[2])
-        panels[3].plot(
-            at, row.value, "*", markersize=12, color="#999999", label="the paper, Mistral-7B, 32 blocks of 128"
-        )
+        panels[3].plot(at, row.value, "*", markersize=12, color="#999999", label="the paper, Mistral-7B, 32 blocks of 128")
     else:
         panels[3].axhline(row.value, color="#999999", linestyle=":", label="the paper, over the numbers of blocks")
-panels[3].set(
-    title="10d: block cache", xlabel="blocks offered per step", ylabel="hit rate (%)", xscale="log", ylim=(0, 100)
-)
+panels[3].set(title="10d: block cache", xlabel="blocks offered per step", ylabel="hit rate (%)", xscale="log", ylim=(0, 100))
 panels[3].legend(fontsize=7)
 told(figure, "Figure 10", times)
 [*missing("pqcache_fig10a"), *missing("pqcache_fig10b"), *missing("pqcache_fig10c")]

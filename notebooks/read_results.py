@@ -34,27 +34,14 @@ tables = comparisons(runs)
 
 # %%
 rows = pd.json_normalize([entry.summary | {"label": entry.title} for table in tables for entry in table.entries])
-rows[
-    [
-        "label",
-        "score.mean",
-        "budget.attended.share",
-        "ttft_s.p50",
-        "tpot_s.p50",
-        "memory.kv_device_bytes",
-        "num_examples",
-    ]
-]
+rows[["label", "score.mean", "budget.attended.share", "ttft_s.p50", "tpot_s.p50", "memory.kv_device_bytes", "num_examples"]]
 
 # %% [markdown]
 # The needle heat map: score over prompt length and depth, as in the papers.
 
-
 # %%
 def heat(run, axes):
-    cells = pd.DataFrame(
-        [{"length": r.data["length"], "depth": r.data["depth"], "score": r.score} for r in run.records]
-    )
+    cells = pd.DataFrame([{"length": r.data["length"], "depth": r.data["depth"], "score": r.score} for r in run.records])
     grid = cells.pivot_table(index="depth", columns="length", values="score")
     axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(grid.columns)), grid.columns)
@@ -77,7 +64,8 @@ figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
 for label, group in rows.groupby("method"):
     axes.plot(group["budget.attended.share"], 100 * group["score.mean"], "o", label=label)
 axes.set(xlabel="share of the prompt read per step", ylabel="score", ylim=(-3, 103))
-axes.legend()
+axes.legend();
+
 # %%
 paper = pd.read_csv("../results/paper/paper_reference.csv")
 paper[paper.benchmark.str.contains("LongBench", na=False)][["source", "method", "model", "task", "value"]].head(10)

@@ -52,9 +52,7 @@ for name, label, colour in (
     errors.plot([100 * layer[f"error_{name}"] for layer in layers], label=label, color=colour)
     ranks.plot([100 * layer[f"rank_{name}"] / layer["channels"] for layer in layers], label=label, color=colour)
 [claim] = [row for row in published("shadowkv_singular_values") if row.value]
-ranks.axhline(
-    100 / claim.value, color=PAPER, linestyle="--", label=f"the paper: {claim.value:g} times smaller, in words"
-)
+ranks.axhline(100 / claim.value, color=PAPER, linestyle="--", label=f"the paper: {claim.value:g} times smaller, in words")
 errors.set(xlabel="layer", ylabel="error at the paper's rank (%)", ylim=(0, 100))
 ranks.set(xlabel="layer", ylabel="rank for 99 % energy (% of channels)", ylim=(0, 100))
 errors.legend(fontsize=8, loc="upper right")
@@ -74,9 +72,7 @@ means.set(xlabel="layer", ylabel="cosine, rotated keys", ylim=(0, 1))
 means.legend(fontsize=8)
 outliers.bar(range(len(layers)), [100 * layer["outliers"] for layer in layers], color=OURS)
 [kept] = [row for row in published("shadowkv_chunk_cosines") if row.value]
-outliers.axhline(
-    kept.value, color=PAPER, linestyle="--", label=f"the paper keeps {kept.note} of the tokens ({kept.model})"
-)
+outliers.axhline(kept.value, color=PAPER, linestyle="--", label=f"the paper keeps {kept.note} of the tokens ({kept.model})")
 outliers.set(xlabel="layer", ylabel=f"chunks below a cosine of {cosines['options']['below']:g} (%)")
 outliers.legend(fontsize=8)
 figure.suptitle(f"Chunks of {cosines['options']['chunk']} keys\nours: {said_of(cosines)}", fontsize=9)
@@ -89,11 +85,7 @@ figure.suptitle(f"Chunks of {cosines['options']['chunk']} keys\nours: {said_of(c
 
 # %%
 figure, panels = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
-SETTINGS = (
-    ("shadowkv_rank", "rank", 30),
-    ("shadowkv_chunk", "chunk", 8),
-    ("shadowkv_outliers", "outlier_share", 0.158),
-)
+SETTINGS = (("shadowkv_rank", "rank", 30), ("shadowkv_chunk", "chunk", 8), ("shadowkv_outliers", "outlier_share", 0.158))
 for column, (experiment, name, usual) in zip(panels.T, SETTINGS, strict=True):
     rows = ours(experiment, runs)
     rows = rows[rows.method == "shadowkv"].sort_values(f"parameters.{name}")
@@ -103,9 +95,7 @@ for column, (experiment, name, usual) in zip(panels.T, SETTINGS, strict=True):
         at = rows[(rows[f"parameters.{name}"] - usual).abs() < 1e-9]
         axes.plot(at[f"parameters.{name}"], scale * at[measure], "D", color="#c2571a", markersize=9)
         axes.set(xlabel=f"method.{name}", ylabel=label, ylim=(0, top))
-figure.suptitle(
-    f"ShadowKV's parameters\nours: {measured_on(rows)}, {int(rows.num_examples.min())} prompts and more", fontsize=9
-)
+figure.suptitle(f"ShadowKV's parameters\nours: {measured_on(rows)}, {int(rows.num_examples.min())} prompts and more", fontsize=9)
 [row.said for experiment, _, _ in SETTINGS for row in published(experiment)]
 
 # %% [markdown]
@@ -122,12 +112,6 @@ scores.bar(rows.method, 100 * rows["score.mean"], yerr=[low, high], color=OURS, 
 scores.set(ylabel="score, 95 % interval", ylim=(0, 100), title=f"ours: {measured_on(rows)}")
 table = [row for row in published("shadowkv_ruler") if row.value]
 full.plot([int(row.setting.rpartition("=")[2]) for row in table], [row.value for row in table], "*-", color=PAPER)
-full.set(
-    xscale="log",
-    xlabel="prompt tokens",
-    ylabel="mean of 13 tasks",
-    ylim=(0, 100),
-    title="RULER's README: Full, Llama-3-8B (Gradient)",
-)
+full.set(xscale="log", xlabel="prompt tokens", ylabel="mean of 13 tasks", ylim=(0, 100), title="RULER's README: Full, Llama-3-8B (Gradient)")
 for axes in (scores, full):
     axes.title.set_fontsize(9)

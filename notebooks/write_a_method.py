@@ -150,7 +150,7 @@ for name in methods:
     axes.vlines(read, low, high, color=drawn[0].get_color(), alpha=0.3, linewidth=2)
 axes.plot(*zip(*(points[place] for place in best)), "k--", linewidth=1, label="Pareto front", zorder=0)
 axes.set(xlabel="share of the prompt read per step", ylabel=f"{task.metric}, 95 % interval", ylim=(-0.03, 1.03))
-axes.legend()
+axes.legend();
 
 # %% [markdown]
 # ## What next
