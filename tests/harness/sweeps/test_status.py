@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +92,15 @@ def test_runs_without_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     killed = next(one for one in part["jobs"] if one["label"] == "killed")
     assert killed["seconds"] is not None, "up to its last example"
     assert {one["label"]: one["reason"] for one in part["jobs"]}["wrong"] == "KeyError: 'no such head'"
+
+
+def test_a_run_that_goes_on_names_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = FolderLock(made(tmp_path / "going", 2, status="running", ended=None))
+    try:
+        [[one]] = [part["jobs"] for part in seen(tmp_path, capsys, 3)]
+    finally:
+        lock.release()
+    assert (one["status"], one["pid"], one["host"]) == ("running", os.getpid(), socket.gethostname())
 
 
 def test_a_reason_of_several_jobs_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
