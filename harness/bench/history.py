@@ -165,8 +165,10 @@ def _measure(
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench history", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="lengths of the history")
-    made.add_argument("--new", type=int, default=32, help="tokens of the turn")
+    made.add_argument(
+        "--tokens", nargs="*", type=arguments.count, default=[512, 1024, 2048, 4096], help="lengths of the history"
+    )
+    made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
     made.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")
     made.add_argument("--budget", type=arguments.budget, default=0.2)
     models.add_run(made)

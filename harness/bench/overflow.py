@@ -165,8 +165,12 @@ def texts(task: Task, source: ModelSource, settings: Settings, tokens: int) -> I
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
+    if options.turn > options.window:
+        raise ValueError(f"--turn {options.turn} does not fit into --window {options.window}: choose a shorter one.")
     if not 0 < options.ratio < 1 or int(options.window * options.ratio) + options.turn > options.window:
         raise ValueError(f"--ratio {options.ratio} leaves no room for a turn of {options.turn}: choose a smaller one.")
+    if not 0 <= options.sinks < (stays := int(options.window * options.ratio)):
+        raise ValueError(f"--sinks {options.sinks} should be 0 or more, and fewer than the {stays} tokens that stay.")
     tokens = options.window + options.new
     task = [f"task.window={tokens}", f"task.stride={options.new}", f"task.samples={options.texts}"]
     place = [f"data.root={options.data_root}"] if options.data_root else []
@@ -198,11 +202,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overflow", description=__doc__)
     made.add_argument("--model", nargs="*", default=["model=smollm2"], help="as of a run: model=hf model.name=...")
-    made.add_argument("--texts", type=int, default=24, help="windows of the test split")
-    made.add_argument("--window", type=int, default=2048, help="tokens of history and turn together, at most")
+    made.add_argument("--texts", type=arguments.count, default=24, help="windows of the test split")
+    made.add_argument(
+        "--window", type=arguments.count, default=2048, help="tokens of history and turn together, at most"
+    )
     made.add_argument("--ratio", type=float, default=0.5, help="share of the history that stays")
-    made.add_argument("--new", type=int, default=1024, help="tokens of a text behind the first overflow")
-    made.add_argument("--turn", type=int, default=512, help="tokens of a turn")
+    made.add_argument("--new", type=arguments.count, default=1024, help="tokens of a text behind the first overflow")
+    made.add_argument("--turn", type=arguments.count, default=512, help="tokens of a turn")
     made.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
     made.add_argument("--dtype", default="fp32", choices=DTYPES)
     made.add_argument("--device", default="cpu", type=arguments.device)

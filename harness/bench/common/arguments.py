@@ -16,6 +16,13 @@ def budget(text: str) -> float:
     return float(text) if "." in text else int(text)
 
 
+def count(text: str) -> int:
+    """From 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} should be a whole number, at least 1")
+    return int(text)
+
+
 def device(text: str) -> str:
     """One that this machine has."""
     try:
@@ -48,7 +55,7 @@ def add_method(parser: ArgumentParser) -> None:
 def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=device)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=count, default=rounds)
     add_out(parser)
 
 

@@ -16,7 +16,7 @@ def add_shape(parser: ArgumentParser) -> None:
 
 def add_run(parser: ArgumentParser) -> None:
     """What is measured on a whole model, turn by turn."""
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=arguments.count, default=5)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=arguments.device)
     add_shape(parser)

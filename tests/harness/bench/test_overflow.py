@@ -80,6 +80,21 @@ def test_command_writes_table_and_figures(tmp_path: Path) -> None:
     assert "truncate_rotated" in (tmp_path / "out" / "table.md").read_text()
 
 
-def test_a_ratio_that_leaves_no_room_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["overflow", "--window", "64", "--ratio", "0.9", "--turn", "32"]) == 2
-    assert "leaves no room" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ratio", "0.9"], "--ratio 0.9 leaves no room for a turn of 32"),
+        (["--turn", "65"], "--turn 65 does not fit into --window 64"),
+        (["--sinks", "32"], "fewer than the 32 tokens that stay"),
+    ],
+)
+def test_what_leaves_no_room_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["overflow", "--window", "64", "--turn", "32", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_count_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["overflow", "--window", "0"], ["history", "--tokens", "8", "0"], ["overlap", "--rounds", "many"]):
+        with pytest.raises(SystemExit):
+            bench.main(words)
+        assert f"{words[-1]} should be a whole number, at least 1" in capsys.readouterr().err
