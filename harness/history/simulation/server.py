@@ -6,7 +6,6 @@ taken to hide behind decoding; loading hides as far as `preload` lets it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -58,7 +57,6 @@ class Server:
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
         self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
         self.jobs: list[Job] = []
-        self.moved: Counter[tuple[str | None, str | None]] = Counter()  # bytes, of the whole run
         self.moves: list[Move] = []
 
     def serve(self, trace: Sequence[Conversation]) -> list[Job]:
@@ -215,7 +213,6 @@ class Server:
         """`on_its_way`: a session that is read or written by whoever asks."""
         self.moves += moves
         for move in in_order(moves):
-            self.moved[move.source, move.target] += move.size
             if move.target is None:
                 self.disk.drop(move.session)
             elif move.target == DISK:

@@ -303,7 +303,7 @@ def test_the_simulator_and_the_store_do_the_same(
     assert dropped > 10
     assert shadow.wrong == 0
     assert done == (shadow.disk.written_bytes, shadow.disk.read_bytes)
-    moved = sum(size for (_, target), size in shadow.moved.items() if target == "disk")
+    moved = sum(move.size for move in shadow.moves if move.target == "disk")
     assert (shadow.disk.written_bytes < 0.7 * moved) == copies  # what lies there as a spare copy is not written again
 
 
