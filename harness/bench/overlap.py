@@ -129,13 +129,15 @@ class Turn:
         watch, began = Watch(), perf_counter()
         cache = behind.start(len(prompt) + self._steps)
         logits = behind.prefill(cache, prompt)
+        asked = perf_counter()
         histories.save_ahead(SESSION, prompt, cache)
+        ahead_s = perf_counter() - asked
         saved = histories.save(SESSION, [*prompt, *behind.decode(cache, logits, self._steps)], cache)
         turn_s = Seconds(perf_counter() - began, watch.disturbed())
         beside_s = self.jobs.beside()
         hidden_s = saved.hidden_s()
         histories.store.truncate(SESSION, 0.0)
-        return Timed(turn_s, beside_s, saved.save_s, hidden_s, None)
+        return Timed(turn_s, beside_s, ahead_s + saved.save_s, hidden_s, None)
 
 
 Measured = Load | Save | Turn
