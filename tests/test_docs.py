@@ -40,6 +40,7 @@ ELSEWHERE = {  # what nothing here can check, and why
     "pip": "installs from an index",
     "python -m venv": "makes another environment",
     "kvpress-env/bin/pip": "installs from an index",
+    "python -m harness -m --config-dir results/tuning": "reads a preset that a search wrote (test_tune.py does so)",
 }
 NEWCOMERS = ("spread", "ledger", "my-llama", "tiny-granite")  # tests/harness/test_extending.py runs them
 
