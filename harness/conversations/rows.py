@@ -32,6 +32,7 @@ class Cut:
         drops = budget is not None and budget.generated is not None
         self.by_token = attachment.method.rows_stay and attachment.codec is None and not drops
         self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
+        self.shareable = self.by_token and not attachment.method.uses_budget  # sparse reads shape the rows of answers
         self._kinds = _alike(self.rotations)
         self._checked = 0  # tokens of the longest text whose rotations follow from positions
 

@@ -30,9 +30,15 @@ class StoredHistories(Histories):
     def __init__(
         self, start: Start, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
     ) -> None:
-        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says."""
+        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. Raises `ValueError`
+        where `store` shares and rows are not what every conversation would compute."""
         super().__init__(start)
         self.store, self.cut, self.read_buffer = store, Cut(attachment), read_buffer
+        if store.share and not self.cut.shareable:
+            raise ValueError(
+                "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
+                "not: open the store with share=False."
+            )
         self._device = attachment.model.device
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use

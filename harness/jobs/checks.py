@@ -62,6 +62,11 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
                 f"store.{name}={getattr(store, name)} is about the rows of methods that keep all of them as the model "
                 f"made them, and {type(method).__name__} stores something else here: leave it out."
             )
+    if store.share and method.uses_budget:
+        raise SettingsError(
+            "store.share=true gives a conversation the rows of another one's answers, and "
+            f"{type(method).__name__} computes these from sparse reads: set store.share=false."
+        )
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:

@@ -34,8 +34,11 @@ TIERS = {"device": {"device": 9 * MB}, "host": {"host": 9 * MB}, "disk": {"disk"
 class Talk:
     """A conversation of one session; each turn is as long as `LENGTHS` says, unless its ids are given."""
 
-    def __init__(self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW) -> None:
+    def __init__(
+        self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW, session: str = "alice"
+    ) -> None:
         self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
+        self.session = session
         self.device = self.engine.model.device
         self.fed: list[int] = []
         self.said: list[int] = []  # by all turns
@@ -43,16 +46,16 @@ class Talk:
 
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
-        found = self.histories.resume("alice", text[:-1], self.capacity)
+        found = self.histories.resume(self.session, text[:-1], self.capacity)
         found, logits = self.histories.compute(
             found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids], device=self.device))
         )
-        self.histories.save_ahead("alice", text, found.cache)
+        self.histories.save_ahead(self.session, text, found.cache)
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.device)
         [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
         self.found.append(replace(found, cache=None))  # type: ignore[arg-type]
-        self.histories.save("alice", self.fed, found.cache)
+        self.histories.save(self.session, self.fed, found.cache)
 
     def turns(self, lengths: Sequence[int] = LENGTHS) -> Talk:
         for length in lengths:
@@ -143,6 +146,28 @@ def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
         assert talk.said == wanted.said
     else:
         assert talk.said[:NEW] == wanted.said[:NEW]
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
+def test_another_conversation_begins_with_an_answer(name: str) -> None:
+    """Alice's text with what was said to her is Bob's prompt; a method that selects has computed her answer's rows from
+    sparse reads."""
+    with attach(small(name), 0.2) as kv:
+        if name != "full":
+            with pytest.raises(ValueError, match="share=False"):
+                stored(kv, host=9 * MB, share=True)
+            return
+        said, reused = [], []
+        for share in (False, True):
+            histories = stored(kv, host=9 * MB, share=share)
+            alice = Talk(kv, histories).turns(LENGTHS[:1])
+            bob = Talk(kv, histories, session="bob")
+            bob.turn([*alice.fed, *prompt(9, seed=5)[0].tolist()])
+            said.append(bob.said)
+            reused.append(bob.found[0].reused)
+            histories.close()
+    assert said[0] == said[1]
+    assert reused == [0, LENGTHS[0] + NEW - 1]
 
 
 @pytest.mark.parametrize("name", ["full", "h2o"])

@@ -22,6 +22,9 @@ from harness.terminal.tables import digits
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
+from methods.pqcache import PQCache
+from methods.quest import Quest
+from methods.sparq import SparQ
 from tests.fast import niah
 from tests.harness.jobs.test_questions import Balances, Given, Retold, run
 
@@ -149,6 +152,13 @@ def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> No
             SettingsError, match=r"store\.(codec|share)=.* H2O stores something else here: leave it out"
         ):
             talked(tmp_path, H2O(), history="store", store=refused, budget=0.5)
+
+
+@pytest.mark.parametrize("method", [Quest(), PQCache(), SparQ()], ids=lambda method: type(method).__name__)
+def test_rows_that_sparse_reads_have_shaped_are_not_shared(tmp_path: Path, method: Method) -> None:
+    store = StoreSettings(host="1GB", share=True)
+    with pytest.raises(SettingsError, match=rf"rows .* {type(method).__name__} .* set store\.share=false"):
+        talked(tmp_path, method, history="store", store=store)
 
 
 def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
