@@ -13,7 +13,7 @@ import torch
 
 from harness.history.block import Block, Coding, Rows, has_rest, joined, length
 from harness.history.file import DamagedBlock
-from harness.history.overlap.beside import Span, beside_the_model, covered_s
+from harness.history.overlap.beside import Span, beside_the_model, covered_s, reached
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.leaving import NotSaved
 from harness.history.overlap.speeds import Speeds
@@ -85,6 +85,7 @@ class Loading:
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
         self.fetch, self._read, self._count, self._on = fetch, read, len(parts), on
+        self._behind = reached(on)  # what `prepare` uses was made on the caller's stream
         self._copier, self._prepare, self._coding, self._events = copier, prepare, coding, events
         self._rest = has_rest(parts)
         self._copies: dict[int, Future[Layer]] = {}
@@ -177,7 +178,7 @@ class Loading:
         parts = self.fetch.rows(number)[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        with beside_the_model(self._on):
+        with beside_the_model(self._on, self._behind):
             near = [{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._coding.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from harness.conversations.histories import Recompute
+from harness.engine.attach import attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -20,7 +22,7 @@ from methods.full import Full
 from methods.streaming import Streaming
 from tests.harness.conversations.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
 from tests.methods.test_contract import attach
-from tests.tiny import prompt
+from tests.tiny import prompt, tiny
 
 
 def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
@@ -44,6 +46,38 @@ def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
         whole = kv.start(KVCache, capacity=CAPACITY)
         whole.refill(contents)
         assert torch.equal(logits, engine.prefill(whole, prompt(5, seed=1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed on the caller's stream, and used on the one that loads."""
+    with attached(deepcopy(tiny("llama")).to("cuda"), Full()) as kv:  # type: ignore[arg-type]
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, on="cuda"))
+        histories: Any = talk.histories
+        states, resume = histories.cut.states, histories.resume
+
+        def late(tokens: int, device: torch.device) -> Any:
+            poison = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
+            torch.cuda.synchronize()
+            del poison  # what the rotations are written to holds no earlier ones
+            torch.cuda._sleep(10**9)
+            return states(tokens, device)
+
+        def resumed(session: str, tokens: list[int], capacity: int) -> Any:
+            if ahead:
+                histories.ahead(session, tokens)
+            return resume(session, tokens, capacity)
+
+        monkeypatch.setattr(histories.cut, "states", late)
+        monkeypatch.setattr(histories, "resume", resumed)
+        talk.turns()
+        assert talk.said == wanted.said
+        assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
+        histories.close()
 
 
 @pytest.mark.parametrize("use", ["seal", "contents", "slots"])
