@@ -184,7 +184,7 @@ figure.suptitle(f"Figure 18: prefill with a stored history. Ours: {measured(told
 # less to hide from host memory than from disk. The paper has 1000 tokens of history and 100 new ones. Figure 20: a prompt, 20
 # decoded tokens, the save to host memory and the next job, over the same with the save behind the turn and nothing beside.
 #
-# Two cores shared with other work: every sample was disturbed (column `disturbed`), so read the order, not the heights.
+# Two cores shared with other work: nearly every sample was disturbed (column `disturbed`), so read the order, not the heights.
 
 # %%
 rows = pd.DataFrame(MEASURED["overlap"]["rows"])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from harness.bench import __main__ as bench
+from harness.conversations.stored import StoredHistories
 
 
 def test_command_writes_table_and_figures(tmp_path: Path) -> None:
@@ -24,3 +29,18 @@ def test_command_writes_table_and_figures(tmp_path: Path) -> None:
     assert rows[10]["tokens"] == 270
     assert rows[10]["turn_s"][0] > rows[10]["waited_s"][0] > 0
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_turn_waits_for_its_save_behind_the_prefill_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = StoredHistories.save_ahead
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.05)
+        ahead(*given)
+
+    monkeypatch.setattr(StoredHistories, "save_ahead", slowly)
+    words = ["overlap", "--shape", "tiny", "--tokens", "--beside", "9", "--prompts", "270", "--steps", "3"]
+    assert bench.main([*words, "--rounds", "1", "--no-plot", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert len(rows) == 2
+    assert all(row["turn_s"][0] > row["waited_s"][0] >= 0.05 for row in rows)
