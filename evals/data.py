@@ -179,14 +179,14 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
     if root is None:
         return None
     if not root.is_dir():
-        raise TaskError(f"data.root={root} is not a folder: name an existing one, or null to use the hub alone")
+        raise TaskError(f"the data root {root} is not a folder: name an existing one, or none to use the hub alone")
     found = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
     path = next(found, None)
     return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
 
 
 def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
-    sought = f"below data.root={'null' if root is None else root} (as {' or '.join(source.local)})"
+    sought = f"below the data root {root or '(none is set)'} (as {' or '.join(source.local)})"
     if source.hub_repo is None:
         raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
     place = (source.hub_repo, source.hub_file, source.hub_revision)

@@ -232,7 +232,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, default=0.2, help="share of the prompt that is kept")
     made.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16"))
     made.add_argument("--new", type=int, help="tokens of every answer, whatever would end it")
-    made.add_argument("--data-root", help="a folder with RULER's essays; else Python's own help text")
+    made.add_argument(
+        "--data-root", type=arguments.folder, help="a folder with RULER's essays; else Python's own help text"
+    )
     arguments.add_out(made)
     return made
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -212,6 +211,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
     made.add_argument("--dtype", default="fp32", choices=DTYPES)
     made.add_argument("--device", default="cpu", type=arguments.device)
-    made.add_argument("--data-root", type=Path, help="folder with data sets")
+    made.add_argument("--data-root", type=arguments.folder, help="folder with data sets")
     arguments.add_out(made)
     return made

@@ -117,7 +117,7 @@ def drop_half_line(path: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Says in one sentence that, and why, a folder cannot be written."""
+    """Says in one sentence that, and why, a folder below the results root cannot be written."""
     try:
         yield
     except OSError as error:

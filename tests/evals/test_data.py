@@ -99,7 +99,7 @@ class TestLocal:
     def test_missing_names_set_places_and_remedy(self, tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=r"set/test is not on the hub .*set/test.jsonl or Set.*put the file there"):
             open_rows(source(), env_of(tmp_path))
-        with pytest.raises(TaskError, match=r"data\.root=.*absent is not a folder"):
+        with pytest.raises(TaskError, match=r"the data root .*absent is not a folder"):
             open_rows(source(), env_of(tmp_path / "absent"))
 
 
@@ -216,7 +216,7 @@ class TestHub:
         error = fetch(tmp_path, "http://127.0.0.1:9", offline=offline)["error"]
         reason = "HF_HUB_OFFLINE forbids fetching it" if offline == "1" else "http://127.0.0.1:9 does not answer"
         assert error == (
-            "set/test was not found below data.root=null (as x.jsonl) nor in the hub's cache, and "
+            "set/test was not found below the data root (none is set) (as x.jsonl) nor in the hub's cache, and "
             f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "
             "--revision main` where the hub can be reached"
         )

@@ -23,6 +23,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def folder(text: str) -> str:
+    """One that exists."""
+    if not Path(text).expanduser().is_dir():
+        raise ArgumentTypeError(f"{text} is not a folder")
+    return text
+
+
 def device(text: str) -> str:
     """One that this machine has."""
     try:

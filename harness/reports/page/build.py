@@ -26,8 +26,7 @@ SCRIPTS = ("dom", "tables", "plots", "maps", "outputs", "page")  # in the order 
 
 def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[str] = ()) -> Path:
     """Writes FOLDER/index.html. `left_out`: sentences on what was found and is in no table."""
-    with files.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
     files.write_atomically(path, page(page_data(tables, left_out, made=now())))
     return path

@@ -98,3 +98,9 @@ def test_a_count_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit):
             bench.main(words)
         assert f"{words[-1]} should be a whole number, at least 1" in capsys.readouterr().err
+
+
+def test_missing_data_are_told_as_the_command_knows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["overflow", "--data-root", str(tmp_path / "absent")])
+    assert "argument --data-root" in capsys.readouterr().err
