@@ -71,7 +71,7 @@ def _figures(server: Server, jobs: Sequence[Job]) -> Row:
 
 def _cost(server: Server, jobs: Sequence[Job], costs: Costs) -> Row:
     """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
-    prefill that others wait for counts in their decoding too, as the paper's GPU time seems to."""
+    prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
     hours = sum(job.busy_s for job in jobs) / 3600
     halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)

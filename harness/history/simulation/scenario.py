@@ -108,6 +108,8 @@ def _value(key: str, text: str) -> Any:
     hints = get_type_hints(Scenario)
     if key not in hints:
         raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
+    if text in get_args(hints[key]):
+        return text  # a word as it stands: YAML reads off as false
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

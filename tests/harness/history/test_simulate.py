@@ -290,6 +290,7 @@ def test_a_key_with_several_values_makes_several_runs() -> None:
         ("lru", "2TB", 2), ("lru", "10TB", 2), ("fifo", "2TB", 2), ("fifo", "10TB", 2)
     ]  # fmt: skip
     assert runs[0].capacities == {"device": 0, "host": 128 * GB, "disk": 2000 * GB}
+    assert [run.preload for run in scenarios(["preload=off,layerwise"])] == ["off", "layerwise"]
 
 
 @pytest.mark.parametrize(

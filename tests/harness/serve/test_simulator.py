@@ -1,4 +1,4 @@
-"""One small trace through the simulator and through the loop with a real store: the same hits, the same evictions."""
+"""One small trace through the simulator and through the loop with a real store: same hits, evictions, bytes on disk."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tests.tiny import tiny
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # of tests/tiny.py's llama
 TOKEN_S = 0.125  # as all times here, so that both sides add them up without rounding
 SLOTS = 2
+BLOCK = 8
 SESSIONS = [
     session(
         str(place), 3.25 * place, *[(8 + (5 * place + 3 * turn) % 17, 3 + (place + turn) % 5) for turn in range(turns)],
@@ -56,17 +57,21 @@ def conversation(one: Session) -> Conversation:
     return Conversation(one.name, one.start_s, tuple(turns), one.think_s)
 
 
-def simulated(policy: str, host: int, disk: int) -> tuple[list[Told], list[Move]]:
-    """Loading takes no time, as on the loop's clock."""
+def simulated(policy: str, host: int, disk: int, copies: bool) -> tuple[list[Told], list[Move], int]:
+    """Loading takes no time, as on the loop's clock. -> turns, moves, bytes written to disk"""
     model = Served(
         kv_bytes_per_token=TOKEN_BYTES, window=4096, gpus=1, batch=SLOTS, prefill_s_per_token=TOKEN_S,
         decode_step_s=STEP_S,
     )  # fmt: skip
     prices = Prices(gpu_usd_per_hour=1, dram_usd_per_gb_hour=1, ssd_usd_per_gb_hour=1)
     costs = Costs(Hardware(pcie_bytes_per_s=1e30, disk_bytes_per_s=1e30), prices, {"tiny": model})
-    server = Server(Scenario(model="tiny", policy=policy, host=host, disk=disk, copies=False, preload="off"), costs)
+    scenario = Scenario(
+        model="tiny", policy=policy, host=host, disk=disk, copies=copies, block_tokens=BLOCK, preload="off"
+    )
+    server = Server(scenario, costs)
     jobs = server.serve([conversation(one) for one in SESSIONS])
-    return [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs], server.moves
+    told = [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs]
+    return told, server.moves, server.disk.written_bytes
 
 
 class Logged(Placement):
@@ -90,7 +95,7 @@ class Logged(Placement):
         return moves
 
 
-def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told], list[Move]]:
+def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tuple[list[Told], list[Move], int]:
     time = Time()
     who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
     with attached(tiny("llama"), Full()) as kv:
@@ -100,7 +105,8 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
             disk=disk,
             folder=folder,
             policy=POLICIES[policy](),
-            block_tokens=8,
+            copies=copies,
+            block_tokens=BLOCK,
             clock=time,
             io_threads=0,  # the simulated disk takes no time
         )
@@ -108,18 +114,23 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
         engine = Timed(kv, time, token_s=TOKEN_S)
         answers = list(Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS))
         assert isinstance(store.placement, Logged)
+        store.flush()
+        written = store.statistics.written_bytes  # closing writes what is in memory
         histories.close()
     answers.sort(key=lambda one: one.arrived_s + one.queue_s)
-    return [Told(a.session, a.turn, a.tier, a.reused_tokens, a.queue_s) for a in answers], store.placement.moves
+    told = [Told(a.session, a.turn, a.tier, a.reused_tokens, a.queue_s) for a in answers]
+    return told, store.placement.moves, written
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for 60 tokens in memory, 150 on disk: sessions are evicted there, dropped from there, and fetched ahead."""
+def test_simulator_and_store_agree(policy: str, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 60 tokens in memory, 150 on disk besides copies: sessions are evicted there, dropped from there, and
+    fetched ahead."""
     monkeypatch.setattr("harness.history.store.Placement", Logged)
-    sizes = 60 * TOKEN_BYTES, 150 * TOKEN_BYTES
-    jobs, moves = simulated(policy, *sizes)
-    assert served(policy, *sizes, tmp_path) == (jobs, moves)
+    given = policy, 60 * TOKEN_BYTES, (150 + 60 * copies) * TOKEN_BYTES, copies
+    jobs, moves, written = simulated(*given)
+    assert served(*given, tmp_path) == (jobs, moves, written)
     assert {None, "host"} <= {job.tier for job in jobs}
     ways = {(move.source, move.target) for move in moves}
     assert {("host", "disk"), ("disk", "host"), ("disk", None)} <= ways
