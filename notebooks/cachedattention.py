@@ -336,12 +336,12 @@ for axes, (key, scale, label) in zip(panels, (("hit_rate", 100, "hit rate (%)"),
     axes.plot(rows.rate, scale * rows[key], "o-", color=OURS, label="ours, simulated")
     if f"{key}_with_halts" in rows:
         axes.plot(rows.rate, rows[f"{key}_with_halts"], "o-", color=PALE, label="ours, halts counted")
-        axes.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="lower right")
     axes.plot([rate for rate, _ in said], [scale * there for _, there in said], "D", color=THEIRS, label="paper")
     axes.margins(y=0.15)
     axes.set(xlabel="new sessions / s", ylabel=label)
     axes.set_ylim(bottom=0)
-panels[0].legend(fontsize=8, loc="lower right")
+for axes in (panels[0], panels[3]):
+    axes.legend(fontsize=8, loc="lower right")
 figure.suptitle("Figure 25: LLaMA-13B, 128 GB of host memory, 10 TB of disk. Ours simulated, its costs fitted; the paper's on 2 A100-80GB", fontsize=9)
 
 # %% [markdown]
