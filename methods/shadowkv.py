@@ -171,7 +171,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
 
     def prepare(self, plan: ChunkPlan) -> None:
         self._compress(plan)
-        self.hits = HitCache(self._rebuild, self.method.chunk, plan.candidates) if self.method.hit_cache else None
+        self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -179,7 +179,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
-        read = self.hits.read(rows) if self.hits is not None else self._rebuild(rows)
+        read = self.hits.read(rows, self._rebuild) if self.hits is not None else self._rebuild(rows)
         return self.attend(x.q, self.store.since(0), read)
 
     def select(self, q: Tensor, top: int) -> Tensor:

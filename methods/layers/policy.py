@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ class Policy:
         cls.capturable = capturable
 
     def bind(self, layer: Storage) -> None:
-        """Become a policy of `layer`, which has not seen a token yet."""
-        self.layer, self.method = layer, layer.method
+        """Become a policy of `layer`, which has not seen a token yet and owns this policy: were it owned in turn, the
+        keys and values of a cache that is let go would stay in memory until the next pass for cycles."""
+        self.layer, self.method = proxy(layer), layer.method
         self.spec, self.cache, self.request = layer.spec, layer.cache, layer.request
 
     @property

@@ -14,7 +14,7 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.base import Case, Cost
 from methods.parts.costs import INT64
-from methods.parts.hit_cache import HitCache, token_rows
+from methods.parts.hit_cache import HitCache, Load, token_rows
 from methods.pools import Pool
 
 
@@ -32,9 +32,8 @@ class BlockCache:
         self.last, self.step = self.uses.clone(), 0
         self.order = torch.arange(blocks, device=tokens.k.device)  # of equals the first leaves
         self.slot_of = torch.full((batch, groups, blocks), -1, device=tokens.k.device)
-        self.held = HitCache(lambda chunks: self._gather(tokens, chunks), size, blocks)
-        self._keep(self.order[blocks - self.slots :].expand(batch, -1))
-        self.held.load = self._fetch
+        self.held = HitCache(size, blocks)
+        self._keep(self.order[blocks - self.slots :].expand(batch, -1), lambda chunks: self._gather(tokens, chunks))
 
     def read(self, rows: Tensor) -> Segment:
         """rows [B G K] -> their keys and values on the device, [B G K D] each"""
@@ -63,11 +62,11 @@ class BlockCache:
         worth = worth.masked_fill(~held, -1)
         kept = worth.masked_fill(offered & ~held, torch.iinfo(torch.int64).max).topk(self.slots).indices
         self.uses *= torch.zeros_like(self.uses).scatter(1, kept, 1)
-        self._keep(kept)
+        self._keep(kept, self._fetch)
 
-    def _keep(self, kept: Tensor) -> None:
+    def _keep(self, kept: Tensor, load: Load) -> None:
         """kept [B slots]: the blocks to hold from now on."""
-        self.held.read(kept.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1))
+        self.held.read(kept.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1), load)
         assert self.held.held is not None
         order = torch.arange(self.slots, device=kept.device).expand_as(self.held.held)
         self.slot_of = torch.full_like(self.slot_of, -1).scatter(2, self.held.held, order)

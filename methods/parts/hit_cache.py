@@ -10,44 +10,46 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 
+Load = Callable[[Tensor], Segment]  # chunks [B G K] -> their K*size tokens
+
 
 class HitCache:
-    """Keys and values of K chunks per KV head, `size` tokens each. `load` makes those of chunks [B G K], K*size tokens.
+    """Keys and values of K chunks per KV head, `size` tokens each.
 
     New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
     that one rectangular block is moved and counted.
     """
 
-    def __init__(self, load: Callable[[Tensor], Segment], size: int, total: int) -> None:
+    def __init__(self, size: int, total: int) -> None:
         """total: how many chunks there are to choose from."""
-        self.load, self.size, self.total = load, size, total
+        self.size, self.total = size, total
         self.held: Tensor | None = None  # [B G K]
         self.kv: Segment
 
-    def read(self, chunks: Tensor) -> Segment:
-        """chunks [B G K], the same K every time -> their tokens, in any order."""
+    def read(self, chunks: Tensor, load: Load) -> Segment:
+        """chunks [B G K], the same K every time -> their tokens, in any order. `load` makes those that are not held."""
         if self.held is None:
-            return self._start(chunks)
+            return self._start(chunks, load)
         none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
         count = int(new.sum(2).max())
         if count == chunks.shape[2]:
-            return self._start(chunks)
+            return self._start(chunks, load)
         if count:
             places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
             incoming = chunks.gather(2, new.int().topk(count).indices)
-            self._fill(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)))
+            self._fill(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)), load)
         return self.kv
 
-    def _start(self, chunks: Tensor) -> Segment:
-        self.held, self.kv = chunks.clone(), self.load(chunks)
+    def _start(self, chunks: Tensor, load: Load) -> Segment:
+        self.held, self.kv = chunks.clone(), load(chunks)
         return self.kv
 
-    def _fill(self, places: Tensor, chunks: Tensor) -> None:
+    def _fill(self, places: Tensor, chunks: Tensor, load: Load) -> None:
         assert self.held is not None
         self.held.scatter_(2, places, chunks)
-        loaded = self.load(chunks)
+        loaded = load(chunks)
         for kept, fresh in ((self.kv.k, loaded.k), (self.kv.v, loaded.v)):
             ops.put_rows(_by_chunk(kept, self.held), places, _by_chunk(fresh, chunks))
 

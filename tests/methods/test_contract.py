@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -240,6 +241,26 @@ def test_memory_that_was_never_written_is_never_read(name: str, placement: str) 
     wanted = run(method, ids, 0.5, placement=placement)
     with fresh_memory_full_of_nan():
         assert_same(run(method, ids, 0.5, placement=placement), wanted)
+
+
+@methods
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_memory_is_free_when_the_cache_is_let_go(name: str, placement: str) -> None:
+    """At once: what waits for the next pass for cycles takes a multiple of the memory until then."""
+    method = small(name)
+    if placement == "host" and not method.offloads:
+        pytest.skip("keeps nothing on the host")
+    gc.disable()
+    try:
+        with attach(method, 0.4, placement=placement) as kv:
+            cache = kv.cache(capacity=100)
+            turn(kv, cache, prompt(61))
+            turn(kv, cache, prompt(7, seed=1))
+            layers = [ref(layer) for layer in cache.layers]
+            del cache
+            assert [layer() for layer in layers] == [None] * len(layers)
+    finally:
+        gc.enable()
 
 
 @methods
