@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-gpu docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -82,6 +82,18 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
+
+# A run that is there is read, not repeated: stopped, `make published` goes on where it was.
+TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/*.yaml)))
+published: setup  ## results/published/tables and the bands of Full anew, with DATA=...: about 4 hours on 2 cores
+	for name in $(TABLES); do \
+	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) results.root=results/runs/tables/$$name && \
+	    $(BIN)/python -m harness.report results/runs/tables/$$name --md results/published/tables/$$name.md \
+	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
+	done
+	$(BIN)/python -m harness.bands results/runs/tables
+	$(BIN)/python docs/tables.py
+	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 
 docs: setup  ## the documentation as a site, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
