@@ -102,25 +102,25 @@ class Multiturn(Task):
         if builder.lengths:
             self._made["statistics"] = law.statistics(builder.lengths, self._made.get("scale", 1.0))
         if made < self.conversations:
-            raise self._too_few(made, limit, longest)
+            raise self._too_few(made, builder, longest)
 
-    def _too_few(self, made: int, limit: int, turns: int) -> TaskError:
+    def _too_few(self, made: int, builder: Builder, turns: int) -> TaskError:
         """`turns`: of the conversation that has most."""
         origin = str(self._made["origin"]).removeprefix("local:")
         kind = "" if self.turns is None else f" of {self.turns} turns"
         return TaskError(
-            f"{origin} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
-            f"task.conversations={self.conversations}: {self._remedy(made, turns)}."
+            f"{origin} gives {made} conversations{kind} that fit into {builder.limit} tokens, fewer than "
+            f"task.conversations={self.conversations}: {self._remedy(made, turns, builder.excess)}."
         )
 
-    def _remedy(self, made: int, turns: int) -> str:
-        """Fewer drawn conversations are others, which need not fit either."""
+    def _remedy(self, made: int, turns: int, excess: int) -> str:
+        """Fewer drawn conversations are others, which need not fit either. An opening saves itself at most."""
         if self.source is not None and made:
             return f"set task.conversations={made}"
         if self.turns is not None and turns < self.turns:
             return f"none has more than {turns} turns, so set task.turns={turns} or fewer"
         room = "raise task.longest" if self.longest else "take a model with a longer window"
-        shorter = [] if self.source is not None or self.opening == 1 else [f"lower task.opening={self.opening}"]
+        shorter = [] if self.source is not None or self.opening <= excess else [f"lower task.opening={self.opening}"]
         fewer = [] if self.turns is None else ["set fewer task.turns"]
         return " or ".join([room, *shorter, *fewer])
 
@@ -159,5 +159,5 @@ class Multiturn(Task):
         rng, reader = np.random.default_rng(env.seed), Reader(text, env)
         sessions = law.drawn(self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns)
         for number, tokens in enumerate(sessions):
-            parts = law.opened([law.parted(one, self.question_share) for one in tokens], self.opening)
-            yield Passages(f"{number}", reader, int(rng.integers(len(reader))), parts)
+            parts = [law.parted(one, self.question_share) for one in tokens]
+            yield Passages(f"{number}", reader, int(rng.integers(len(reader))), parts, self.opening)

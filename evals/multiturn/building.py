@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from evals.base import Example, TaskEnv, Turn
@@ -38,7 +39,8 @@ class Said(NamedTuple):
 
 @dataclass
 class Builder:
-    """`limit`: tokens of a conversation at most. Fields as of the task; `lengths`: tokens of each turn made so far."""
+    """`limit`: tokens of a conversation at most. Fields as of the task; `lengths`: tokens of each turn made so far;
+    `excess`: tokens over the limit of the longest that cannot be shortened."""
 
     env: TaskEnv
     limit: int
@@ -48,6 +50,7 @@ class Builder:
     template: str
     max_new_tokens: int
     lengths: list[list[tuple[int, int]]] = field(default_factory=list)
+    excess: int = 0
 
     def __post_init__(self) -> None:
         first = self.env.text.count("")
@@ -59,24 +62,28 @@ class Builder:
 
     def conversation(self, script: Script, seed: str) -> Example | None:
         """None where it has not `turns` turns that fit, or not one."""
-        wanted = self.turns or min(len(script), MOST_TURNS)
-        count = min(len(script), wanted)
-        said = self._said(script, count, seed)
-        while (fitting := self._fitting(said)) < count:
-            if self.turns or not fitting:
-                return None
-            count, said = fitting, self._said(script, fitting, seed)
+        count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None
+        said = self._said(script, count, seed)
+        while (fitting := bisect_right(totals := self._totals(said), self.limit)) < count:
+            if not self.turns and fitting:
+                count = fitting
+            elif (shorter := script.shortened(totals[-1] - self.limit)) is not None:
+                script = shorter
+            else:
+                self.excess = max(self.excess, totals[-1] - self.limit)
+                return None
+            said = self._said(script, count, seed)
         self.lengths.append([turn.tokens for turn in said])
         return self._example(script.name, said)
 
-    def _fitting(self, said: Sequence[Said]) -> int:
-        """How many turns the limit has room for."""
+    def _totals(self, said: Sequence[Said]) -> list[int]:
+        """Tokens up to the end of each turn."""
         replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
         gaps = (self._between * ((place > 0) + (turn.reply is not None)) for place, turn in enumerate(said))
         needs = (turn.tokens[0] + turn.room + reply + gap for turn, reply, gap in zip(said, replies, gaps, strict=True))
-        return sum(1 for _ in takewhile(lambda total: total <= self.limit, accumulate(needs)))
+        return list(accumulate(needs))
 
     def _said(self, script: Script, count: int, seed: str) -> list[Said]:
         script.begin()

@@ -10,7 +10,7 @@ from typing import Protocol
 from evals.base import TaskEnv, TaskError
 from evals.data import Content, Row, Source, open_content, rows_of
 from evals.haystack import Haystack, split_sentences
-from evals.multiturn.law import exchanges
+from evals.multiturn import law
 
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
 SKIPS = 3  # sentences that may be too long for what is left of a passage
@@ -36,6 +36,9 @@ class Script(Protocol):
     def reply_tokens(self, turn: int) -> int:
         """How long a reply is meant to be; 0 where nobody knows."""
 
+    def shortened(self, tokens: int) -> Script | None:
+        """By about `tokens`; None where it cannot be shorter."""
+
 
 class Reader:
     """Reads a text sentence by sentence, round and round."""
@@ -56,11 +59,11 @@ class Reader:
 
 class Passages:
     """A conversation over consecutive passages of a text, in whole sentences. parts: tokens of the question and of the
-    answer of each turn."""
+    answer of each turn. opening: tokens of the first question at least."""
 
-    def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
         self.name, self._reader, self._start = name, reader, start
-        self._parts = parts
+        self._parts, self._opening = law.opened(parts, opening), opening
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -80,6 +83,12 @@ class Passages:
 
     def reply_tokens(self, turn: int) -> int:
         return self._parts[turn][1]
+
+    def shortened(self, tokens: int) -> Passages | None:
+        share = max(0.0, 1 - tokens / sum(map(sum, self._parts)))
+        parts = [(max(1, int(share * a)), max(1, int(share * b))) for a, b in self._parts]  # each falls, so this ends
+        shorter = Passages(self.name, self._reader, self._start, parts, self._opening)
+        return None if shorter._parts == self._parts else shorter
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
         """As many sentences as come nearest to `tokens`, but for a few too long ones; `least`: one at least."""
@@ -119,6 +128,9 @@ class Told:
     def reply_tokens(self, turn: int) -> int:
         return len(self._env.text.encode(self._turns[turn][1] or ""))
 
+    def shortened(self, tokens: int) -> None:
+        """A file's words stay as they are."""
+
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
     """A file of conversations, named as it is or from the data root, and the folder that it is looked for in."""
@@ -150,5 +162,5 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
 def _turns(row: Row) -> list[tuple[str, str | None]]:
     """What the user says, and the reply where there is one."""
     if "conversations" in row:
-        return [said for said in exchanges(row["conversations"]) if all(map(str.strip, said))]
+        return [said for said in law.exchanges(row["conversations"]) if all(map(str.strip, said))]
     return [(question.strip(), None) for question in row["turns"]]

@@ -106,6 +106,14 @@ def test_a_first_question_is_long_enough_for_a_budget() -> None:
     assert min(len(talk.context.split()) for talk in talks(conversations=40, opening=1)) < 50
 
 
+@pytest.mark.parametrize("chosen", [{"turns": 3}, {"turns": 8, "about": "first"}], ids=str)
+def test_a_conversation_at_the_limit_is_shortened_not_lost(chosen: dict[str, Any]) -> None:
+    """The law draws sessions that fill the window; whole sentences and facts go beyond that."""
+    made = talks(env(seed=42, window=8192), **chosen)
+    assert [len(talk.turns) for talk in made] == [chosen["turns"]] * 20
+    assert min(len(talk.context.split()) for talk in made) > 200
+
+
 def test_a_given_reply_is_right_and_stands_before_the_next_turn() -> None:
     for talk in talks(conversations=4, turns=4, replies="given"):
         for before, turn in zip(talk.turns, talk.turns[1:], strict=False):
@@ -225,9 +233,11 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"question_share": 1.0}, "between 0 and 1"),
         ({"longest": 8192}, "exceeds the model's 4096 tokens"),
         (
-            {"longest": 60, "conversations": 2},
-            "gives 0 conversations that fit into 52 tokens.*raise task.longest or lower task.opening=256",
+            {"longest": 208, "conversations": 2},
+            "gives 0 conversations that fit into 200 tokens.*raise task.longest or lower task.opening=256",
         ),
+        ({"longest": 60, "conversations": 2}, "that fit into 52 tokens.*: raise task.longest.$"),
+        ({"longest": 600, "turns": 40, "conversations": 2}, "raise task.longest or set fewer task.turns"),
         ({"source": "mt.jsonl", "turns": 2}, "none has more than 1 turns, so set task.turns=1"),
         ({"source": "mt.jsonl"}, "^mt.jsonl gives 1 conversations that fit .* set task.conversations=1"),
         ({"source": "absent.json", "opening": 9}, "task.opening shapes drawn conversations and changes nothing beside"),
