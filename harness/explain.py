@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plots:
             print(*(f"drew {path}" for one in subjects for path in _draw(one)), sep="\n")
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
         return 2
     return 0
 

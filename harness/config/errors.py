@@ -87,8 +87,15 @@ def explain(error: HydraException) -> str:
     if isinstance(error, ConfigCompositionException) and merging:
         shown = merging[1].lstrip("+")
         key, _, value = shown.partition("=")
-        return f"{shown} has the wrong type{_wanted(key)}." if value else f"{key} is empty{_wanted(key)}."
+        return (
+            f"{shown} has the wrong type{_share(value) or _wanted(key)}." if value else f"{key} is empty{_wanted(key)}."
+        )
     return sentence(error)
+
+
+def _share(value: str) -> str:
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
+    return f": write {float(percent[1]) / 100:g} for {percent[1]} %" if percent else ""
 
 
 def _wanted(key: str) -> str:

@@ -30,6 +30,7 @@ VALUED = (  # Hydra's flags that take the next word
     "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
 )  # fmt: skip
 HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
+COUNTS = ("samples", "rounds", "conversations")  # how tasks name how many examples they have
 Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
 Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
 
@@ -243,7 +244,14 @@ def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Ma
     others = [entry.name for entry in known.values() if name in entry.settable]
     elsewhere = f" (that is {' and '.join(others)}'s)" if others else ""
     own = sorted({key for entry in chosen for key in entry.settable if key != "_target_"})
-    raise SettingsError(f"{subject}{elsewhere}{suggestion(name, own).replace('mean ', f'mean {group}.')}")
+    raise SettingsError(f"{subject}{elsewhere}{_instead(name, own, others).replace('mean ', f'mean {group}.')}")
+
+
+def _instead(name: str, own: Sequence[str], others: Sequence[str]) -> str:
+    """A name that others have is no slip of the keys: what is spelled like it means something else."""
+    if name in COUNTS and (count := next((word for word in COUNTS if word in own), None)):
+        return f"; did you mean {count}?"
+    return f"; there is {', '.join(own) or 'none'}." if others else suggestion(name, own)
 
 
 def _partial(group: str, said: Sequence[Override], chosen: Chosen) -> frozenset[str]:

@@ -43,7 +43,9 @@ def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -
             raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
     for name, value in values.items():
         if not fits(value, known[name]):
-            raise PluginError(f"{kind}.{name}={value} should be {spell(known[name])}.")
+            raise PluginError(
+                f"{kind}.{name}={value} should be {spell(known[name])}{_listed(kind, name, value, known[name])}."
+            )
     return cls(**values)
 
 
@@ -115,6 +117,11 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+def _listed(kind: str, name: str, value: Any, hint: Any) -> str:
+    """How to write a single value where a list is wanted."""
+    return f", as in {kind}.{name}=[{plain(value)}]" if fits([value], hint) else ""
 
 
 def spell(hint: Any) -> str:

@@ -21,7 +21,7 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
     rows = [(entry.title, entry.summary) for entry in entries]
     shared = [(title, row) for title, row in rows if row["prefills"] < row["num_examples"]]
     if shared:
-        counts = dict.fromkeys(f"{row['num_examples']} questions on {row['prefills']} prefills" for _, row in shared)
+        counts = dict.fromkeys(_shared(row["num_examples"], row["prefills"]) for _, row in shared)
         named = "" if len(shared) == len(rows) else f" ({', '.join(title for title, _ in shared)})"
         yield f"questions=shared{named}: {', '.join(counts)}"
     if lost := [entry.title for entry in entries if _finds_nothing(entry)]:
@@ -30,6 +30,10 @@ def notes(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(row["ttft_later_s"]["p50"] is not None for _, row in rows):
         yield "TTFT: with the prefill; TTFT later: of further turns, or questions on one context, from their own start"
+
+
+def _shared(questions: int, prefills: int) -> str:
+    return f"{questions} questions on {prefills} prefill{'s' * (prefills != 1)}"
 
 
 def _united(entry: Entry) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.config.renamed import with_new_names
+from harness.config.settings import Results
 from harness.results import files
 from harness.results.files import seal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
@@ -204,13 +205,21 @@ def find(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise StoreError(f"no such folder: {path}")
+            raise StoreError(f"no such folder: {path}{_instead(path)}")
         below = sorted(file.parent for file in path.rglob("run.json"))
         if not below:
             raise StoreError(f"no runs in {path}: the folder of a run holds run.json")
         for folder in below:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
+
+
+def _instead(path: Path) -> str:
+    """Where the run may be that was named without its folder."""
+    usual = Path(Results().root) / path
+    if usual.is_dir():
+        return f"; did you mean {usual}?"
+    return f"; name a run with its folder, as in {usual}" if len(path.parts) == 1 else ""
 
 
 def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

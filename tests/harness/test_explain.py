@@ -119,4 +119,4 @@ def test_a_run_without_examples_and_no_run(tmp_path: Path, capsys: pytest.Captur
     empty = write_run(tmp_path / "runs", [], "pqcache", "failed")
     assert "holds no example, so there is nothing to explain." in explained(capsys, empty)
     assert main([str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "error: no such folder" in capsys.readouterr().err

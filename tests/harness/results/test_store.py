@@ -226,6 +226,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         opened(tmp_path / "file")
 
 
+def test_a_run_named_without_its_folder_is_shown_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "runs" / "niah-full").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"niah-full; did you mean results/runs/niah-full\?"):
+        find([Path("niah-full")])
+    with pytest.raises(StoreError, match="nope; name a run with its folder, as in results/runs/nope"):
+        find([Path("nope")])
+
+
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no such folder"):
         find([tmp_path / "none"])
