@@ -122,11 +122,17 @@ def derived(runs: Sequence[StoredRun]) -> list[Band]:
 
 
 def write(bands: Sequence[Band], file: Path = FILE) -> None:
-    """Replaces the stored bands of the same conditions; the others stay."""
-    made = [band.about for band in bands]
-    kept = [band for band in stored(file) if band.about not in made]
-    every = sorted([*kept, *bands], key=lambda band: files.canonical(band.about))
-    files.write_json(file, {"bands": [band.plain() for band in every]})
+    """Replaces stored groups of the same conditions; all others stay."""
+    every = {files.canonical(band.about): band for band in stored(file)}
+    for band in bands:
+        key = files.canonical(band.about)
+        every[key] = _over(every[key], band) if key in every else band
+    files.write_json(file, {"bands": [every[key].plain() for key in sorted(every)]})
+
+
+def _over(before: Band, band: Band) -> Band:
+    stays = before.scores.keys() - band.scores.keys()
+    return Band(band.about, {**before.scores, **band.scores}, [*(before.sources if stays else ()), *band.sources])
 
 
 def _band(runs: Sequence[StoredRun]) -> Band:

@@ -110,6 +110,19 @@ def test_a_needle_in_other_hay_is_another_group(tmp_path: Path) -> None:
     assert bands.outside(made(tmp_path / "b", records([0.0] * 20, data={"haystack": "pydoc"})), known)
 
 
+def test_groups_of_a_band_are_replaced_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "bands.json"
+    for haystack, scores in (("pydoc", [1.0] * 4), ("essays", [0.5] * 3), ("pydoc", [0.0] * 2)):
+        run = made(tmp_path / f"{haystack}{len(scores)}", records(scores, data={"haystack": haystack}))
+        bands.write(bands.derived([run]), file)
+    (band,) = bands.stored(file)
+    assert {group: list(scores) for group, scores in band.scores.items()} == {
+        "g (pydoc)": [0.0] * 2,
+        "g (essays)": [0.5] * 3,
+    }
+    assert len(band.sources) == 3
+
+
 def test_the_stored_bands_are_those_their_scores_give() -> None:
     found = bands.stored()
     assert found
