@@ -122,6 +122,7 @@ class Task(ABC):
 
     version: ClassVar[str]  # goes up when prompts or scores change; old runs are then not resumed
     metric: ClassVar[str]  # the name of the main number, as the field calls it
+    seeded: ClassVar[bool] = True  # False: the same examples whatever the seed
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)

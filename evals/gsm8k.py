@@ -38,6 +38,7 @@ class Gsm8k(Task):
     """All four readings of an output are recorded; `extraction` names the one that counts."""
 
     version: ClassVar[str] = "1"
+    seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
 
     prompt: str = "pqcache"

@@ -27,6 +27,7 @@ class WikiText2(Task):
     """
 
     version: ClassVar[str] = "1"
+    seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "1/perplexity"
     chance: ClassVar[float | None] = None
 

@@ -26,6 +26,7 @@ class SCBench(Task):
     """`golden`: the right answers stand in the conversation, as officially, not the model's own."""
 
     version: ClassVar[str] = "1"
+    seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "SCBench score"
 
     tasks: str | Sequence[str] = "english"

@@ -17,6 +17,10 @@ from harness.jobs.items import Item, prepare
 from harness.models.base import ModelSource
 
 ROUNDS = 3  # of the refinement, each on examples of its own; fewer where a group has fewer
+SAME_EXAMPLES = (
+    "This task has the same examples whatever the seed, so its tables would be about what was tuned on: tune on "
+    "another task (niah, ruler) and run the preset on this one."
+)
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,18 @@ class Examples:
         return sum(map(len, self.rounds))
 
 
+def refuse_unseeded(task: Task) -> None:
+    """Before its data are looked for. A source of one's own is known by its examples alone."""
+    if not task.seeded:
+        raise SettingsError(SAME_EXAMPLES)
+
+
 def examples_of(task: Task, model: ModelSource, settings: Settings) -> Examples:
     """Raises `SettingsError` where the task's examples do not depend on the seed, or are too few to halve."""
     items = prepare(task, model, settings)
     usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
     if usual & {item.sha256 for item in items}:
-        raise SettingsError(
-            "This task has the same examples whatever the seed, so its tables would be about what was tuned on: tune "
-            "on another task (niah, ruler) and run the preset on this one."
-        )
+        raise SettingsError(SAME_EXAMPLES)
     return halved(items)
 
 

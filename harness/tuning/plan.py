@@ -13,7 +13,7 @@ from harness.config.settings import TUNING_SEED, CommonWindows, Settings
 from harness.jobs.effective import method_of
 from harness.jobs.job import Job, Presets
 from harness.models.base import ModelSource
-from harness.tuning.examples import Examples, examples_of
+from harness.tuning.examples import Examples, examples_of, refuse_unseeded
 from harness.tuning.search import KEPT, curve_points, most_combinations
 from harness.tuning.space import START, Space, grids_of, space_of
 from harness.tuning.trials import Setting
@@ -43,6 +43,7 @@ class Plan:
         method = method_of(settings, method, model.describe())
         settings = replace(settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
         grids = grids_of(method, asked)
+        refuse_unseeded(task)
         task.require(settings.data.folder())
         examples = examples_of(task, model, settings)
         setting = Setting(task, model, settings, presets)

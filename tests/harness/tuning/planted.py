@@ -51,11 +51,11 @@ class Echo(Niah):
     """Needles whose references are the outputs in the file `answers`; the score is how far an output agrees."""
 
     answers: str = ""
-    seeded: bool = True  # False: the same examples whatever the seed
+    by_seed: bool = True  # False: the same examples whatever the seed
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         known = json.loads(Path(self.answers).read_text()) if self.answers else {}
-        for example in super().examples(env if self.seeded else replace(env, seed=0)):
+        for example in super().examples(env if self.by_seed else replace(env, seed=0)):
             yield replace(example, references=(known.get(example.id, ""),))
 
     def score(self, example: Example, output: str) -> Score:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "task",
             "echo",
-            {"_target_": f"{HERE}.Echo", **SMALL, "answers": str(folder / "answers.json"), "seeded": True},
+            {"_target_": f"{HERE}.Echo", **SMALL, "answers": str(folder / "answers.json"), "by_seed": True},
         ),
     ):
         (folder / "conf" / group).mkdir(parents=True)
@@ -140,7 +140,8 @@ def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
         (["method.gain=loud,1.0"], "method.gain=loud should be a number."),
         (["budget=0.1,0.2"], "budget=0.1,0.2 names several values: a search has one budget"),
         (["seed=3"], "harness.tune sets seed itself"),
-        (["task.seeded=false"], "This task has the same examples whatever the seed"),
+        (["task=longbench"], "This task has the same examples whatever the seed"),
+        (["task.by_seed=false"], "This task has the same examples whatever the seed"),
         (["task.rounds=1", "task.depths=1"], "has one example, and a search needs one to choose by"),
     ],
 )
