@@ -128,9 +128,11 @@ def test_output_holds_no_command(block: CodeBlock) -> None:
 
 
 @of_kind("commands")
-def test_commands_would_start(block: CodeBlock, tmp_path: Path) -> None:
+def test_commands_would_start(block: CodeBlock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded(block.text, tmp_path)
     assert calls
+    (tmp_path / "DATA").mkdir()  # what the pages call the reader's folder of data sets
+    monkeypatch.chdir(tmp_path)
     for call in calls:
         check(call)
 
