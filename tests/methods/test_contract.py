@@ -76,6 +76,12 @@ def small(name: str) -> Method:
     return method
 
 
+in_each_place = pytest.mark.parametrize(
+    ("name", "placement"),
+    [(name, place) for name in NAMES for place in ("device", "host") if place == "device" or small(name).offloads],
+)
+
+
 def attach(method: Method, budget: float | None, architecture: str = "llama", placement: str = "device") -> Any:
     calibration = prompt(64, seed=9)
     return attached(tiny(architecture), method, budget=budget, placement=placement, calibration=calibration)  # type: ignore[arg-type]
@@ -231,25 +237,19 @@ def test_keys_and_values_elsewhere_change_nothing(name: str, placement: str) -> 
     assert_same(run(method, ids, 0.4, placement=placement), run(method, ids, 0.4))
 
 
-@methods
-@pytest.mark.parametrize("placement", ["device", "host"])
+@in_each_place
 def test_memory_that_was_never_written_is_never_read(name: str, placement: str) -> None:
     method = small(name)
-    if placement == "host" and not method.offloads:
-        pytest.skip("keeps nothing on the host")
     ids = prompt(80, batch=2)
     wanted = run(method, ids, 0.5, placement=placement)
     with fresh_memory_full_of_nan():
         assert_same(run(method, ids, 0.5, placement=placement), wanted)
 
 
-@methods
-@pytest.mark.parametrize("placement", ["device", "host"])
+@in_each_place
 def test_memory_is_free_when_the_cache_is_let_go(name: str, placement: str) -> None:
     """At once: what waits for the next pass for cycles takes a multiple of the memory until then."""
     method = small(name)
-    if placement == "host" and not method.offloads:
-        pytest.skip("keeps nothing on the host")
     gc.disable()
     try:
         with attach(method, 0.4, placement=placement) as kv:
@@ -271,12 +271,9 @@ def test_sequences_of_a_batch_do_not_see_one_another(name: str) -> None:
         assert_same([step._replace(logits=step.logits[i : i + 1]) for step in together], run(small(name), row, 0.4))
 
 
-@methods
-@pytest.mark.parametrize("placement", ["device", "host"])
+@in_each_place
 def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> None:
     method = small(name)
-    if placement == "host" and not method.offloads:
-        pytest.skip("keeps nothing on the host")
     with attach(method, 0.4, placement=placement) as kv:
         cache = kv.cache(capacity=120)
         first = turn(kv, cache, prompt(61))
