@@ -27,12 +27,12 @@ from harness.config.errors import explain, sentence
 from harness.config.keys import help_text
 from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
-from harness.jobs.progress import forget
 from harness.sweeps.group import Group
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.notices import say_once, tell_of_builds
+from harness.terminal.progress import forget
 from harness.trackers.session import Trackers
 
 INTERRUPTED = 130

@@ -19,8 +19,8 @@ from harness.config import grids
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, one_sentence
 from harness.config.settings import Results
-from harness.jobs.progress import forget
 from harness.terminal.notices import say_once
+from harness.terminal.progress import forget
 
 INTERRUPTED = 130
 ROOT = "results/tuning"  # beside results/runs, so that no report takes one for the other

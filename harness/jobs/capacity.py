@@ -50,7 +50,8 @@ def needed(
     beside: Sequence[Settings] = (),
 ) -> Need:
     """`loaded`: the weights are there already. `beside`: settings of the jobs that share the prefill."""
-    kv = caches([settings, *beside]) * side_by_side(info, settings, items) + stored(info, settings, items)
+    stores = (1 + len(beside)) * stored(info, settings, items)
+    kv = caches([settings, *beside]) * side_by_side(info, settings, items) + stores
     prompt = max(len(item.prompt.ids) for item in items)
     rows = min(prompt, settings.prefill_chunk or prompt)
     width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads) * info.head_dim

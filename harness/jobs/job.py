@@ -1,5 +1,5 @@
 """A job: one method on one task and model, checked before any weights are loaded. It knows its folder and its summary;
-harness/jobs/run.py runs it."""
+harness/jobs/group.py runs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from harness.jobs.effective import (
     without_effect,
 )
 from harness.jobs.items import Item, prepare
-from harness.jobs.progress import announce
 from harness.jobs.runner import is_loaded
 from harness.models.base import LoadedModel, ModelSource, check_device
 from harness.prompts.calibration import calibration_text
@@ -37,6 +36,7 @@ from harness.results.store import Run, akin
 from harness.results.store import load as load_run
 from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
+from harness.terminal.progress import announce
 from methods.base import Budget, Method
 
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -57,12 +59,20 @@ MEASURED = (
 
 
 class Runner:
-    """Turns items into records with one attached model. `folder` takes the profile of trace=on."""
+    """Turns items into records with one attached model. `close` it once all are answered."""
 
     def __init__(
-        self, task: Task, settings: Settings, folder: Path, attachment: Attachment, loaded: LoadedModel
+        self,
+        task: Task,
+        settings: Settings,
+        folder: Path,
+        attachment: Attachment,
+        loaded: LoadedModel,
+        read_buffer: int | None = None,
     ) -> None:
+        """`folder` takes the profile of trace=on. `read_buffer`: of the store; None for the paper's formula."""
         self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
+        self.read_buffer, self._closing = read_buffer, ExitStack()
         self.device = loaded.model.device
         self.overflow = Overflow(settings.overflow) if settings.overflow.window is not None else None
         self.engine = Engine(
@@ -74,6 +84,15 @@ class Runner:
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
             self.engine.tracer = Tracer(self.device, profile_file(folder))
+
+    @cached_property
+    def kept(self) -> Histories:
+        """Caches of conversations between their turns: one store for the whole run, opened when it is first asked."""
+        opened = histories(self.settings, self.engine.attachment, self.loaded, self.folder.name, self.read_buffer)
+        return self._closing.enter_context(opened)
+
+    def close(self) -> None:
+        self._closing.close()
 
     def warm_up(self, pending: Sequence[Item]) -> None:
         """The first forwards pay for allocations and lazy imports; the shortest examples take that off the clock."""
@@ -90,11 +109,10 @@ class Runner:
         shared = self.settings.questions == "shared"
         waiting = deque(by_context(items) if shared else ([item] for item in items))
         batch, running = RunningBatch(self.engine), dict[Slot, Talk]()
-        with histories(self.settings, self.engine.attachment, self.loaded, self.folder.name) as kept:
-            while waiting or running:
-                while waiting and len(running) < self.settings.batch:
-                    self._go_on(self._talk(kept, waiting.popleft(), prefilled or {}), batch, running)
-                yield from self._answered(batch, running)
+        while waiting or running:
+            while waiting and len(running) < self.settings.batch:
+                self._go_on(self._talk(waiting.popleft(), prefilled or {}), batch, running)
+            yield from self._answered(batch, running)
 
     def _answered(self, batch: RunningBatch, running: dict[Slot, Talk]) -> Iterator[Answer]:
         """A generator of its own, so that nothing here holds a cache that has been asked everything."""
@@ -103,11 +121,11 @@ class Runner:
                 yield talk.answer
             self._go_on(talk, batch, running)
 
-    def _talk(self, kept: Histories, items: Sequence[Item], prefilled: dict[str, Prefilled]) -> Talk:
+    def _talk(self, items: Sequence[Item], prefilled: dict[str, Prefilled]) -> Talk:
         """With a prefill of its own unless it is one of `prefilled`."""
         context = items[0].prompt.split if self.settings.protocol == "context" else None
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Talk(self.engine, kept, items, ready, context, self.ending, self.overflow)
+        return Talk(self.engine, self.kept, items, ready, context, self.ending, self.overflow)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])

@@ -21,12 +21,12 @@ from harness.engine.batch.generation import LENGTH
 from harness.engine.hf import routed
 from harness.jobs.items import Item
 from harness.jobs.job import Job
-from harness.jobs.progress import progress
 from harness.jobs.runner import Runner, load
 from harness.results import triage as stored
 from harness.results.lock import FolderLock
 from harness.results.records import Record
 from harness.results.store import load as load_run
+from harness.terminal.progress import progress
 from methods.full import Full
 
 MORE = 32  # tokens that an answer gets on top, where it ran into the limit
@@ -66,7 +66,7 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
                 stored.append(job.folder, case.line(), info)
                 yield record
 
-        wanted = [items[record.id] for record in pending]
+        wanted = [len(items[record.id].prompt.ids) for record in pending]
         for _ in progress(lines(), f"{job.label}, triage", wanted, job.settings.progress):
             pass
 

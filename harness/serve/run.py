@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from harness.config.settings import Settings
-from harness.conversations.opening import histories
 from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
-from harness.jobs.progress import EVERY_S
 from harness.jobs.runner import Runner, load
 from harness.results.files import read_json, write_json, write_lines
 from harness.results.provenance import provenance
@@ -28,6 +26,7 @@ from harness.serve.clock import CLOCKS
 from harness.serve.figures import figures
 from harness.serve.loop import Loop
 from harness.serve.plan import Plan
+from harness.terminal.progress import EVERY_S
 
 SCHEMA = 1
 RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
@@ -52,10 +51,10 @@ def _serve(plan: Plan, folder: Path) -> Row:
         torch.set_num_threads(job.settings.threads)
     loaded = load(job.model, job.settings.dtype, job.settings.device)
     with routed(loaded.model), _fresh(job.settings) as settings:
-        runner = Runner(job.task, settings, folder, job.attachment(loaded, {}), loaded)
-        runner.warm_up(job.items)
-        clock, engine = CLOCKS[traffic.clock](), runner.engine
-        with histories(settings, engine.attachment, loaded, folder.name, traffic.read_buffer) as kept:
+        attachment = job.attachment(loaded, {})
+        with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
+            runner.warm_up(job.items)
+            clock, engine, kept = CLOCKS[traffic.clock](), runner.engine, runner.kept
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = list(_told(loop.serve(plan.sessions), plan))
             totals = figures(answers, clock.now(), clock.idle_s)

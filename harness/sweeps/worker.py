@@ -9,10 +9,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import is_memory
-from harness.jobs.progress import numbered
 from harness.sweeps.group import Group
 from harness.sweeps.ledger import Claim, Sweep, examples_in
 from harness.sweeps.session import PATIENCE, Session
+from harness.terminal.progress import numbered
 
 if TYPE_CHECKING:
     from harness.jobs.job import Job

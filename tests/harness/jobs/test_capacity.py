@@ -130,6 +130,10 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
     ):
         settings = replace(plain, device=device, history="store", store=store)
         assert needed(info, settings, items).kv == needed(info, plain, items).kv + more
+        assert (
+            needed(info, settings, items, beside=[settings]).kv
+            == needed(info, plain, items, beside=[plain]).kv + 2 * more
+        )
     assert "a smaller store" in str(refusal(Need(1, 9, 0), settings, 8))
 
 

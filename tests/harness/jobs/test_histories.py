@@ -11,6 +11,7 @@ import pytest
 from harness.config.groups import POLICIES, TIERS
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.history import placement, policies
+from harness.history.store import HistoryStore
 from harness.jobs.job import Evaluation
 from harness.reports.compare import comparisons
 from harness.reports.document import BESIDE
@@ -217,3 +218,16 @@ def test_questions_on_one_context_keep_their_cache(tmp_path: Path, capsys: pytes
 def test_settings_name_the_stores_own_tiers_and_policies() -> None:
     assert TIERS == placement.TIERS
     assert set(POLICIES) == set(policies.POLICIES)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_run_has_one_store_from_its_first_context_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Conversations that are over still take room in it, whoever prefills the next."""
+    opened, real = list[HistoryStore](), HistoryStore.__enter__
+    monkeypatch.setattr(HistoryStore, "__enter__", lambda store: opened.append(store) or real(store))  # type: ignore[func-returns-value]
+    made = talked(tmp_path, Full(), history="store", shared_prefill=shared, warmup=1)
+    assert len(made.records) == 2
+    [store] = opened
+    assert store.statistics.hits["host"] == 2 * 3

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness.config.settings import Results, Settings, SettingsError
-from harness.jobs import run as run_module
+from harness.jobs import group
 from harness.jobs.job import Evaluation, Job
 from harness.jobs.run import evaluate
 from harness.models.base import ModelError
@@ -80,7 +80,7 @@ def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pyte
     def refuse(*arguments: object) -> None:
         raise AssertionError("the model was loaded again")
 
-    monkeypatch.setattr(run_module, "load", refuse)
+    monkeypatch.setattr(group, "load", refuse)
     again = run(tmp_path, shared_prefill=shared)
     assert again == first
 
@@ -119,7 +119,7 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, shared: bool
 ) -> None:
     whole = run(tmp_path / "whole", baseline="off", shared_prefill=shared)
-    real, calls = run_module.Runner.record, []
+    real, calls = group.Runner.record, []
 
     def failing(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -128,7 +128,7 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
         return real(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
-        patch.setattr(run_module.Runner, "record", failing)
+        patch.setattr(group.Runner, "record", failing)
         run(tmp_path / "torn", baseline="off", shared_prefill=shared)
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2

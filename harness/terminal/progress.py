@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from harness.jobs.items import Item
-    from harness.results.records import Record
 
+class Made(Protocol):
+    """What is waited for: an example, a turn."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+T = TypeVar("T", bound=Made)
 EVERY_S = 30.0  # between two lines of a log
 _counter: ContextVar[str] = ContextVar("counter", default="")  # "job 3/12 "
 _alone: ContextVar[bool] = ContextVar("alone", default=True)
@@ -52,36 +57,37 @@ def announce(label: str, folder: Path, found: int, wanted: int) -> None:
 
 
 def progress(
-    records: Iterator[Record],
+    made: Iterator[T],
     label: str,
-    pending: Sequence[Item],
+    tokens: Sequence[int],
     shown: bool,
+    *,
+    what: str = "examples",
     clock: Callable[[], float] = monotonic,
-) -> Iterator[Record]:
-    """`records` as they come, one per item of `pending`."""
+) -> Iterator[T]:
+    """`made` as they come, one per prompt; `tokens`: of each prompt."""
     if not shown:
-        return records
+        return made
     bar = _alone.get() and sys.stderr.isatty()
-    return _bar(records, label, pending) if bar else _lines(records, label, len(pending), clock)
+    return _bar(made, label, tokens, what) if bar else _lines(made, label, len(tokens), what, clock)
 
 
-def _bar(records: Iterator[Record], label: str, pending: Sequence[Item]) -> Iterator[Record]:
+def _bar(made: Iterator[T], label: str, tokens: Sequence[int], what: str) -> Iterator[T]:
     """Over prompt tokens, since they are what takes the time."""
-    total = sum(len(item.prompt.ids) for item in pending)
-    with tqdm(total=total, desc=f"{_counter.get()}{label}", unit="tok", unit_scale=True) as bar:
-        for done, record in enumerate(records, 1):
-            yield record
-            bar.set_postfix_str(f"example {done}/{len(pending)}", refresh=False)
-            bar.update(record.prompt_tokens)
+    with tqdm(total=sum(tokens), desc=f"{_counter.get()}{label}", unit="tok", unit_scale=True) as bar:
+        for done, one in enumerate(made, 1):
+            yield one
+            bar.set_postfix_str(f"{done}/{len(tokens)} {what}", refresh=False)
+            bar.update(one.prompt_tokens)
 
 
-def _lines(records: Iterator[Record], label: str, wanted: int, clock: Callable[[], float]) -> Iterator[Record]:
+def _lines(made: Iterator[T], label: str, wanted: int, what: str, clock: Callable[[], float]) -> Iterator[T]:
     begun = last = clock()
-    for done, record in enumerate(records, 1):
-        yield record
+    for done, one in enumerate(made, 1):
+        yield one
         if done == wanted or clock() - last >= EVERY_S:
             last = clock()
-            _say(f"{label}: {done}/{wanted} examples, {last - begun:.0f} s")
+            _say(f"{label}: {done}/{wanted} {what}, {last - begun:.0f} s")
 
 
 def _say(line: str) -> None:
