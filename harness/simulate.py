@@ -2,22 +2,29 @@
 
 Sends a trace of conversations (drawn as ShareGPT's, or data=FILE) through the store's own policies and a model of a
 server, event by event; nothing is computed. One run per combination of the values given. The table goes to the
-terminal, with all figures to simulation.json and simulation.csv in --out.
+terminal, with all figures to simulation.json and simulation.csv in a folder of the command's own, or in --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.config.errors import is_known, sentence
 from harness.config.settings import SettingsError
-from harness.results.files import write_atomically, write_json
+from harness.results.files import canonical, write_atomically, write_json
+
+if TYPE_CHECKING:
+    from harness.history.simulation.costs import Costs
+    from harness.history.simulation.scenario import Scenario
 
 SCHEMA = 1
-OUT = Path("results/runs/simulations")
+ROOT = Path("results/runs/simulations")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +47,8 @@ def _simulate(options: argparse.Namespace) -> None:
     figure = paper.figure(options.figure) if options.figure else None
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
-    _make(options.out)
+    folder = options.out or ROOT / _name(options.figure, runs, known)
+    _make(folder)
     rows = [outcome.simulated(run, known) for run in runs]
     traces = [outcome.trace_line(row["trace"]) for row in rows]
     for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
@@ -49,10 +57,17 @@ def _simulate(options: argparse.Namespace) -> None:
     if figure:
         print(f"\n{figure.table(rows)}")
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
-    write_json(options.out / "simulation.json", made | {"runs": rows})
-    write_atomically(options.out / "simulation.csv", outcome.spreadsheet(rows))
-    drawn = figure.draw(rows, options.out / f"figure_{figure.number}.png") if figure else ()
-    print(f"\nwrote {options.out}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
+    write_json(folder / "simulation.json", made | {"runs": rows})
+    write_atomically(folder / "simulation.csv", outcome.spreadsheet(rows))
+    drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
+    print(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
+
+
+def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
+    """The same runs at the same costs have the same folder."""
+    asked = {"runs": [asdict(run) for run in runs], "costs": asdict(known)}
+    kind = f"figure_{figure}" if figure else f"{len(runs)}-runs"
+    return f"{kind}-{hashlib.sha256(canonical(asked).encode()).hexdigest()[:8]}"
 
 
 def _make(folder: Path) -> None:
@@ -69,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         "--figure", metavar="N", help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, its numbers beside"
     )
     parser.add_argument("--costs", type=Path, metavar="FILE", help="yaml in place of the paper's costs")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="for the figures (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"for all files (default: a folder in {ROOT} for each command)"
+    )
     return parser
 
 

@@ -146,7 +146,8 @@ def _generate(members: Sequence[_Member]) -> None:
     label = first.label if len(members) == 1 else f"{first.label.split()[0]}, {len(members)} jobs"
     with routed(loaded.model):
         try:
-            for _ in progress(_records(members, pending), label, tokens, first.settings.progress):
+            made = _records(members, pending)
+            for _ in progress(made, label, tokens, first.settings.progress, size=lambda record: record.prompt_tokens):
                 pass
         finally:
             for member in members:

@@ -67,7 +67,8 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
                 yield record
 
         wanted = [len(items[record.id].prompt.ids) for record in pending]
-        for _ in progress(lines(), f"{job.label}, triage", wanted, job.settings.progress):
+        label, shown = f"{job.label}, triage", job.settings.progress
+        for _ in progress(lines(), label, wanted, shown, size=lambda record: record.prompt_tokens):
             pass
 
 

@@ -1,9 +1,10 @@
 """`python -m harness.serve method=full history=store,recompute rate=0.2,0.5,1.0`: conversations that arrive and wait.
 
 Sessions come as a Poisson process, their turns wait for a slot, first come, first served, and run side by side; after
-an answer the user thinks. Every combination of values is a run on the same conversations. All figures go to
-serving.json and serving.csv in --out, each run's turns and trace to a folder there; a run that is there is not made
-again. --limit p90=2s goes on to the highest rate at which TTFT stays below.
+an answer the user thinks. Every combination of values is a run on the same conversations. Each run's turns and trace
+go to a folder in --out, and a run that is there is not made again; serving.json and serving.csv with the figures of all
+runs go to a folder of the command's own in --out/tables. --limit p90=2s goes on to the highest rate at which TTFT stays
+below.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from time import monotonic
 from typing import Any
 
 import torch
@@ -26,22 +24,26 @@ from harness.serve.clock import CLOCKS
 from harness.serve.figures import figures
 from harness.serve.loop import Loop
 from harness.serve.plan import Plan
-from harness.terminal.progress import EVERY_S
+from harness.terminal.progress import progress
 
 SCHEMA = 1
 RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
 Row = dict[str, Any]
 
 
-def served(plan: Plan, out: Path) -> tuple[Row, bool]:
-    """What serving.json holds of the run, and whether it was there already."""
+def found(plan: Plan, out: Path) -> Row | None:
+    """What serving.json holds of the run, where an earlier command has made it."""
+    file = out / plan.folder / RUN
+    return read_json(file) if file.is_file() else None
+
+
+def served(plan: Plan, out: Path) -> Row:
+    """What serving.json holds of the run, from now on."""
     folder = out / plan.folder
-    if (folder / RUN).is_file():
-        return read_json(folder / RUN), True
     folder.mkdir(parents=True, exist_ok=True)
     row = _serve(plan, folder)
     write_json(folder / RUN, row)  # last: what holds it is finished
-    return row, False
+    return row
 
 
 def _serve(plan: Plan, folder: Path) -> Row:
@@ -85,14 +87,11 @@ def _fresh(settings: Settings) -> Iterator[Settings]:
         yield replace(settings, store=replace(settings.store, folder=made))
 
 
-def _told(answers: Iterable[Answer], plan: Plan) -> Iterator[Answer]:
-    """A line on stderr now and then."""
-    turns, last = sum(len(one.item.turns) for one in plan.sessions), monotonic()
-    for done, answer in enumerate(answers, 1):
-        yield answer
-        if plan.job.settings.progress and monotonic() - last >= EVERY_S:
-            last = monotonic()
-            print(f"{plan.label}: {done} of {turns} turns", file=sys.stderr, flush=True)
+def _told(answers: Iterator[Answer], plan: Plan) -> Iterator[Answer]:
+    """How far they are, on stderr."""
+    turns = [1 for one in plan.sessions for _ in one.item.turns]
+    shown = plan.job.settings.progress
+    return progress(answers, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn")
 
 
 def _lines(plan: Plan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:

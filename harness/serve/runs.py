@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.history.simulation.costs import Prices
-from harness.results.files import write_atomically, write_json
+from harness.results.files import canonical, write_atomically, write_json
 from harness.serve import table
 from harness.serve.figures import cost
 from harness.serve.plan import Plan
-from harness.serve.run import RUN, SCHEMA, served
+from harness.serve.run import RUN, SCHEMA, found, served
 from harness.serve.search import Limit, Search
 from harness.serve.traffic import Point
 from harness.terminal.tables import digits, percent
 
+TABLES = "tables"
 Row = Mapping[str, Any]
 
 
@@ -60,13 +63,16 @@ class Runs:
                 yield self.systems[system].at(rate)
 
     def _serve(self, plan: Plan) -> None:
-        found, known = served(plan, self.out)
-        figures = found["figures"]
-        row = {**found, "figures": figures | cost(figures["busy_s"], self.prices, found["reserved"])}
+        known = found(plan, self.out)
+        if known is None:
+            _tell(_coming(plan))
+        made = known or served(plan, self.out)
+        figures = made["figures"]
+        row = {**made, "figures": figures | cost(figures["busy_s"], self.prices, made["reserved"])}
         self.rows.append((plan, row))
         if self.limit:
             self.searches[plan.point.system].learn(plan.rate, figures[self.limit.key] <= self.limit.seconds)
-        print(_said(plan, row, known), file=sys.stderr, flush=True)
+        _tell(_said(plan, row, known is not None))
 
     @property
     def lines(self) -> list[table.Line]:
@@ -83,14 +89,26 @@ class Runs:
             least = min((one.highest for one in self.searches.values() if one.highest), default=None)
             yield "\n".join([f"{self.limit}:", *(f"  {_found(*one, least)}" for one in self.searches.items())])
 
+    @property
+    def folder(self) -> Path:
+        """Of what this command writes of all its runs: the same runs under the same limit and prices have the same."""
+        asked = {
+            "runs": [plan.identity for plan in self.plans],
+            "limit": str(self.limit),
+            "prices": asdict(self.prices),
+        }
+        digest = hashlib.sha256(canonical(asked).encode()).hexdigest()
+        return self.out / TABLES / f"{len(self.plans)}-runs-{digest[:8]}"
+
     def write(self) -> list[Path]:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_json(self.out / RUN, {"schema": SCHEMA, "limit": self._limit(), "runs": [row for _, row in self.rows]})
-        write_atomically(self.out / "serving.csv", table.spreadsheet(self.lines))
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN, {"schema": SCHEMA, "limit": self._limit(), "runs": [row for _, row in self.rows]})
+        write_atomically(folder / "serving.csv", table.spreadsheet(self.lines))
         job, traffic = self.plans[0].job, self.plans[0].point.traffic
         title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
-        drawn = table.draw(self.lines, self.out / "ttft.png", title, self.limit)
-        return [self.out / RUN, self.out / "serving.csv", *drawn]
+        drawn = table.draw(self.lines, folder / "ttft.png", title, self.limit)
+        return [folder / RUN, folder / "serving.csv", *drawn]
 
     def _limit(self) -> dict[str, Any] | None:
         if self.limit is None:
@@ -99,9 +117,20 @@ class Runs:
         return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
 
 
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _most(plan: Plan, limit: Limit) -> float:
     """The rate at which all sessions come within the seconds of the limit."""
     return len(plan.sessions) / limit.seconds
+
+
+def _coming(plan: Plan) -> str:
+    """A run before it begins: how much there is to do, and how long that takes at least."""
+    turns, last_s = sum(len(one.item.turns) for one in plan.sessions), max(one.start_s for one in plan.sessions)
+    waits = f", the last session comes after {last_s:.0f} s" if plan.point.traffic.clock == "wall" else ""
+    return f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions{waits}"
 
 
 def _said(plan: Plan, row: Row, known: bool) -> str:

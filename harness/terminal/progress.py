@@ -11,19 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
-
-class Made(Protocol):
-    """What is waited for: an example, a turn."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-
-T = TypeVar("T", bound=Made)
+T = TypeVar("T")
 EVERY_S = 30.0  # between two lines of a log
 _counter: ContextVar[str] = ContextVar("counter", default="")  # "job 3/12 "
 _alone: ContextVar[bool] = ContextVar("alone", default=True)
@@ -59,26 +51,30 @@ def announce(label: str, folder: Path, found: int, wanted: int) -> None:
 def progress(
     made: Iterator[T],
     label: str,
-    tokens: Sequence[int],
+    sizes: Sequence[int],
     shown: bool,
     *,
+    size: Callable[[T], int],
     what: str = "examples",
+    unit: str = "tok",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[T]:
-    """`made` as they come, one per prompt; `tokens`: of each prompt."""
+    """`made` as they come. `sizes`: of all that will come, in whatever takes the time; `size`: of one that has come."""
     if not shown:
         return made
-    bar = _alone.get() and sys.stderr.isatty()
-    return _bar(made, label, tokens, what) if bar else _lines(made, label, len(tokens), what, clock)
+    if _alone.get() and sys.stderr.isatty():
+        return _bar(made, label, sizes, size, what, unit)
+    return _lines(made, label, len(sizes), what, clock)
 
 
-def _bar(made: Iterator[T], label: str, tokens: Sequence[int], what: str) -> Iterator[T]:
-    """Over prompt tokens, since they are what takes the time."""
-    with tqdm(total=sum(tokens), desc=f"{_counter.get()}{label}", unit="tok", unit_scale=True) as bar:
+def _bar(
+    made: Iterator[T], label: str, sizes: Sequence[int], size: Callable[[T], int], what: str, unit: str
+) -> Iterator[T]:
+    with tqdm(total=sum(sizes), desc=f"{_counter.get()}{label}", unit=unit, unit_scale=True) as bar:
         for done, one in enumerate(made, 1):
             yield one
-            bar.set_postfix_str(f"{done}/{len(tokens)} {what}", refresh=False)
-            bar.update(one.prompt_tokens)
+            bar.set_postfix_str(f"{done}/{len(sizes)} {what}", refresh=False)
+            bar.update(size(one))
 
 
 def _lines(made: Iterator[T], label: str, wanted: int, what: str, clock: Callable[[], float]) -> Iterator[T]:

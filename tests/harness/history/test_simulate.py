@@ -332,6 +332,15 @@ def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["twice"]["cost_usd"] == pytest.approx(2 * figures["usual"]["cost_usd"])
 
 
+def test_every_command_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["sessions=20", "warmup=0"]
+    for words in ([], ["rate=2.0"], [], ["--figure", "25"]):
+        assert main([*small, *words]) == 0
+    made = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "results/runs/simulations").iterdir())
+    assert made == ["1-runs", "1-runs", "figure_25"]
+
+
 def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy=lru,recompute", "sessions=30", "warmup=20", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -43,7 +43,8 @@ def test_every_history_says_the_same_and_all_figures_are_written(serve: Serve, t
     words = ("task=talks", "method=full", "history=store,recompute,device_prefix", "rate=50", "think_s=0.01")
     code, out, err = serve(*words, "store.block_tokens=16")
     assert (code, err.count("p90 of TTFT")) == (0, 3), err
-    made = json.loads((tmp_path / "out" / "serving.json").read_text())
+    table = _table(tmp_path / "out")
+    made = json.loads((table / "serving.json").read_text())
     folders = {run["settings"]["history"]: place for place, run in _folders(tmp_path / "out")}
     told = {history: turns(folder) for history, folder in folders.items()}
     assert len(told["store"]) == 4 + 1 + 2
@@ -53,13 +54,19 @@ def test_every_history_says_the_same_and_all_figures_are_written(serve: Serve, t
         }
     tiers = {history: {one["tier"] for key, one in lines.items() if key[1] > 1} for history, lines in told.items()}
     assert tiers == {"store": {"host"}, "recompute": {None}, "device_prefix": {"device"}}
-    with open(tmp_path / "out" / "serving.csv", newline="") as file:
+    with open(table / "serving.csv", newline="") as file:
         rows = {row["history"]: row for row in csv.DictReader(file)}
     assert float(rows["store"]["hit_rate"]) == pytest.approx(3 / 7)
     assert float(rows["recompute"]["hit_rate"]) == 0
     assert {run["figures"]["turns"] for run in made["runs"]} == {7}
-    assert (tmp_path / "out" / "ttft.png").stat().st_size > 0
+    assert (table / "ttft.png").stat().st_size > 0
     assert "host" in out
+
+
+def _table(out: Path) -> Path:
+    """The folder of the only command."""
+    [folder] = (out / "tables").iterdir()
+    return folder
 
 
 def _folders(out: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -78,10 +85,12 @@ def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, 
     replay = f"replay={folder / 'trace.jsonl'}"
     code, _, err = serve(*stored, replay)  # the same arrivals and words: the same run
     assert (code, "was there already" in err) == (0, True)
+    assert len(list((tmp_path / "out" / "tables").iterdir())) == 1
     code, _, err = serve("method=full", replay, "history=recompute", "rate=100")
     assert code == 0, err
     [other] = [one for one in _folders(tmp_path / "out") if one[1]["settings"]["history"] == "recompute"]
     assert other[1]["settings"]["rate"] == 100
+    assert len(list((tmp_path / "out" / "tables").iterdir())) == 2  # each command keeps its table
     assert {key: one["tokens"] for key, one in turns(other[0]).items()} == {
         key: one["tokens"] for key, one in turns(folder).items()
     }
@@ -106,7 +115,9 @@ def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path) -> No
     words = ("task=talks", "task.conversations=2", "method=full", "history=store,recompute", "think_s=0.01")
     code, out, err = serve(*words, "rate=0.0015", "--limit", "p90=1000s")
     assert code == 0, err
-    found = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert "history=store rate=0.0015: 3 turns of 2 sessions\n" in err  # before the first is answered
+    assert "history=store rate=0.0015: 3/3 turns, " in err
+    found = json.loads((_table(tmp_path / "out") / "serving.json").read_text())
     assert found["limit"]["systems"] == {
         f"history={history}": {"highest": 0.003, "broken": []} for history in ("store", "recompute")
     }
