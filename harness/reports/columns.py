@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,14 +41,16 @@ STAMPS = {
 
 
 def score_table(comparison: Comparison) -> list[Column]:
-    """The main table: what it scored, at which share of the prompt, how fast, with how many bytes."""
+    """The main table: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
     entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
     memory = [row["memory"] for row in rows]
     return [
         *names(entries),
+        *_scores(comparison),
+        Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
+        Column("stamps", "", [_stamps(entry) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
-        *_scores(comparison),
         *_fidelity(rows),
         quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
         quantity("TTFT\nlater", [row["ttft_later_s"]["p50"] for row in rows], SECONDS),
@@ -59,8 +61,6 @@ def score_table(comparison: Comparison) -> list[Column]:
         quantity("moved", [one["moved_bytes_per_step"] for one in memory], BYTES, "/step", hide_zeros=True),
         quantity("from disk", [one.get("from_disk_bytes_per_step") for one in memory], BYTES, "/step", hide_zeros=True),
         share("hits", [one.get("hit_rate") for one in memory]),
-        Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
-        Column("", "", [_stamps(entry) for entry in entries], left=True),
     ]
 
 
@@ -109,6 +109,33 @@ def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
     found = [row["fidelity"] or {} for row in rows]
     shares = [share(name, [one.get(name) for one in found]) for name in ("recall", "mass")]
     return [*shares, number("KL", "nats", [one.get("kl") for one in found])]
+
+
+def by_run(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
+    """A table with a column per run turned round, as papers print it: a row per run. The two are never both there: this
+    one is where runs outnumber the rows, `by_column` where they do not."""
+    columns, count = table(comparison), len(comparison.entries)
+    if not _is_tall(columns, comparison):
+        return []
+    heads, runs = columns[:-count], columns[-count:]
+    sizes = [f"n = {size}" for size in heads[1].cells] if len(heads) > 1 else [""] * len(heads[0].cells)
+    return [
+        *names(comparison.entries),
+        *(
+            Column(name, size, [run.cells[i] for run in runs], values=[run.values[i] for run in runs])
+            for i, (name, size) in enumerate(zip(heads[0].cells, sizes, strict=True))
+        ),
+    ]
+
+
+def by_column(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
+    """The table as it is, where it has no fewer rows than runs."""
+    columns = table(comparison)
+    return [] if _is_tall(columns, comparison) else columns
+
+
+def _is_tall(columns: Sequence[Column], comparison: Comparison) -> bool:
+    return bool(columns) and len(comparison.entries) > len(columns[0].cells)
 
 
 def group_table(comparison: Comparison) -> list[Column]:

@@ -23,3 +23,12 @@ def cost_table(comparison: Comparison) -> list[Column]:
         *(quantity(head, [row["memory"].get(key) for row in rows], BYTES) for head, key in PEAKS.items()),
     ]
     return [] if all(column.empty for column in costs) else [*names(comparison.entries), *costs]
+
+
+def meaning(comparison: Comparison) -> str:
+    """The note below the table."""
+    return (
+        "prepare: once per model; seal: to digest one prompt, median; peaks: the most memory in use while prompts were "
+        "read, and from the seal on; on the device what torch had allocated, on the host all that the process held, "
+        "with the model and the caches of methods that share a prefill"
+    )

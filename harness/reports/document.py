@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from harness.reports import needles, noise, pareto
+from harness.reports import costs, needles, noise, pareto
 from harness.reports.banner import banner, markdown_banner
-from harness.reports.columns import average_table, group_table, notes, score_table, trace_table
+from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table, trace_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
-from harness.reports.costs import cost_table
 from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.terminal.latex import latex_table
 from harness.terminal.tables import Column, markdown_table, text_table
@@ -45,15 +45,17 @@ class Block:
 SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
     Block("within", pareto.CAPTION, pareto.within_table, 1, "methods", lambda _: pareto.MEANING, brief=False),
-    Block("costs", "Preparation, seal and peak memory", cost_table, 2, "rows", brief=False),
+    Block("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, brief=False),
     Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
     Block("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
     Block("turns", "Score by turn", turn_scores, 3, "columns"),
     Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
     Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns"),
     Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows"),
-    Block("groups", "Score by group", group_table, 2, "columns"),
-    Block("averages", "The task's own averages", average_table, 1, "columns"),
+    Block("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
+    Block("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
+    Block("averages", "The task's own averages", partial(by_column, average_table), 1, "columns"),
+    Block("averages", "The task's own averages", partial(by_run, average_table), 2, "rows"),
 )
 
 
@@ -77,18 +79,22 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
 
 
 def as_latex(tables: Sequence[Comparison]) -> str:
-    """A float per table, to be \\input into a paper; the main one says its conditions in the caption."""
+    """A float per table, to be \\input into a paper; conditions and notes stand below it in small print."""
     parts = ["% \\usepackage{booktabs,graphicx}"]
     for table in tables:
         told = [*conditions(table), *(note for note in remarks(table) if not note.startswith("! "))]
-        parts += latex_table(score_table(table), ". ".join([table.title, *told]) + ".")
+        parts += latex_table(score_table(table), f"{SCORES.caption}: {table.title}", _sentences(told))
         for block in BESIDE:
             parts += latex_table(
-                block.columns(table), f"{table.title}: {'. '.join(filter(None, (block.caption, block.note(table))))}."
+                block.columns(table), f"{block.caption}: {table.title}", _sentences([block.note(table)])
             )
         told = [*(alarm.text for alarm in table.alarms), *(note for note in remarks(table) if note.startswith("! "))]
         parts += [f"% {' '.join(text.split())}" for text in told]
     return "\n".join(parts) + "\n"
+
+
+def _sentences(told: Sequence[str]) -> str:
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in told if text)
 
 
 def remarks(table: Comparison) -> Iterator[str]:

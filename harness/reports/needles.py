@@ -14,7 +14,7 @@ from harness.reports.columns import names
 from harness.reports.compare import Comparison
 from harness.results.records import Record
 from harness.results.triage import CAUSES
-from harness.terminal.tables import Column, percent, share
+from harness.terminal.tables import Column, counts, percent, share
 
 BINS = 10  # of depth, where needles lie anywhere
 MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
@@ -104,10 +104,6 @@ def cause_table(comparison: Comparison) -> list[Column]:
             for title, key in masses.items()
         ),
     ]
-
-
-def counts(head: str, values: Sequence[int | None]) -> Column:
-    return Column(head, "", ["" if value is None else str(value) for value in values], values=values)
 
 
 def meaning(comparison: Comparison) -> str:

@@ -29,15 +29,16 @@ class Pair:
 
 
 def pairs(comparison: Comparison) -> list[Pair]:
-    """Every two rows of Full, but for copies of one run."""
+    """Every two rows of Full, but for one run that is there twice, or was made twice with the same answers: nothing of
+    its arithmetic differed."""
     full = [entry for entry in comparison.entries if method_of(entry.run) == FULL and entry.run.records]
-    return [pair for a, b in combinations(full, 2) if a.run.records != b.run.records for pair in _pair(a, b)]
+    return [pair for a, b in combinations(full, 2) for pair in _pair(a, b)]
 
 
 def _pair(a: Entry, b: Entry) -> Iterator[Pair]:
     shared, beside = paired(a.run.records, b.run.records), against(a.run.records, b.run.records)
-    if beside:
-        changed = sum(ours.answer != theirs.answer for ours, theirs in shared)
+    changed = sum(ours.answer != theirs.answer for ours, theirs in shared)
+    if beside and (changed or a.run.folder.name != b.run.folder.name):
         yield Pair((a.title, b.title), beside["diff"], tuple(beside["ci95"]), len(shared), changed)
 
 

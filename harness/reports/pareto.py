@@ -13,7 +13,7 @@ from harness.results.alarms import at_chance
 from harness.results.pairs import FULL
 from harness.results.store import StoredRun
 from harness.results.summary_file import method_of
-from harness.terminal.tables import BYTES, Column, quantity, share
+from harness.terminal.tables import BYTES, Column, counts, quantity, share
 
 CLOSE = 0.01  # a point
 CAPTION = "Bytes to stay within 1 point of Full"
@@ -73,8 +73,13 @@ def within_table(comparison: Comparison) -> list[Column]:
         quantity("KV dev", [_bytes(row, "kv_device_bytes") for row in rows], BYTES),
         quantity("moved", [_bytes(row, "moved_bytes_per_step") for row in rows], BYTES, "/step", hide_zeros=True),
         Column("at budget", "", [budget(row.summary) if row else "" for row in rows]),
-        Column("vs full", "95% CI", [difference(row.summary["full"]) if row else "" for row in rows]),
-        Column("n", "", [str(row.summary["num_examples"]) if row else "" for row in rows]),
+        Column(
+            "vs full",
+            "95% CI",
+            [difference(row.summary["full"]) if row else "" for row in rows],
+            values=[row.summary["full"]["diff"] if row else None for row in rows],
+        ),
+        counts("n", [row.summary["num_examples"] if row else None for row in rows]),
     ]
 
 

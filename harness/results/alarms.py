@@ -187,7 +187,7 @@ def _off_budget(rows: Sequence[Row]) -> Iterator[Alarm]:
         off = [(row, share, asked) for row in rows for share, asked in _read_and_asked(row, what)]
         off = [(row, share, asked) for row, share, asked in off if abs(share - asked) > OFF * asked]
         if off:
-            named = ", ".join(f"{row.title} {percent(share)} % for {percent(asked)} %" for row, share, asked in off)
+            named = ", ".join(f"{row.title} ({percent(share)} % for {percent(asked)} %)" for row, share, asked in off)
             yield Alarm("off_budget", f"{who} reads other than the budget: {named}", _titles([row for row, *_ in off]))
 
 
@@ -206,8 +206,8 @@ def _read_and_asked(row: Row, what: str) -> Iterator[tuple[float, float]]:
 def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
     """Cells that look like measurements and are none."""
     kinds = {
-        "their weights are random, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
-        "their prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
+        "random weights, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
+        "the prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
         "placement=host or disk on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
             r for r in rows if r.summary["host_is_cpu"] and stored_away(r.summary["memory"])
         ],
@@ -215,7 +215,7 @@ def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
     for meaning, found in kinds.items():
         if found:
             named = "all rows" if len(found) == len(rows) > 1 else ", ".join(_titles(found))
-            yield Alarm("simulated", f"simulated: {named}: {meaning}", _titles(found))
+            yield Alarm("simulated", f"simulated: {meaning}: {named}", _titles(found))
 
 
 def stored_away(memory: Mapping[str, Any]) -> bool:

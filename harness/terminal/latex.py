@@ -9,13 +9,14 @@ from harness.terminal.tables import Column
 
 SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "µ": r"\textmu{}",
-    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "…": r"\dots{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "…": r"\dots{}",
     **{char: f"\\{char}" for char in "&%$#_{}"},
 }  # fmt: skip
 
 
-def latex_table(columns: Sequence[Column], caption: str) -> list[str]:
-    """Lines of a float no wider than the text; columns without any value are left out, and without any all of it."""
+def latex_table(columns: Sequence[Column], caption: str, below: str = "") -> list[str]:
+    """Lines of a float no wider than the text; columns without any value are left out, and without any all of it.
+    `below`: small print under the table."""
     kept = [column for column in columns if not column.empty]
     if not kept:
         return []
@@ -36,6 +37,7 @@ def latex_table(columns: Sequence[Column], caption: str) -> list[str]:
         *(_row([cell(text) for text in row]) for row in rows),
         r"\bottomrule",
         r"\end{tabular}}",
+        *([rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\raggedright {escaped(below)}}}"] if below else []),
         r"\end{table}",
     ]
 

@@ -94,6 +94,10 @@ def number(head: str, unit: str, values: Sequence[float | None]) -> Column:
     return Column(head, unit, ["" if value is None else digits(value) for value in values], values=values)
 
 
+def counts(head: str, values: Sequence[int | None]) -> Column:
+    return Column(head, "", ["" if value is None else str(value) for value in values], values=values)
+
+
 def digits(value: float) -> str:
     """Three significant digits, without an exponent: 0.012, 1.23, 45.6, 789, 12345."""
     size = abs(value)

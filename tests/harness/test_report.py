@@ -49,7 +49,7 @@ def row(text: str, *words: str) -> str:
 
 def test_one_row_a_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, results)
-    assert row(text, "quest", "10%").split()[:6] == ["quest", "10%", "10.0", "90.0", "[55,", "100]"]
+    assert row(text, "quest", "10%").split()[:5] == ["quest", "10%", "90.0", "[55,", "100]"]
     assert "-10.0 [" in row(text, "quest", "10%")
     assert row(text, "quest", "20")
     assert " 4/10" in row(text, "h2o")
@@ -63,7 +63,10 @@ def test_a_table_says_what_a_kv_head_reads(results: Path, capsys: pytest.Capture
     assert "union" not in printed(capsys, results)  # older records: nothing was counted
     write_run(results, records(RIGHT, union_prompt=28.0, **SPARSE), "quest", budget=0.3)
     text = printed(capsys, results, "--md", results / "all.md")
-    assert row(text, "quest", "30%").split()[2:4] == ["10.0", "28.0"]
+    heads = [head.strip() for head in (results / "all.md").read_text().split("| method |")[1].split("\n")[0].split("|")]
+    assert heads[1:6] == ["score (95% CI)", "vs full (95% CI)", "p", "n", "stamps"]
+    assert "  10.0  " in row(text, "quest", "30%")
+    assert "  28.0  " in row(text, "quest", "30%")
     assert "read per KV head (union): the distinct prompt tokens" in " ".join(text.split())
     assert "| read per KV head (union) (%) |" in (results / "all.md").read_text()
 
@@ -186,7 +189,11 @@ def test_groups_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert row(text, "trec").split() == ["trec", "1", "100.0", "100.0"]
     assert "Holm" not in text
     write_run(tmp_path, lines[:1], "h2o", "interrupted")
-    assert row(printed(capsys, tmp_path), "qasper").split() == ["qasper", "2", "50.0", "100.0", "(1)", "50.0"]
+    text = printed(capsys, tmp_path)  # more runs than groups: a row each, as papers print it
+    table = text[text.index("  qasper") :]
+    assert table.splitlines()[1].split() == ["n", "=", "2", "n", "=", "1"]
+    assert row(table, "h2o", "10%").split() == ["h2o", "10%", "100.0", "(1)"]
+    assert row(table, "quest", "10%").split() == ["quest", "10%", "50.0", "100.0"]
 
 
 def test_a_group_that_differs_from_full_is_marked_after_holm(
@@ -207,7 +214,10 @@ def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytes
     for method, costs in nlls.items():
         lines = [record(f"e{i}", output=str(cost), details={"nll": cost}, **SPARSE) for i, cost in enumerate(costs)]
         write_run(tmp_path, lines, method, task=task)
-    assert row(printed(capsys, tmp_path), "perplexity").split() == ["perplexity", "7.39", "12.2"]
+    text = printed(capsys, tmp_path)
+    table = text[text.index("perplexity\n") :]  # one average of two runs: a row per run
+    assert row(table, "full").split() == ["full", "7.39"]
+    assert row(table, "quest").split() == ["quest", "10%", "12.2"]
 
 
 def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def _block(block: Block, table: Comparison) -> dict[str, Any] | None:
     columns = block.columns(table)
     if not columns:
         return None
+    first = len(columns) - len(table.entries)  # where there is a column per run, they are the last
     shown = [
         {
             "head": "method" if place == 0 and block.of.endswith("rows") else column.head,  # the caption says the rest
@@ -73,7 +74,7 @@ def _block(block: Block, table: Comparison) -> dict[str, Any] | None:
             "left": column.left,
             "cells": column.cells,
             "values": list(column.values),
-            "run": place - block.head if block.of == "columns" and place >= block.head else None,
+            "run": place - first if block.of == "columns" and place >= first else None,
         }
         for place, column in enumerate(columns)
         if not column.empty

@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own dependency
@@ -40,7 +41,8 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     vector = path.with_suffix(".pdf")
-    figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
+    with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
+        figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
     return path, vector
 
 

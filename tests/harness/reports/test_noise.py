@@ -45,6 +45,15 @@ def test_one_full_gives_no_floor_and_neither_does_its_copy(tmp_path: Path) -> No
     assert noise.pairs(table(tmp_path)) == []
 
 
+def test_a_run_made_twice_is_an_a_a_pair_only_where_an_answer_changed(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", records([1.0] * 10))
+    again = write_run(tmp_path / "b", records([1.0] * 10, token_s=[2.0, 2.5, 2.6, 2.7]))
+    assert first.name == again.name
+    assert noise.pairs(table(tmp_path)) == []
+    write_run(tmp_path / "c", records([1.0] * 9 + [0.0]))
+    assert {pair.changed for pair in noise.pairs(table(tmp_path))} == {1}
+
+
 def test_what_is_within_the_noise(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 60))
     write_run(tmp_path, records([1.0] * 50 + [0.0] * 10, **SPARSE), "quest", budget=0.1)

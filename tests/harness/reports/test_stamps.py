@@ -35,6 +35,6 @@ def test_a_row_has_its_stamp(
 ) -> None:
     run = write_run(tmp_path, records([1.0] * 12, **lines), "full", status, **changes)
     [table] = comparisons([load(run)])
-    assert score_table(table)[-1].cells == [stamp]
+    assert {column.head: column.cells for column in score_table(table)}["stamps"] == [stamp]
     legend = {f"{letter}: {meaning}": letter for letter, meaning in STAMPS.items()}
     assert [legend[note] for note in notes(table) if note in legend] == [*stamp.replace("!", "")]  # the notes say why

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.reports.compare import Comparison, comparisons
+from harness.reports.page.data import page_data
 from harness.reports.turns import notes, turn_reuse, turn_scores
 from harness.results.store import load
 from tests.fake_records import talk, turn, write_run
@@ -36,3 +37,16 @@ def test_a_store_that_never_helped_is_named(tmp_path: Path) -> None:
 def test_scores_are_by_turn(tmp_path: Path) -> None:
     *_, scores = turn_scores(table(tmp_path, "host", "host"))
     assert scores.values == [1.0, 0.5]
+
+
+def test_on_the_page_each_column_belongs_to_its_run(tmp_path: Path) -> None:
+    """Tables by turn have one, two or three columns before those of the runs, not all of them shown."""
+    runs = []
+    for name in ("recompute", "store"):
+        turns = [turn(score=0.5, data={"turns_ago": ago}) for ago in (0, 1)]
+        runs.append(load(write_run(tmp_path, [talk("a", *turns), talk("b", *turns)], history=name)))
+    [data] = page_data(comparisons(runs), [], made="")["tables"]
+    found = {block["name"]: [column["run"] for column in block["columns"]] for block in data["blocks"]}
+    assert {"turns", "turns_ago", "turn_times"} <= found.keys()
+    for name in ("turns", "turns_ago", "turn_times"):
+        assert [run for run in found[name] if run is not None] == [0, 1], name

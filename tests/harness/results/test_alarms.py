@@ -211,7 +211,7 @@ def test_what_is_read_is_held_against_the_budget() -> None:
     lines = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=28.0)
     assert kinds(alarms([row("quest", lines, budget=0.28)], [])) == ["off_budget"]
     [union] = alarms([row("quest", lines, budget=0.2)], [])
-    assert union.text == "a KV head, over its query heads, reads other than the budget: quest 28.0 % for 20.0 %"
+    assert union.text == "a KV head, over its query heads, reads other than the budget: quest (28.0 % for 20.0 %)"
     exact = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=21.0)
     for asked in (0.2, 20, 0.21):
         assert not alarms([row("quest", exact, budget=asked)], [])
@@ -230,16 +230,16 @@ def test_simulated_cells_are_named() -> None:
     assert "crossed no bus" in bus.text
     assert not alarms([row("pqcache", host, budget=None, info={"host_is_cpu": False})], [])
     [times] = alarms([row("full", host, title=name, info=shared) for name in "ab"], [])
-    assert times.text == "simulated: all rows: their prefill was shared, so there are no times"
+    assert times.text == "simulated: the prefill was shared, so there are no times: all rows"
     [random] = alarms([row("full", host, info={"weights": "random"})], [])
-    assert "weights are random" in random.text
+    assert "random weights" in random.text
     assert not alarms([row("full", host, info={"weights": "embedded"})], [])
 
 
 def test_a_run_notes_what_its_alarms_need(cli: Callable[..., Any], tmp_path: Path) -> None:
     code, out, err = cli("method=h2o", "windows.sinks=4", "budget=0.5", "task.depths=1")
     assert code == 0, err
-    assert "simulated: all rows: their weights are random" in out
+    assert "simulated: random weights, so scores mean nothing: all rows" in out
     [file] = tmp_path.glob("runs/niah-h2o-*/run.json")
     info = json.loads(file.read_text())
     assert info["weights"] == "random"

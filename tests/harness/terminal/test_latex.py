@@ -17,6 +17,10 @@ def test_every_special_character_is_escaped() -> None:
     )
 
 
+def test_quotes_need_no_font_that_a_plain_document_lacks() -> None:
+    assert escaped('a "b"') == "a ''b''"
+
+
 def test_cells_have_a_real_minus_and_small_intervals() -> None:
     assert cell("-8.3 [-17, -1]") == r"$-$8.3 {\scriptsize [$-$17, $-$1]}"
     assert cell("<.001*") == r"\textless{}.001$^{*}$"
@@ -47,4 +51,5 @@ def test_a_report_in_latex_is_whole(tmp_path: Path) -> None:
     shown = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
     assert not re.search(r"(?<!\\)[%#_]", shown.replace("{%\n", "{\n"))
     assert "95 \\% CI" in shown or "95\\% CI" in shown
-    assert "prompts: 100 tokens" in shown
+    assert r"\footnotesize\raggedright Prompts: 100 tokens." in shown
+    assert r"\caption{Scores, times and bytes: " in shown
