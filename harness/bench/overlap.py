@@ -129,9 +129,7 @@ class Turn:
         watch, began = Watch(), perf_counter()
         cache = behind.start(len(prompt) + self._steps)
         logits = behind.prefill(cache, prompt)
-        asked = perf_counter()
-        histories.save_ahead(SESSION, prompt, cache)
-        ahead_s = perf_counter() - asked
+        ahead_s = histories.save_ahead(SESSION, prompt, cache)
         saved = histories.save(SESSION, [*prompt, *behind.decode(cache, logits, self._steps)], cache)
         turn_s = Seconds(perf_counter() - began, watch.disturbed())
         beside_s = self.jobs.beside()

@@ -49,7 +49,8 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A turn that was saved. `save_s`: seconds that the caller waited; its rows may still be on their way."""
+    """A turn that was saved. `save_s`: seconds that the caller waited at its end, those of `save_ahead` are not in it;
+    its rows may still be on their way."""
 
     save_s: float
     copyings: Sequence[Copying] = ()
@@ -102,9 +103,15 @@ class Histories(ABC):
     @abstractmethod
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed: ...
 
-    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:  # noqa: B027
+    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """The prompt is prefilled and not sealed: what `save` will be given may begin to leave the device. `tokens`:
-        all that was fed to `cache`."""
+        all that was fed to `cache`. -> seconds that the caller waited"""
+        began = perf_counter()
+        self._leave_ahead(session, tokens, cache)
+        return perf_counter() - began
+
+    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:  # noqa: B027
+        """Where something can leave before the turn has ended."""
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
         """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now."""

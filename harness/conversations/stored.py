@@ -72,7 +72,7 @@ class StoredHistories(Histories):
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)
 
-    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
         if not (self.cut.by_token and self.store.has_threads):
             return

@@ -150,6 +150,10 @@ class Talk:
             self._text += said[: len(said) - (stop == "eos")]
         self._save(self.cache, made)
 
+    def _save_ahead(self, session: str, cache: KVCache) -> dict[str, float]:
+        """The prompt's rows may go where the next turn finds them."""
+        return {"save_ahead_s": self.histories.save_ahead(session, self._text[: cache.num_tokens], cache)}
+
     def _save(self, cache: KVCache, made: Generation) -> None:
         """The cache goes where the next turn finds it. A last token has not been fed, nor what was taken back."""
         self._fed = cache.num_tokens
@@ -170,8 +174,7 @@ class Talk:
         assert self.cache is not None
         self._text = list(item.prompt.ids)
         with Usage(ids.device) as usage:
-            if item.further:
-                self.histories.save_ahead(item.example.id, self._text[: self.cache.num_tokens], self.cache)
+            ahead = self._save_ahead(item.example.id, self.cache) if item.further else {}
             if self._several and later is None:
                 self._shared = SealedContext(self.cache, self._began)
             began = self._began if self._shared is None else self._shared.begin()
@@ -181,7 +184,7 @@ class Talk:
         self.answer = Answer(item, self._usage if later is None else Usage(ids.device), usage, prefilled_by=later)
         self._turns.extend(item.further)
         if item.further:
-            self.answer.reuse.append({"reused_tokens": 0, "new_tokens": len(self._text)})
+            self.answer.reuse.append({"reused_tokens": 0, "new_tokens": len(self._text), **ahead})
         return self._kept(slot, self.cache)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
@@ -195,8 +198,7 @@ class Talk:
             asked = self._text[: min(prefilled, len(self._text) - 1)]
             found = self.histories.resume(self._session, asked, self._capacity)
             found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
-            if self._turns:
-                self.histories.save_ahead(self._session, self._text[: found.cache.num_tokens], found.cache)
+            ahead = self._save_ahead(self._session, found.cache) if self._turns else {}
             slot = batch.join(
                 found.cache, logits, self._tensor(self._text[prefilled:]), began=began, **self.ending(turn)
             )
@@ -207,7 +209,7 @@ class Talk:
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
         left = {"dropped_tokens": dropped} if self.overflow is not None else {}
         counts = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new}
-        self.answer.reuse.append({**counts, **left, **seconds})
+        self.answer.reuse.append({**counts, **left, **seconds, **ahead})
         return self._kept(slot, found.cache)
 
     @torch.inference_mode()

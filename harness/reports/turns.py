@@ -79,6 +79,7 @@ def turn_reuse(comparison: Comparison) -> list[Column]:
         number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
         quantity("load", [turn.get("load_s") for turn in stored], SECONDS),
         quantity("hidden", [turn.get("hidden_s") for turn in stored], SECONDS, hide_zeros=True),
+        quantity("save ahead", [turn.get("save_ahead_s") for turn in stored], SECONDS, hide_zeros=True),
         quantity("save", [turn.get("save_s") for turn in stored], SECONDS),
         quantity("save hidden", [turn.get("save_hidden_s") for turn in stored], SECONDS, hide_zeros=True),
     ]

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
-HISTORY_S = ("load_s", "hidden_s", "save_s", "save_hidden_s")  # of a conversation's turn
+HISTORY_S = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")  # of a conversation's turn
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
 STOPS = ("eos", "stop_string", "length", "forced")
 
@@ -60,6 +60,7 @@ class Reply:
     new_tokens: int | None = None  # that were computed, the history's too where it was not found
     load_s: float | None = None  # waited until the cache was there, within the first token's time
     hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
+    save_ahead_s: float | None = None  # handing over the prompt's rows, within the first token's time; null as save_s
     save_s: float | None = None  # behind the last token; null where no turn follows
     save_hidden_s: float | None = None  # in which its rows left the device while nobody waited for that
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question; those of loading are the
-    wall's."""
+    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question; those of loading and of
+    saving ahead are the wall's."""
 
     session: str
     turn: int  # from 1
@@ -17,6 +17,7 @@ class Answer:
     load_s: float  # that the turn has waited for its history, a fresh cache too
     hidden_s: float  # in which the history was on its way while the turn computed
     token_s: list[float]  # each token
+    save_ahead_s: float = 0.0  # before the first token: handing over the prompt's rows
     save_s: float  # behind the last, until the history was handed over
     save_hidden_s: float = 0.0  # in which its rows left the device while nobody waited for that
     tier: str | None  # where the history was found; null: nowhere

@@ -34,6 +34,7 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
         **_spread("queue", [one.queue_s for one in answers]),
         "load_s": float(np.mean([one.load_s for one in answers])),
         "hidden_s": float(np.mean([one.hidden_s for one in answers])),
+        "save_ahead_s": float(np.mean([one.save_ahead_s for one in answers])),
         "save_s": float(np.mean([one.save_s for one in answers])),
         "save_hidden_s": float(np.mean([one.save_hidden_s for one in answers])),
         "prefill_tok_s": prompts / prefill_s if prefill_s else None,

@@ -53,6 +53,7 @@ class Running:
     arrived_s: float
     started_s: float
     found: Resumed
+    save_ahead_s: float
     token_s: list[float] = field(default_factory=list)
 
 
@@ -123,8 +124,8 @@ class Loop:
         found = self.histories.resume(name, talk.tokens[:-1], talk.session.item.room)
         self.histories.prefetch()
         found, logits = self.histories.compute(found, talk.tokens, self._prefill)
-        self.histories.save_ahead(name, talk.tokens, found.cache)
-        running = Running(talk, arrived_s, started_s, found)
+        ahead_s = self.histories.save_ahead(name, talk.tokens, found.cache)
+        running = Running(talk, arrived_s, started_s, found, ahead_s)
         self._join(running, logits)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
@@ -188,6 +189,7 @@ class Loop:
             load_s=found.load_s,
             hidden_s=found.hidden_s,
             token_s=running.token_s,
+            save_ahead_s=running.save_ahead_s,
             save_s=save_s,
             tier=found.tier,
             reused_tokens=found.reused,

@@ -51,7 +51,8 @@ def spreadsheet(lines: Sequence[Line]) -> str:
     """CSV, a line per run: what varies, then the figures."""
     flat = [{**line.named, "rate": line.rate, **line.figures} for line in lines]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+    known = dict.fromkeys(key for line in flat for key in line)  # a run of an earlier command may lack some
+    writer = csv.DictWriter(text, list(known), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()

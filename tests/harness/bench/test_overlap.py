@@ -32,13 +32,13 @@ def test_command_writes_table_and_figures(tmp_path: Path) -> None:
 
 
 def test_a_turn_waits_for_its_save_behind_the_prefill_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = StoredHistories.save_ahead
+    ahead = StoredHistories._leave_ahead
 
     def slowly(*given: Any) -> None:
         time.sleep(0.05)
         ahead(*given)
 
-    monkeypatch.setattr(StoredHistories, "save_ahead", slowly)
+    monkeypatch.setattr(StoredHistories, "_leave_ahead", slowly)
     words = ["overlap", "--shape", "tiny", "--tokens", "--beside", "9", "--prompts", "270", "--steps", "3"]
     assert bench.main([*words, "--rounds", "1", "--no-plot", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from harness.config.groups import POLICIES, TIERS
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
+from harness.conversations.histories import Recompute
 from harness.history import placement, policies
 from harness.history.store import HistoryStore
 from harness.jobs.job import Evaluation
@@ -98,13 +101,33 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
             assert turn.new_tokens == turn.history_tokens + turn.prompt_tokens - turn.reused_tokens
             assert (turn.reused_tokens > 0) == (tier is not None)
             assert (turn.load_s is None) == (turn.hidden_s is None) == (turn is turns[0])
-            assert (turn.save_s is None) == (turn.save_hidden_s is None) == (turn is turns[-1])
+            for waited in (turn.save_ahead_s, turn.save_s, turn.save_hidden_s):
+                assert (waited is None) == (turn is turns[-1])
             assert turn.ttft_s > (turn.load_s or 0)
             assert (turn.hidden_s is None) == (turn is turns[0])
         assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)
     told = made.summary["turns"]["3"]
     assert told["hits"] == ({tiers[2]: 2} if tiers[2] else {})
     assert told["load_s"] > 0
+
+
+def test_what_a_turn_waits_for_its_save_is_recorded_where_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first token, and behind the last one."""
+
+    def slowly(waits_s: float) -> Callable[..., tuple[()]]:
+        return lambda *_: time.sleep(waits_s) or ()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(Recompute, "_leave_ahead", slowly(0.02))
+    monkeypatch.setattr(Recompute, "_keep", slowly(0.01))
+    made = talked(tmp_path, Full(), history="recompute")
+    for record in made.records:
+        for turn in (record.turns or [])[:-1]:
+            assert turn.ttft_s > (turn.load_s or 0) + (turn.save_ahead_s or 0) > 0.02
+            assert (turn.save_s or 0) > 0.01
+        assert record.save_ahead_s == pytest.approx(sum(turn.save_ahead_s or 0 for turn in record.turns or []))
+    assert made.summary["turns"]["2"]["save_ahead_s"] > 0.02
 
 
 def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
