@@ -27,6 +27,7 @@ from harness.config.errors import explain, sentence
 from harness.config.keys import help_text
 from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
+from harness.jobs.planning.planner import Planner
 from harness.sweeps.group import Group
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
@@ -74,8 +75,9 @@ class Command:
 
     def _run_here(self, jobs: Sequence[JobConfig], words: Overrides) -> None:
         """A single command, or one that writes nothing: without a ledger."""
+        planner = Planner()
         for numbers in groups(jobs):
-            group = Group([jobs[number] for number in numbers], words.partial)
+            group = Group([jobs[number] for number in numbers], words.partial, planner)
             group.run()
             self.finished += group.folders
             self.failed += len(group.troubles)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, sentence
-from harness.jobs.checks import check_budget, check_fit, check_overflow, check_turns
-from harness.jobs.effective import budget_of, effective, with_contexts
-from harness.jobs.items import Item, prepare
+from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
+from harness.jobs.planning.effective import budget_of, effective, with_contexts
+from harness.jobs.planning.items import Item, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from evals.base import Example, Task
 from harness.config import plugins
 from harness.config.errors import is_known, sentence
 from harness.config.settings import Data, settings_of
-from harness.jobs.items import prepare
+from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
 from harness.results import files
 from harness.results.lock import FolderLock

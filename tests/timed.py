@@ -10,7 +10,7 @@ from harness.engine.attach import Attachment
 from harness.engine.batch.generation import never
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 
 TOKEN_S, STEP_S = 0.1, 1.0
 

@@ -34,8 +34,8 @@ from harness.config.catalogue import CONF
 from harness.config.settings import Data, GenerationSettings, Settings
 from harness.engine.attach import Attachment
 from harness.engine.hf import routed
-from harness.jobs.items import Item
 from harness.jobs.job import Job
+from harness.jobs.planning.items import Item
 from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2

@@ -29,7 +29,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.history.positions import Rotation
 from harness.history.truncation import truncated
-from harness.jobs.items import prepare
+from harness.jobs.planning.items import prepare
 from harness.models.base import DTYPES, ModelSource
 from harness.terminal.tables import Column
 from methods.full import Full

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from evals.base import Task
 from harness.config.settings import Settings
-from harness.jobs.capacity import free_bytes, refusal, side_by_side, size
 from harness.jobs.job import Job
+from harness.jobs.planning.capacity import free_bytes, refusal, side_by_side, size
+from harness.jobs.planning.planner import Planner
 from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
 from harness.results.store import find, load
@@ -17,9 +18,10 @@ SHOWN = 2  # prompts printed
 HEAD, TAIL = 300, 300  # characters of each
 
 
-def show(method: Method, task: Task, model: ModelSource, wanted: Settings) -> None:
+def show(method: Method, task: Task, model: ModelSource, wanted: Settings, planner: Planner) -> None:
     """Print the plan; raises the same errors as the run itself would before its weights."""
-    job = Job.plan(method, task, model, wanted)
+    _, job = planner.plan(method, task, model, wanted)
+    planner.let_go()
     settings = job.settings
     for item in job.items[:SHOWN]:
         text = item.prompt.text

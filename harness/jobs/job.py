@@ -14,9 +14,9 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.capacity import Need, needed, refuse, size
-from harness.jobs.checks import check_budget, check_fit, check_overflow, check_turns
-from harness.jobs.effective import (
+from harness.jobs.planning.capacity import Need, needed, refuse, size
+from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
+from harness.jobs.planning.effective import (
     budget_of,
     codec_of,
     effective,
@@ -25,7 +25,7 @@ from harness.jobs.effective import (
     with_turns,
     without_effect,
 )
-from harness.jobs.items import Item, prepare
+from harness.jobs.planning.items import Item, prepare
 from harness.jobs.runner import is_loaded
 from harness.models.base import LoadedModel, ModelSource, check_device
 from harness.prompts.calibration import calibration_text

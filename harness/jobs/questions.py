@@ -20,7 +20,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage, larger
 from harness.results.records import PEAKS

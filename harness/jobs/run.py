@@ -9,15 +9,16 @@ Jobs run in groups (harness/jobs/group.py). A job with a prefill of its own is a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.base import Task
-from harness.config.settings import OWN, Settings
+from harness.config.settings import Settings
 from harness.jobs.group import OnError, reporting, run_group
-from harness.jobs.items import Item
 from harness.jobs.job import Evaluation, Job, Presets
+from harness.jobs.planning.items import Item
+from harness.jobs.planning.planner import Planner
 from harness.jobs.triage import triage
 from harness.models.base import ModelSource
 from methods.base import Method
@@ -56,20 +57,25 @@ def evaluate(
 
 
 def evaluate_together(
-    wanted: Sequence[Wanted], on_error: OnError | None = None, on_plan: OnPlan | None = None
+    wanted: Sequence[Wanted],
+    on_error: OnError | None = None,
+    on_plan: OnPlan | None = None,
+    planner: Planner | None = None,
 ) -> list[Evaluation]:
     """The jobs' evaluations and those of the Full beside them, group by group.
 
     A job that fails, Full too, has no evaluation and leaves all others alone. Its error goes to `on_error`; without
-    one, the first is raised once all groups are through. `on_plan` hears of each job that can start.
+    one, the first is raised once all groups are through. `on_plan` hears of each job that can start. `planner`: has the
+    prompts of jobs before these.
     """
-    sweep, errors = _Sweep(), list[Exception]()
+    sweep, errors = _Sweep(planner or Planner()), list[Exception]()
     report = on_error or errors.append
     for number, one in enumerate(wanted):
         with reporting(report):
             job, full = sweep.add(one)
             if on_plan:
                 on_plan(number, job, full)
+    sweep.planner.let_go()
     made: dict[Path, Evaluation] = {}
     for jobs in sweep.groups.values():
         with reporting(report):
@@ -86,18 +92,15 @@ def evaluate_together(
 class _Sweep:
     """Planned jobs in groups, and the Full that each is held against."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
         self.groups: dict[str, list[Job]] = {}
         self._full: dict[Path, Job] = {}  # by the folder of the job
-        self._items: dict[str, list[Item]] = {}
 
     def add(self, wanted: Wanted) -> tuple[Job, Job | None]:
         """Puts a job into its group, and with `baseline=run` Full into its own, to run before or beside."""
         method, task, model, settings, presets, items = wanted
-        common = {name: value for name, value in asdict(settings).items() if name not in OWN}
-        key = str((task, model, common, [item.sha256 for item in items or ()]))
-        job = Job.plan(method, task, model, settings, items or self._items.get(key), presets)
-        self._items[key] = job.items
+        key, job = self.planner.plan(method, task, model, settings, items, presets)
         if settings.baseline != "off" and not isinstance(method, Full):
             shared = replace(job.settings, shared_prefill=settings.shared_prefill)
             full = Job.plan(Full(), task, model, shared, job.items, presets and {**presets, "method": "full"})

@@ -29,7 +29,7 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 from harness.jobs.questions import Answer, Talk, by_context, room
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage

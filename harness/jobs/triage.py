@@ -19,8 +19,8 @@ from harness.diagnosis.replay import Replay, Replayed
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import LENGTH
 from harness.engine.hf import routed
-from harness.jobs.items import Item
 from harness.jobs.job import Job
+from harness.jobs.planning.items import Item
 from harness.jobs.runner import Runner, load
 from harness.results import triage as stored
 from harness.results.lock import FolderLock

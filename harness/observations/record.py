@@ -14,8 +14,8 @@ from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
-from harness.jobs.effective import effective
-from harness.jobs.items import prepare
+from harness.jobs.planning.effective import effective
+from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
 from harness.models.base import ModelSource
 from harness.observations.observation import Observation

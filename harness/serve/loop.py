@@ -24,7 +24,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 from harness.jobs.questions import Ending
 from harness.serve.answer import Answer
 from harness.serve.clock import Clock

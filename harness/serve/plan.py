@@ -10,8 +10,8 @@ from typing import Any
 
 from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
-from harness.jobs.items import itemised
 from harness.jobs.job import Job
+from harness.jobs.planning.items import itemised
 from harness.results.files import canonical
 from harness.serve import trace
 from harness.serve.trace import Session

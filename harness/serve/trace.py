@@ -13,7 +13,7 @@ import numpy as np
 from evals.base import Example, Turn
 from harness.history.simulation.trace import TraceError, timed
 from harness.history.simulation.trace import Turn as Lengths
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 from harness.results.files import canonical, read_lines, write_lines
 
 SCHEMA = 1

@@ -13,6 +13,7 @@ from harness.config import plugins
 from harness.config.errors import is_memory, one_sentence
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import settings_of
+from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
 from harness.terminal.notices import say_once
 
@@ -47,8 +48,8 @@ class Trouble(NamedTuple):
 class Group:
     """Jobs that run together, and what becomes of them. Errors are said at once if `aloud`."""
 
-    def __init__(self, jobs: Sequence[JobConfig], partial: Partial, aloud: bool = True) -> None:
-        self.jobs, self.partial, self.aloud = jobs, partial, aloud
+    def __init__(self, jobs: Sequence[JobConfig], partial: Partial, planner: Planner, aloud: bool = True) -> None:
+        self.jobs, self.partial, self.planner, self.aloud = jobs, partial, planner, aloud
         self.made: list[Evaluation] = []
         self.troubles: list[Trouble] = []
         self._unplanned: list[int] = []  # places, in the order in which they are planned
@@ -66,7 +67,7 @@ class Group:
             try:
                 one = built(job, self.partial)
                 if one.settings.dry_run:
-                    _show(one)
+                    self._show(one)
                 else:
                     wanted[place] = one
             except Exception as error:
@@ -74,6 +75,11 @@ class Group:
         if wanted:
             self._evaluate(wanted, on_plan)
         self._give_back_memory()
+
+    def _show(self, wanted: Wanted) -> None:
+        from harness.jobs.dry_run import show
+
+        show(*wanted[:4], self.planner)
 
     def _evaluate(self, wanted: Mapping[int, Wanted], on_plan: OnPlan | None) -> None:
         from harness.jobs.run import evaluate_together
@@ -85,7 +91,7 @@ class Group:
             if on_plan:
                 on_plan(place, job, full)
 
-        self.made = evaluate_together(list(wanted.values()), self._hear, planned)
+        self.made = evaluate_together(list(wanted.values()), self._hear, planned, self.planner)
 
     def _hear(self, error: Exception) -> None:
         """All jobs are planned, one after the other, before the first of them runs."""
@@ -126,9 +132,3 @@ def built(job: JobConfig, partial: Partial) -> Wanted:
     from harness.jobs.run import Wanted
 
     return Wanted(method, task, model, settings, job.presets)
-
-
-def _show(wanted: Wanted) -> None:
-    from harness.jobs.dry_run import show
-
-    show(*wanted[:4])

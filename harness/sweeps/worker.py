@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import is_memory
+from harness.jobs.planning.planner import Planner
 from harness.sweeps.group import Group
 from harness.sweeps.ledger import Claim, Sweep, examples_in
 from harness.sweeps.session import PATIENCE, Session
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 def work(session: Session, *, patience: int = PATIENCE, wait: bool = True, aloud: bool = True) -> None:
     """Until nothing is left, in this process. `wait` for what another command has in hand, and take what it leaves."""
+    planner = Planner()
     while claim := session.take(patience) or (session.wait(patience) if wait else None):
         with claim:
-            _Attempt(claim, session).run(aloud)
+            _Attempt(claim, session).run(planner, aloud)
 
 
 def work_here(sweep: Sweep, command: str) -> Session:
@@ -41,10 +43,10 @@ class _Attempt:
         self.planned: dict[int, tuple[Path, Path | None]] = {}  # place -> folder, Full's
         self._began = monotonic()
 
-    def run(self, aloud: bool) -> None:
+    def run(self, planner: Planner, aloud: bool) -> None:
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or None
         self.claim.note("started", jobs=self.jobs, host=socket.gethostname(), pid=os.getpid(), gpu=gpu)
-        group = Group([self.sweep.jobs[job] for job in self.jobs], self.sweep.partial, aloud)
+        group = Group([self.sweep.jobs[job] for job in self.jobs], self.sweep.partial, planner, aloud)
         try:
             with numbered(self.jobs[0] + 1, len(self.sweep.jobs) if len(self.jobs) == 1 else 1, aloud):
                 group.run(self._plan)

@@ -13,7 +13,7 @@ from itertools import chain
 
 from evals.base import Task
 from harness.config.settings import Settings, SettingsError
-from harness.jobs.items import Item, prepare
+from harness.jobs.planning.items import Item, prepare
 from harness.models.base import ModelSource
 
 ROUNDS = 3  # of the refinement, each on examples of its own; fewer where a group has fewer

@@ -10,8 +10,8 @@ from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
 from harness.config.settings import TUNING_SEED, CommonWindows, Settings
-from harness.jobs.effective import method_of
 from harness.jobs.job import Job, Presets
+from harness.jobs.planning.effective import method_of
 from harness.models.base import ModelSource
 from harness.tuning.examples import Examples, examples_of, refuse_unseeded
 from harness.tuning.search import KEPT, curve_points, most_combinations

@@ -9,9 +9,9 @@ from statistics import fmean
 
 from evals.base import Task
 from harness.config.settings import Results, Settings
-from harness.jobs.capacity import free_bytes
-from harness.jobs.items import Item
 from harness.jobs.job import Job, Presets
+from harness.jobs.planning.capacity import free_bytes
+from harness.jobs.planning.items import Item
 from harness.jobs.run import Wanted, evaluate_together
 from harness.models.base import ModelSource
 from harness.results.records import Record, over_known

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from evals.base import Example, TaskEnv
+from evals.niah import Niah
 from harness.config.settings import Settings
 from methods.base import Budget
 from tests.harness.conftest import Outside
@@ -119,6 +121,20 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
     assert "4, of 400 to 400 prompt tokens" in out
     assert "KV cache" in out
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, dry: str) -> None:
+    made, examples = [], Niah.examples
+
+    def counted(task: Niah, env: TaskEnv) -> Iterator[Example]:
+        made.append(task)
+        return iter(examples(task, env))
+
+    monkeypatch.setattr(Niah, "examples", counted)
+    code, _, err = cli("-m", "method=streaming,h2o", "budget=0.3,0.5", f"dry_run={dry}")
+    assert code == 0, err
+    assert len(made) == 1
 
 
 def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:

@@ -20,8 +20,8 @@ from harness.config.compose import composed
 from harness.config.experiments import FACTS, GROUP, Experiment, experiments
 from harness.config.overrides import checked
 from harness.config.settings import SettingsError, settings_of
-from harness.jobs.checks import check_fit
-from harness.jobs.effective import budget_of, effective, method_of
+from harness.jobs.planning.checks import check_fit
+from harness.jobs.planning.effective import budget_of, effective, method_of
 from harness.list import experiments_table, main
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import Random

@@ -9,7 +9,7 @@ from evals.niah import Niah
 from evals.ruler import Ruler
 from harness.config.settings import Settings
 from harness.diagnosis.needles import missing, needles, plain
-from harness.jobs.items import Item, prepare
+from harness.jobs.planning.items import Item, prepare
 from harness.prompts.prompt import render
 from tests.fast import MODEL, niah
 

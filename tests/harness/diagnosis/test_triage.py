@@ -15,8 +15,8 @@ from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.diagnosis.ladder import Rungs, cause
 from harness.engine import attach
-from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
+from harness.jobs.planning.items import prepare
 from harness.jobs.run import evaluate
 from harness.jobs.triage import Case
 from harness.models.embedded import SmolLM2

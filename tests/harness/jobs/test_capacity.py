@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.config.settings import Results, Settings, SettingsError, StoreSettings
-from harness.jobs import capacity
-from harness.jobs.capacity import Need, needed, refusal
 from harness.jobs.job import Job
+from harness.jobs.planning import capacity
+from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.run import Wanted, evaluate, evaluate_together
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah
@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the report: 21.6 GiB."""
-    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: int(21.6 * GIB))
     monkeypatch.setattr("harness.jobs.dry_run.free_bytes", lambda device: int(21.6 * GIB))
 
 
@@ -66,7 +66,7 @@ def test_the_dry_run_says_the_same(cli: Cli) -> None:
 def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False)
     first = evaluate(Full(), niah(), MODEL, settings)
-    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: 0)
+    monkeypatch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: 0)
     assert evaluate(Full(), niah(), MODEL, settings) == first
     with pytest.raises(SettingsError, match="a smaller model"):
         evaluate(Full(), niah(depths=2), MODEL, replace(settings, dtype="bf16"))
@@ -90,7 +90,7 @@ def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None
 
 
 def test_what_is_there_or_elsewhere_is_not_counted() -> None:
-    from harness.jobs.items import prepare
+    from harness.jobs.planning.items import prepare
 
     info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items = prepare(niah(), MODEL, settings)
@@ -104,7 +104,7 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
 
 
 def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
-    from harness.jobs.items import prepare
+    from harness.jobs.planning.items import prepare
 
     info, alone = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items, shared = prepare(niah(), MODEL, alone), replace(alone, shared_prefill=True)
@@ -116,7 +116,7 @@ def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
 
 
 def test_a_store_on_the_device_counts_up_to_its_room() -> None:
-    from harness.jobs.items import prepare
+    from harness.jobs.planning.items import prepare
     from tests.harness.jobs.test_questions import Balances
 
     info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32")
@@ -142,7 +142,7 @@ def test_jobs_that_run_at_once_must_fit_at_once(tmp_path: Path, monkeypatch: pyt
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False, shared_prefill=shared)
     wanted = [Wanted(method, niah(depths=2), MODEL, settings) for method in (PQ, STREAMING)]
     need = Job.plan(*wanted[0][:3], replace(settings, shared_prefill=False)).need()
-    monkeypatch.setattr("harness.jobs.capacity.free_bytes", lambda device: need.total + need.kv)
+    monkeypatch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: need.total + need.kv)
     if shared:
         with pytest.raises(SettingsError, match="shared_prefill=false, which holds one cache at a time"):
             evaluate_together(wanted)

@@ -23,8 +23,8 @@ from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.items import prepare
 from harness.jobs.job import Evaluation
+from harness.jobs.planning.items import prepare
 from harness.jobs.questions import SealedContext, by_context
 from harness.jobs.runner import load
 from harness.reports.compare import comparisons

@@ -1,4 +1,4 @@
-"""What a run is refused for before any weights are loaded; memory is harness/jobs/capacity.py's."""
+"""What a run is refused for before any weights are loaded; memory is harness/jobs/planning/capacity.py's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from evals.base import Task
 from harness.config.settings import Settings, SettingsError
 from harness.conversations.coding import int_codec
 from harness.conversations.opening import check_place
-from harness.jobs.alignment import AlignedBudget, shapes
-from harness.jobs.effective import codec_of
-from harness.jobs.items import Item
+from harness.jobs.planning.alignment import AlignedBudget, shapes
+from harness.jobs.planning.effective import codec_of
+from harness.jobs.planning.items import Item
 from harness.models.base import ModelInfo
 from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers

@@ -8,8 +8,8 @@ from typing import Any
 
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
 from harness.conversations.coding import int_codec
-from harness.jobs.alignment import aligned, per_token
-from harness.jobs.items import Item
+from harness.jobs.planning.alignment import aligned, per_token
+from harness.jobs.planning.items import Item
 from harness.jobs.questions import by_context
 from harness.models.base import ModelInfo, choose_device
 from harness.terminal.notices import say_once

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.settings import Settings, SettingsError
-from harness.jobs.items import Item
+from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.terminal.tables import BYTES, scaled
 
