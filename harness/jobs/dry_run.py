@@ -11,6 +11,7 @@ from harness.jobs.planning.capacity import free_bytes, refusal, side_by_side, si
 from harness.jobs.planning.planner import Planner
 from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
+from harness.results.alarms import alike
 from harness.results.store import find, load
 from methods.base import Method
 
@@ -31,7 +32,7 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
     contexts = list(by_context(job.items))
     prefilled = [len(group[0].prompt.ids) for group in contexts] if settings.questions == "shared" else lengths
     info = model.describe()
-    notes = sorted({finding.message for item in job.items for finding in item.findings})
+    notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
         *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
@@ -40,7 +41,7 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
         ("memory", _memory(job)),
         ("time", _expected(job, sum(prefilled))),
         ("folder", str(job.folder)),
-        *(("lint", note) for note in notes),
+        *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
     ]
     print("\n".join(f"{name:<9} {text}" for name, text in rows))
 

@@ -268,11 +268,11 @@ def _about_examples(records: Sequence[Record]) -> Iterator[str]:
         "ran into the token limit": sum(any(one.stop == "length" for one in r.replies) for r in records),
     }
     yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)
-    for warning, count in _alike([warning for r in records for warning in r.warnings]):
+    for warning, count in alike([warning for r in records for warning in r.warnings]):
         yield f"{count} of {n} examples: {warning}"
 
 
-def _alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
+def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Warnings that differ in their numbers alone as one, with the span of each number."""
     kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
     for warning in warnings:

@@ -14,6 +14,7 @@ import pytest
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import Settings
+from harness.prompts.prompt_lint import Finding
 from methods.base import Budget
 from tests.harness.conftest import Outside
 
@@ -121,6 +122,17 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
     assert "4, of 400 to 400 prompt tokens" in out
     assert "KV cache" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_lint_finds_in_many_prompts_is_one_line_of_a_dry_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = iter([30, 7, 512, 8])
+    found = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
+    monkeypatch.setattr("harness.jobs.planning.items.lint", found)
+    code, out, err = cli("dry_run=true")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("lint")] == [
+        "lint      4 of 4 examples: 7 to 512 tokens were cut."
+    ]
 
 
 @pytest.mark.parametrize("dry", ["true", "false"])
