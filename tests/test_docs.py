@@ -121,6 +121,12 @@ def test_python_runs_as_printed(block: CodeBlock) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_data_sets_lie_in_the_readers_folder() -> None:
+    """Which the pages call DATA: no reader has a folder of ours."""
+    text = "\n".join(block.text for block in BLOCKS if block.kind == "commands")
+    assert set(re.findall(r"(?:data\.root=|--data-root[ =])([^\s\"']+)", text)) == {"DATA"}
+
+
 @of_kind("output")
 def test_output_holds_no_command(block: CodeBlock) -> None:
     """A table, a tree of files or a piece of JSON: nothing to type."""
