@@ -15,7 +15,7 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.planning.capacity import Need, needed, refuse, size
-from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
+from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,
     codec_of,
@@ -93,6 +93,7 @@ class Job:
         check_turns(items, settings)
         check_overflow(items, task, settings, info.limit)
         settings = with_turns(settings, items)
+        check_store(items, settings, method, info)
         check_budget(items, method, budget, settings, info.num_whole_layers)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}

@@ -6,13 +6,15 @@ import os
 from collections.abc import Sequence
 
 from evals.base import Task
+from harness.config.groups import bits_and_group
 from harness.config.settings import Settings, SettingsError
 from harness.conversations.coding import int_codec
 from harness.conversations.opening import check_place
 from harness.jobs.planning.alignment import AlignedBudget, shapes
+from harness.jobs.planning.capacity import size
 from harness.jobs.planning.effective import codec_of
 from harness.jobs.planning.items import Item
-from harness.models.base import ModelInfo
+from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers
 
@@ -55,7 +57,7 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
             "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
             "leave overflow.window out."
         )
-    rows = method.rows_stay and settings.codec is None and settings.budget_generated is None
+    rows = _stores_rows(settings, method)
     for name, off in (("codec", None), ("share", False)):
         if getattr(store, name) != off and not rows:
             raise SettingsError(
@@ -67,6 +69,11 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
             "store.share=true gives a conversation the rows of another one's answers, and "
             f"{type(method).__name__} computes these from sparse reads: set store.share=false."
         )
+
+
+def _stores_rows(settings: Settings, method: Method) -> bool:
+    """All of them, as the model made them."""
+    return method.rows_stay and settings.codec is None and settings.budget_generated is None
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:
@@ -102,6 +109,27 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
             raise SettingsError(
                 f"{key}={value} follows one turn, and this task's examples have several: set {key}={off}."
             )
+
+
+def check_store(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> None:
+    """Refuse a tier that is too small for every conversation."""
+    if settings.history != "store":
+        return
+    store, least = settings.store, _least_stored(items, settings, method, info)
+    for tier, room in store.capacities.items():
+        if 0 < room < least:
+            raise SettingsError(
+                f"store.{tier}={getattr(store, tier)} holds no conversation: the smallest takes {size(least)} here, "
+                f"and a number without a unit is in bytes. Set store.{tier}=8GB, for example."
+            )
+
+
+def _least_stored(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> int:
+    """Bytes of a conversation behind its first turn, at least. What a method keeps is its own affair."""
+    shortest = min(len(item.prompt.ids) for item in items if item.further)
+    tokens = shortest if _stores_rows(settings, method) else 1
+    codec, dense = settings.store.codec or settings.codec, info.kv_bytes(settings.dtype, tokens)
+    return dense * bits_and_group(codec)[0] // (8 * DTYPE_BYTES[settings.dtype]) if codec else dense
 
 
 def check_overflow(items: Sequence[Item], task: Task, settings: Settings, limit: int) -> None:

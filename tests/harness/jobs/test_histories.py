@@ -55,6 +55,16 @@ def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str
         assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
 
 
+@pytest.mark.parametrize("method", [Full(), H2O()], ids=["rows", "state"])
+@pytest.mark.parametrize("sizes", [{"host": 8}, {"host": "1GB", "disk": 8}], ids=str)
+def test_a_tier_that_holds_no_conversation_is_refused(tmp_path: Path, method: Method, sizes: dict[str, Any]) -> None:
+    """Most of all a number that was to mean gigabytes."""
+    tier = list(sizes)[-1]
+    with pytest.raises(SettingsError, match=rf"store\.{tier}=8 holds no conversation.*bytes. Set store\.{tier}=8GB"):
+        talked(tmp_path, method, budget=0.5, history="store", store=StoreSettings(**sizes))
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
     stayed = talked(tmp_path, H2O())
     for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
