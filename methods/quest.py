@@ -21,10 +21,11 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.reference import Segment
+from kernels.sink_logits import softmax
 from methods.base import (
     Attended,
     AttnInput,
@@ -124,15 +125,16 @@ class QuestRead(Read[int], capturable=True):
         return self.attend(x.q, self._pages(rows), self._since())
 
     def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Rows that do not exist are read as others are, and masked."""
+        """Rows that do not exist are read as others are, and masked: each head has a number of its own."""
         pages, since = self._pages(rows.clamp(max=self.sealed - 1)), self._since()
         groups, heads = self.spec.num_kv_heads, rows.shape[1]
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
         later = (x.repeat_interleave(heads // groups, 1) for x in since[:2])
         k, v = (torch.cat(both, 2) for both in zip(chosen, later, strict=True))
         real = pad(rows < self.sealed, (0, since.k.shape[2]), value=True)
-        real = real.repeat_interleave(self.spec.num_heads // real.shape[1], 1).unsqueeze(2)
-        return scaled_dot_product_attention(q, k, v, attn_mask=real, scale=self.spec.scale, enable_gqa=True)
+        logits = ops.row_scores(q.view(*k.shape[:2], -1, k.shape[3]), k) * self.spec.scale
+        weights = softmax(logits.masked_fill(~real.unsqueeze(2), float("-inf")), self.spec.sink_logits)
+        return (weights.to(v.dtype) @ v).view_as(q)
 
     def _pages(self, rows: Tensor) -> Segment:
         """Chosen tokens of the prompt. rows [B H|G K]"""

@@ -157,6 +157,28 @@ def test_sparqs_mean_value_leaves_the_sink_its_weight() -> None:
     assert_close(out, torch.sigmoid(logits.logsumexp(-1) - SINKS[:, None])[..., None].expand_as(out))
 
 
+@pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
+def test_quests_heads_of_different_counts_leave_the_sink_its_weight(select_per: str) -> None:
+    """Values that are all one give the sum of the weights: some heads have chosen the short last page, some not."""
+    text = Sequences(SHAPE, 90)
+    text.v.fill_(1)
+    text.raw_k[:, :, :, 88] *= 10
+    quest = replace(small("quest"), dense_layers=(), last_page=False, select_per=select_per)  # type: ignore[call-arg]
+    (layer,) = quest.start([replace(spec, sink_logits=SINKS) for spec in text.specs], CacheState(text.request(BUDGET)))
+    text.seal([layer], 0, 89)
+    (out,) = text.decode([layer], 89)
+    read = layer.selected_positions()
+    assert read is not None
+    own = read.repeat_interleave(SHAPE.heads // read.shape[1], 1)
+    assert len((own >= 0).sum(-1).unique()) > 1
+    q, k = text.q(0)[:, :, -1:], text.k(0).repeat_interleave(3, 1)
+    logits = (q @ k.mT * text.specs[0].scale).squeeze(2)  # [B H 90]
+    seen = torch.zeros(*logits.shape[:2], 91, dtype=torch.bool).scatter_(2, own % 91, True)[..., :90]
+    seen[..., -1] = True  # the token itself
+    lse = logits.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    assert_close(out, torch.sigmoid(lse - SINKS)[..., None, None].expand_as(out))
+
+
 @hybrid
 @torch.inference_mode()
 def test_a_turn_may_be_stored_and_go_on_in_another_cache(architecture: str) -> None:
