@@ -63,13 +63,18 @@ def _parts(subject: Subject) -> Iterator[str]:
 
 
 def _moved(subject: Subject) -> Iterator[str]:
-    moved, hits = (subject.summary["memory"].get(key) for key in ("moved_bytes_per_step", "hit_rate"))
-    if moved:
-        told = f"A step moves {_bytes(moved)} between host and device"
-        bus = ", the same memory here, so no bus is paid for" if subject.summary["host_is_cpu"] else ""
-        yield (
-            told + bus + (f"; {percent(hits)} % of the rows asked for were on the device." if hits is not None else ".")
-        )
+    keys = ("moved_bytes_per_step", "from_disk_bytes_per_step", "hit_rate")
+    moved, read, hits = map(subject.summary["memory"].get, keys)
+    if not moved:
+        return
+    told = f"A step moves {_bytes(moved)} between host and device"
+    if subject.summary["host_is_cpu"]:
+        told += ", the same memory here, so no bus is paid for"
+    if read:
+        told += f"; files give {_bytes(read)} of it"
+    if hits is not None:
+        told += f"; {percent(hits)} % of the rows asked for were on the device"
+    yield f"{told}."
 
 
 def _seal(subject: Subject) -> Iterator[str]:

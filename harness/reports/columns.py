@@ -12,7 +12,6 @@ from harness.engine.step_parts import PARTS
 from harness.reports import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
-from harness.results.alarms import stored_away
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -31,6 +30,7 @@ STAMPS = {
     "S": "simulated: the cost is not paid in this code path, so speed is left out",
     "T": "traced: the clocks inside a step cost time, so speed is left out",
     "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
+    "D": "disk tier beside a CPU: its files were read, if not from the system's cache, and no bus led to a device",
     "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
     "C": "continued: times come from more than one session",
     "R": "running",
@@ -275,7 +275,8 @@ def _stamps(entry: Entry) -> str:
     marks = {
         "S": row["simulated"],
         "T": row["traced"],
-        "H": row["host_is_cpu"] and stored_away(row["memory"]),
+        "H": row["host_is_cpu"] and row["memory"].get("kv_host_bytes"),
+        "D": row["host_is_cpu"] and row["memory"].get("kv_disk_bytes"),
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
     }

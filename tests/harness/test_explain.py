@@ -93,12 +93,13 @@ def test_few_examples_are_not_made_to_speak(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_slow_run_with_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow: dict[str, Any] = {"token_s": [1.0, 1.5, 1.75, 2.0], "moved_bytes_per_step": 2048.0, "seal_s": 0.25}
+    slow: dict[str, Any] = {"token_s": [1.0, 1.5, 1.75, 2.0], "moved_bytes_per_step": 2048.0,
+                            "from_disk_bytes_per_step": 1024.0, "seal_s": 0.25}  # fmt: skip
     write_run(tmp_path, [record("a", token_s=[1.0, 1.5, 1.625, 1.75])], facts=MACHINE)
     run = write_run(tmp_path, [record("a", **slow)], "pqcache", facts=MACHINE)
     told = explained(capsys, run)
     assert "A token takes 250 ms (median TPOT), 2.00 times Full's 125 ms." in told
-    assert "A step moves 2.00 KiB between host and device" in told
+    assert "A step moves 2.00 KiB between host and device; files give 1.00 KiB of it." in told
     assert "Sealing a prompt takes 250 ms, beside a TTFT of 1.00 s." in told
     assert "load was 6.5 on 2 CPUs when the run began. Others used it as well" in told
     traced = write_run(tmp_path, [record("a", trace=STEP | {"parts_s": PARTS}, **slow)], "pqcache", trace="on")

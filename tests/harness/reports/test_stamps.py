@@ -22,6 +22,9 @@ EARLIER = [{"status": "interrupted", "started": "2026-01-01T00:00:00+00:00"}]
         ("", {}, "complete", {"facts": {"host_is_cpu": True}}),  # nothing lies there
         ("S", {}, "complete", {"facts": {"simulated": True}}),
         ("T", {}, "complete", {"trace": "on"}),
+        ("D", {"kv_disk_bytes": 10}, "complete", {"facts": {"host_is_cpu": True}}),
+        ("HD", AWAY | {"kv_disk_bytes": 10}, "complete", {"facts": {"host_is_cpu": True}}),
+        ("", {"kv_disk_bytes": 10}, "complete", {"facts": {"host_is_cpu": False}}),
         ("H", AWAY, "complete", {"facts": {"host_is_cpu": True}}),
         ("P", {}, "complete", {"facts": {"plain_steps": "a step waits for a value"}}),
         ("C", {}, "complete", {"facts": {"earlier": EARLIER}}),
