@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from evals.base import Task
 from harness.config.settings import Settings
@@ -16,6 +18,7 @@ from harness.results.store import find, load
 from methods.base import Method
 
 SHOWN = 2  # prompts printed
+TIMED = ("dtype", "device", "threads")  # what the time of the same work depends on
 HEAD, TAIL = 300, 300  # characters of each
 
 
@@ -54,13 +57,21 @@ def _memory(job: Job) -> str:
 
 
 def _expected(job: Job, tokens: int) -> str:
-    """From earlier runs of the same model on this device, the most recent first."""
+    """From the most recent run of the same model with the same conditions."""
     root = Path(job.settings.results.root)
-    same = ("model", "dtype", "device", "threads")
     earlier = [load(folder) for folder in find([root])] if any(root.glob("*/run.json")) else []
-    alike = [run for run in earlier if run.records and all(run.config.get(k) == job.config[k] for k in same)]
-    if not alike:
-        return "unknown: no run of this model on this device yet"
-    records = alike[-1].records
+    recent = sorted(earlier, key=lambda run: run.info.get("started", ""), reverse=True)
+    known = [run for run in recent if run.records and run.config.get("model") == job.config["model"]]
+    if not known:
+        return "unknown: no run of this model yet"
+    run = min(known, key=lambda run: len(_others(run.config, job.config)))
+    if others := _others(run.config, job.config):
+        return f"unknown: no run of this model with {' and '.join(others)} yet"
+    records = run.records
     rate = sum(r.prompt_tokens for r in records if r.prefilled_by is None) / sum(r.machine_s for r in records)
-    return f"about {tokens / rate / 60:.1f} minutes at the {rate:.0f} prompt tokens/s of {alike[-1].folder.name}"
+    return f"about {tokens / rate / 60:.1f} minutes at the {rate:.0f} prompt tokens/s of {run.folder.name}"
+
+
+def _others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Conditions in which times of another run say nothing of ours, as they are typed."""
+    return [f"{key}={'null' if ours[key] is None else ours[key]}" for key in TIMED if theirs.get(key) != ours[key]]

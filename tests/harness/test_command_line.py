@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -122,6 +123,19 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
     assert "4, of 400 to 400 prompt tokens" in out
     assert "KV cache" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_which_run_it_would_need_to_know_the_time(cli: Cli) -> None:
+    def time(*words: str) -> str:
+        [line] = [line for line in cli("dry_run=true", *words)[1].splitlines() if line.startswith("time ")]
+        return line.removeprefix("time").strip()
+
+    assert time() == "unknown: no run of this model yet"
+    assert cli("method=streaming", "baseline=off", "task.depths=1")[0] == 0
+    assert re.fullmatch(r"about \d+\.\d minutes at the \d+ prompt tokens/s of niah-streaming-\w+", time())
+    assert time("dtype=bf16") == "unknown: no run of this model with dtype=bf16 yet"
+    assert time("dtype=bf16", "threads=1") == "unknown: no run of this model with dtype=bf16 and threads=1 yet"
+    assert time("model.seed=7") == "unknown: no run of this model yet"
 
 
 def test_what_lint_finds_in_many_prompts_is_one_line_of_a_dry_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
