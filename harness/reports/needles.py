@@ -39,6 +39,7 @@ class Grid(NamedTuple):
     depths: list[str]  # percent: as planted, or a bin
     lengths: list[str]  # tokens asked for
     means: list[list[float | None]]
+    counts: list[list[int]]  # of examples
 
 
 def by_task(records: Sequence[Record]) -> dict[str, list[Needle]]:
@@ -59,8 +60,9 @@ def grid(needles: Sequence[Needle]) -> Grid:
         cells[row, lengths.index(length)].append(100 * score)
     rows, columns = range(len(depths) or BINS), range(len(lengths))
     means = [[fmean(cells[y, x]) if (y, x) in cells else None for x in columns] for y in rows]
+    sizes = [[len(cells[y, x]) if (y, x) in cells else 0 for x in columns] for y in rows]
     told = [f"{depth:g}" for depth in depths] or [f"{10 * row}-{10 * row + 10}" for row in rows]
-    return Grid(told, [_tokens(length) for length in lengths], means)
+    return Grid(told, [_tokens(length) for length in lengths], means, sizes)
 
 
 def _needles(records: Sequence[Record]) -> list[Needle]:

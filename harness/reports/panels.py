@@ -9,10 +9,11 @@ from typing import Any
 
 Row = Mapping[str, Any]  # a summary, with `label` naming its line
 
-# Twelve that differ for normal and for colour-blind eyes (M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black.
+# Twelve that differ for normal and for colour-blind eyes (after M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black,
+# and grey is for what is within the noise.
 COLOURS = (
     "#008df9", "#e20134", "#009f81", "#ff6e3a", "#8400cd", "#ffc33b",
-    "#ff5aaf", "#00c2f9", "#9f0162", "#00d302", "#a0522d", "#7a7a7a",
+    "#ff5aaf", "#00c2f9", "#9f0162", "#00d302", "#a0522d", "#7a7a00",
 )  # fmt: skip
 
 
@@ -45,6 +46,8 @@ def _scaled(value: float | None, factor: float) -> float | None:
 PANELS = (
     Panel("prompt tokens a KV head reads per step (%)", _read, log=True),
     Panel("KV cache on the device (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
-    Panel("moved between tiers per step (MiB)", lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20)),
+    Panel(
+        "bytes moved between tiers per step (MiB)", lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20)
+    ),
     Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000)),
 )

@@ -94,29 +94,40 @@ function menu(name, key, values) {
 function section(table, i) {
   const node = el("section", { class: "table", id: `table-${i}`, "aria-labelledby": `title-${i}` });
   const blocks = Object.fromEntries(table.blocks.map((block) => [block.name, blockSection(table, block)]));
-  const { scores, ...beside } = blocks;
+  const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
     el("ul", { class: "conditions" }, table.conditions.map((line) => el("li", {}, line))),
     ...table.alarms.map(banner),
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
-    ...[beside.within, costs(table), beside.costs, beside.groups, beside.averages].filter(Boolean),
-    ...[heatMaps(table), beside.causes, layersChart(table), partsChart(table), beside.parts].filter(Boolean),
+    ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
+    ...[heatMaps(table), causes, layersChart(table), partsChart(table), parts].filter(Boolean),
     ...[outputsSection(table)].filter(Boolean),
   );
   whenChanged(() => (node.hidden = hidden.tables.has(table.title)));
   return node;
 }
 
-/** A long one opens; a red one is always whole. */
+/** Where they fit. */
+function sideBySide(...nodes) {
+  return el("div", { class: "beside" }, nodes);
+}
+
+/** A red one is always whole. */
 function banner(alarm) {
   const word = el("strong", {}, alarm.red ? "Alarm " : "Caution ");
-  if (alarm.red || alarm.text.length < LONG) return el("p", { class: alarm.red ? "banner red" : "banner" }, word, alarm.text);
-  return el("details", { class: "banner" }, el("summary", {}, word, clip(alarm.text, LONG / 2)), alarm.text);
+  return el("div", { class: alarm.red ? "banner red" : "banner" }, alarm.red ? [word, alarm.text] : folded(alarm.text, word));
+}
+
+/** A long text opens; until then it ends at a comma. */
+function folded(text, word) {
+  if (text.length < LONG) return [word, text];
+  const start = text.slice(0, LONG / 2).replace(/,[^,]*$/, ", …");
+  return el("details", {}, el("summary", {}, word, start), el("p", {}, text));
 }
 
 function notesOf(table) {
-  const warnings = el("ul", { class: "notes" }, table.warnings.map((text) => el("li", { class: "warning" }, text)));
+  const warnings = el("ul", { class: "notes" }, table.warnings.map((text) => el("li", { class: "warning" }, folded(text, null))));
   const notes = el("ul", { class: "notes" }, table.notes.map((text) => el("li", {}, text)));
   return el("div", { class: "notes" }, warnings, el("details", {}, el("summary", {}, "How to read this table"), notes));
 }

@@ -2,7 +2,7 @@
 
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon", "triangle-left", "triangle-right", "hexagon"];
 const CROWDED = 6; // from so many lines on, intervals cover more than they say
-const MOST_LABELS = 12; // lines that are named at their ends; more have a legend
+const MOST_LABELS = 20; // lines that are named at their ends; more have a legend
 const NARROW = 520; // pixels
 const MOST_MAPS = 24;
 const LINE = 14; // pixels between two names
@@ -11,7 +11,20 @@ const inView = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) if (isIntersecting) drawChart(charts.find((chart) => chart.node === target));
 }, { rootMargin: "300px" });
 
-addEventListener("beforeprint", () => charts.forEach(drawChart)); // paper has no view to scroll
+addEventListener("beforeprint", () => onPaper(true));
+addEventListener("afterprint", () => onPaper(false));
+
+/** Paper is white, has no view to scroll, and its own width: all is drawn again for it, and afterwards for the screen. */
+function onPaper(on) {
+  const root = document.documentElement;
+  if (on) root.dataset.screen = root.dataset.theme ?? "";
+  const theme = on ? "light" : root.dataset.screen;
+  if (theme) root.dataset.theme = theme;
+  else delete root.dataset.theme;
+  root.classList.toggle("paper", on);
+  changed();
+  charts.forEach((one) => ((one.stale = true), on ? drawChart(one) : redraw(one)));
+}
 
 /** `make(width)` gives { data, layout } or null, where the filters leave nothing. */
 function chart(title, note, make) {
@@ -103,7 +116,7 @@ function forestPlot(rows, least, width) {
   const colours = rows.map((row) => (row.grey ? faint : lineColour(row)));
   const bars = rows.map((row, i) => ({
     type: "scatter", mode: "lines+markers", x: [low[i], values[i], high[i]], y: [i, i, i], line: { color: colours[i], width: 1.5 },
-    marker: { size: [0, 9, 0], color: colours[i], symbol: symbol(row) + (row.grey ? "-open" : "") },
+    marker: { size: [0, 9, 0], color: colours[i], opacity: 1, line: { width: 1.4, color: colours[i] }, symbol: symbol(row) + (row.grey ? "-open" : "") },
     hovertemplate: `${plain(row.title)}<br>${values[i].toFixed(1)} [${low[i].toFixed(1)}, ${high[i].toFixed(1)}]<br>p = ${row.beside.p.toPrecision(2)}<extra></extra>`,
   }));
   const shapes = [{ type: "line", x0: 0, x1: 0, y0: -0.6, y1: rows.length - 0.4, line: { color: colour("soft"), width: 1 }, layer: "below" }];
@@ -118,37 +131,48 @@ function symbol(row) {
   return row.full ? "star" : SYMBOLS[row.line % SYMBOLS.length];
 }
 
+/** Of a line: those that begin the colours again are dashed. */
+function dash(row) {
+  return row.full || row.line < data.colours.length ? "solid" : "dash";
+}
+
 /** Score against each cost: small multiples. */
 function costs(table) {
   if (!table.panels.length) return null;
   const panels = table.panels.map((panel) => chart(`Score against ${panel.name}`, null, (width) => costPlot(table, panel, width)));
-  const note = "A line joins the budgets of a method; ★ and the dashed line are Full. Filled marks lie on the Pareto front of all complete rows (dotted): no other row costs as little and scores as much. Rows without the cost, or where it is 0, are not drawn.";
+  const note = `A line joins the budgets of a method; ★ and the dashed line are Full. Filled marks lie on the Pareto front of all complete rows (dotted): no other row costs as little and scores as much. Rows without the cost, or where it is 0, are not drawn. Up to ${CROWDED} lines have their 95 % intervals: choose methods above, or point at a mark.`;
   return el("section", { class: "costs" }, el("h3", {}, "Score against cost"), el("p", { class: "soft" }, note), el("div", { class: "panels" }, panels));
 }
 
 function costPlot(table, panel, width) {
   const places = table.rows.map((_, i) => i).filter((i) => panel.xs[i] && table.rows[i].score !== null);
   const lines = groupBy(places.filter((i) => isShown(table.rows[i])), (i) => table.rows[i].label);
-  const fulls = places.filter((i) => table.rows[i].full && isShown(table.rows[i]));
+  const fulls = table.rows.filter((row) => row.full && row.score !== null && isShown(row));
   if (!lines.size) return null;
   const front = panel.front.filter((i) => places.includes(i)).sort((a, b) => panel.xs[a] - panel.xs[b]);
   const traces = [{ type: "scatter", mode: "lines", x: front.map((i) => panel.xs[i]), y: front.map((i) => 100 * table.rows[i].score), line: { shape: "hv", dash: "dot", width: 1.2, color: colour("soft") }, hoverinfo: "skip", showlegend: false }];
   for (const [label, some] of lines) {
     some.sort((a, b) => panel.xs[a] - panel.xs[b]);
-    traces.push(costLine(table, panel, label, some, lines.size <= CROWDED));
+    traces.push(costLine(table, panel, some, lines.size <= CROWDED), legendLine(table.rows[some[0]], label));
   }
   const xs = places.map((i) => panel.xs[i]);
-  const lowest = Math.max(0, 10 * Math.floor(10 * Math.min(...places.map((i) => table.rows[i].score)) - 1));
+  const lowest = Math.max(0, 10 * Math.floor(10 * Math.min(...[...places.map((i) => table.rows[i]), ...fulls].map((row) => row.score)) - 1));
   const range = panel.log ? [Math.log10(Math.min(...xs)) - 0.06, Math.log10(Math.max(...xs)) + 0.06] : [Math.min(0, ...xs), 1.05 * Math.max(...xs)];
   const ticks = panel.log ? { type: "log", tickvals: [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100] } : { nticks: 6 };
-  const shapes = fulls.map((i) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * table.rows[i].score, y1: 100 * table.rows[i].score, line: { dash: "dash", width: 1, color: colour("soft") }, layer: "below" }));
-  const layout = { shapes, xaxis: axis(panel.name, { range, ...ticks }), yaxis: axis("score", { range: [lowest - 4, 104], nticks: 6 }), height: 340, margin: { l: 44, r: 12, t: 8, b: 46 } };
+  const shapes = fulls.map((row) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * row.score, y1: 100 * row.score, line: { dash: "dash", width: 1, color: colour("soft") }, layer: "below" }));
+  const layout = { shapes, xaxis: axis(panel.name, { range, ...ticks }), yaxis: axis("score", { range: [lowest - 4, 104], nticks: 6 }), height: Math.max(340, 80 + LINE * lines.size), margin: { l: 44, r: 12, t: 8, b: 46 } };
   const ends = [...lines].map(([label, some]) => ({ label, row: table.rows[some[0]], x: panel.xs[some.at(-1)], y: 100 * table.rows[some.at(-1)].score }));
   nameLines(ends, traces, layout, width, panel.log);
   return { data: traces, layout };
 }
 
-function costLine(table, panel, label, some, intervals) {
+/** What the legend shows of a line, whichever of its marks are hollow. */
+function legendLine(row, label) {
+  const hue = lineColour(row);
+  return { type: "scatter", mode: "lines+markers", name: plain(label), x: [null], y: [null], line: { color: hue, width: row.full ? 0 : 1.6, dash: dash(row) }, marker: { symbol: symbol(row), size: row.full ? 12 : 8, color: hue } };
+}
+
+function costLine(table, panel, some, intervals) {
   const rows = some.map((i) => table.rows[i]);
   const [first] = rows;
   const up = rows.map((row) => 100 * ((row.ci ?? [row.score, row.score])[1] - row.score));
@@ -156,8 +180,8 @@ function costLine(table, panel, label, some, intervals) {
   const hue = lineColour(first);
   const names = some.map((i) => symbol(table.rows[i]) + (panel.front.includes(i) ? "" : "-open"));
   return {
-    type: "scatter", mode: "lines+markers", name: plain(label), x: some.map((i) => panel.xs[i]), y: rows.map((row) => 100 * row.score),
-    line: { color: hue, width: first.full ? 0 : 1.6 }, marker: { symbol: names, size: first.full ? 12 : 8, color: hue, line: { width: 1.4, color: hue } }, cliponaxis: false,
+    type: "scatter", mode: "lines+markers", showlegend: false, x: some.map((i) => panel.xs[i]), y: rows.map((row) => 100 * row.score),
+    line: { color: hue, width: first.full ? 0 : 1.6, dash: dash(first) }, marker: { symbol: names, size: first.full ? 12 : 8, color: hue, line: { width: 1.4, color: hue } }, cliponaxis: false,
     error_y: { type: "data", symmetric: false, array: up, arrayminus: down, thickness: 1, width: 0, color: hue.replace("rgb", "rgba").replace(")", ",0.4)"), visible: intervals },
     text: rows.map((row) => plain(row.title) + (row.ci ? `<br>score ${points(row.score)} [${points(row.ci[0], 0)}, ${points(row.ci[1], 0)}]` : "")),
     hovertemplate: `%{text}<br>${plain(panel.name)}: %{x:.3~g}<extra></extra>`,

@@ -5,7 +5,7 @@ const GLYPHS = [..."●■◆▲▼✚✖⬟◀▶⬢"]; // as SYMBOLS of the ch
 /** One of a table's blocks, with its heading. */
 function blockSection(table, block) {
   const body = el("div");
-  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores" };
+  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores", open: new Set() };
   const redraw = () => body.replaceChildren(drawn(table, block, order, redraw));
   whenChanged(redraw);
   return body;
@@ -27,10 +27,11 @@ function drawn(table, block, order, redraw) {
   const body = el("tbody");
   for (const place of rows) {
     const run = block.runs.length ? table.rows[block.runs[place]] : null;
-    body.append(...rowOf(block, shown, place, run, opens, table));
+    body.append(...rowOf(block, shown, place, run ?? lineOf(table, block, place), opens && order.open, table));
   }
   grid.append(body);
   const scroll = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": block.caption }, grid);
+  new ResizeObserver(() => grid.style.setProperty("--name", `${grid.querySelector(".name").offsetWidth}px`)).observe(grid);
   return el("div", {}, scroll, block.note ? el("p", { class: "soft" }, block.note) : null);
 }
 
@@ -62,7 +63,7 @@ function sortRows(rows, block, order) {
 }
 
 function headOf(block, shown, order, opens, redraw) {
-  const cells = shown.map((place) => {
+  const cells = shown.map((place, i) => {
     const column = block.columns[place];
     const active = order.column === place;
     const sort = () => {
@@ -70,37 +71,62 @@ function headOf(block, shown, order, opens, redraw) {
       order.column = place;
       redraw();
     };
-    const name = column.head || "stamps";
-    const label = el("span", {}, name, column.unit ? el("span", { class: "unit" }, column.unit) : null);
+    const name = column.head;
+    const label = el("span", {}, breakable(name), column.unit ? el("span", { class: "unit" }, column.unit) : null);
     const button = el("button", { type: "button", class: "sort", onclick: sort, "data-column": name.replace("\n", " ") }, label);
     const way = active ? (order.down ? "descending" : "ascending") : null;
-    return el("th", { scope: "col", class: column.left ? "left" : null, "aria-sort": way }, button);
+    return el("th", { scope: "col", class: classOf(column, i), "aria-sort": way }, button);
   });
   if (opens) cells.unshift(el("th", { class: "opener" }, el("span", { class: "offscreen" }, "Details")));
   return el("thead", {}, el("tr", {}, cells));
 }
 
-function rowOf(block, shown, place, run, opens, table) {
-  const cells = shown.map((at, i) => cellOf(block.columns[at], place, i === 0, run));
+/** Of a row that is a method: its runs share mark and colour. */
+function lineOf(table, block, place) {
+  const found = block.of === "methods" && table.rows.find((row) => row.label === block.columns[0].cells[place]);
+  return found ? { full: found.full, line: found.line } : null;
+}
+
+/** `open`: places of the rows whose details are shown, through every sorting; false where rows have none. */
+function rowOf(block, shown, place, run, open, table) {
+  const cells = shown.map((at, i) => cellOf(block.columns[at], place, i, run, table));
   const line = el("tr", { class: run && run.full ? "full" : null }, cells);
-  if (!opens) return [line];
-  const details = el("tr", { class: "details", hidden: true }, el("td", { colspan: shown.length + 1 }, detailsOf(run)));
-  const button = el("button", { type: "button", class: "open", "aria-expanded": "false", onclick: toggle });
+  if (!open) return [line];
+  const details = el("tr", { class: "details", hidden: !open.has(place) }, el("td", { colspan: shown.length + 1 }, detailsOf(run)));
+  const button = el("button", { type: "button", class: "open", "aria-expanded": String(open.has(place)), onclick: toggle });
   button.setAttribute("aria-label", `Command and provenance of ${run.title}`);
   function toggle() {
     details.hidden = !details.hidden;
+    if (details.hidden) open.delete(place);
+    else open.add(place);
     button.setAttribute("aria-expanded", String(!details.hidden));
   }
   line.prepend(el("td", { class: "opener" }, button));
   return [line, details];
 }
 
-function cellOf(column, place, first, run) {
+/** Name and budget stay in sight when a table is scrolled sideways. */
+function classOf(column, i) {
+  return [column.left ? "left" : null, i === 0 ? "name" : null, column.head === "budget" ? "budget" : null].filter(Boolean).join(" ") || null;
+}
+
+function cellOf(column, place, i, run, table) {
   const text = column.left ? column.cells[place] : column.cells[place].replace(/(^|[ \[])-(?=\d)/g, "$1−");
   const faint = run && run.grey && (column.head === "vs full" || column.head === "p");
-  const kind = [column.left ? "left" : null, faint ? "noise" : null].filter(Boolean).join(" ") || null;
-  if (first) return el("th", { scope: "row", class: "name" }, run ? swatch(run) : null, text);
-  return el("td", { class: kind, title: faint ? "within the noise" : null }, ...withInterval(text, column));
+  const kind = [classOf(column, i), faint ? "noise" : null].filter(Boolean).join(" ") || null;
+  if (i === 0) return el("th", { scope: "row", class: "name" }, run ? swatch(run) : null, breakable(text));
+  const told = faint ? "within the noise" : column.head === "stamps" ? meaningOf(text, table) : null;
+  return el("td", { class: kind, title: told }, ...withInterval(text, column));
+}
+
+/** What the letters of a stamp say: the notes explain each. */
+function meaningOf(stamps, table) {
+  return [...stamps].map((letter) => table.notes.find((note) => note.startsWith(`${letter}: `)) ?? `${letter}: see the notes below the table`).join("\n");
+}
+
+/** A name that breaks behind _ / and = before it breaks anywhere else. */
+function breakable(text) {
+  return text.split(/(?<=[_/=])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
 }
 
 /** Value and interval apart, so that either is aligned. */
@@ -129,3 +155,16 @@ function detailsOf(run) {
     el("dl", {}, facts),
   );
 }
+
+/** Heads of tables stay in sight: a box that scrolls sideways lets nothing stick to the window. */
+function followHeads() {
+  const top = document.getElementById("filters").getBoundingClientRect().bottom;
+  for (const grid of document.querySelectorAll(".grid")) {
+    const [start, end] = [grid.caption, grid].map((node) => node.getBoundingClientRect().bottom);
+    const head = grid.tHead;
+    const room = end - start - 3 * head.offsetHeight; // the last rows go under it
+    head.style.transform = start < top && room > 0 ? `translateY(${Math.min(top - start, room)}px)` : "";
+  }
+}
+
+addEventListener("scroll", followHeads, { passive: true });

@@ -15,7 +15,7 @@ from harness import report
 from harness.reports.page import outputs
 from harness.reports.page.build import as_json
 from harness.results.records import Record
-from tests.fake_records import record, write_run
+from tests.fake_records import record, talk, turn, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = (
@@ -28,14 +28,14 @@ BUDGETS = (0.1, 0.2)
 SIZE = 24
 
 
-def lines(right: int, share: float, seconds: float) -> list[Record]:
-    """Needles of two lengths and six depths; the first `right` are found."""
+def lines(right: int, share: float, seconds: float, lengths: int = 2) -> list[Record]:
+    """Needles of so many lengths and six depths; the first `right` are found."""
     heads = [[share, share], [share / 2, share / 2]]
     return [
         record(
             f"e{i}",
             score=float(i < right),
-            group=f"niah/{1024 * (1 + i % 2)}",
+            group=f"niah/{1024 * (1 + i % lengths)}",
             output=f"needle {i} {NASTY}" if i < right else f"nothing of {i} at {share}",
             tokens=[i, int(i < right), 2, 3],
             token_s=[1.0, 1.5, 1.5 + seconds, 1.5 + 2 * seconds],
@@ -45,7 +45,7 @@ def lines(right: int, share: float, seconds: float) -> list[Record]:
             moved_bytes_per_step=share * 2**20 if share < 1 else 0.0,
             peaks={"prefill_device": None, "prefill_host": 3 << 30, "decode_device": None, "decode_host": 2 << 30},
             fidelity={"recall": share, "recall_per_head": heads, "mass": share, "error": 0.1, "kl": 0.2},
-            data={"length": 1024 * (1 + i % 2), "depth": 20 * (i // 2 % 6)},
+            data={"length": 1024 * (1 + i % lengths), "depth": 20 * (i // 2 % 6)},
         )
         for i in range(SIZE)
     ]
@@ -116,6 +116,12 @@ class Opened:
         cells = [[row.locator("th").inner_text(), row.locator("td").nth(1).inner_text()] for row in rows]
         return [" ".join(cell).replace("\u2605", "").strip(" ●■◆▲▼\n") for cell in cells]
 
+    def draw_all(self) -> None:
+        """Scrolls every chart into view."""
+        for figure in self.page.locator("figure").all():
+            figure.scroll_into_view_if_needed()
+            figure.locator(".main-svg").first.wait_for()
+
     def sort(self, column: str) -> None:
         self.page.locator(".table .grid").first.locator(f'.sort[data-column="{column}"]').click()
 
@@ -159,10 +165,12 @@ def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
     assert not any("pqcache" in name for name in opened.names())
     assert menu.locator("summary").inner_text().split() == ["Methods", "5", "of", "6"]
     assert page.locator(".grid >> text=pqcache").count() == 0
-    forest = page.locator(".chart").first
-    page.wait_for_function("!document.querySelector('.chart').textContent.includes('pqcache')")
-    assert "quest" in forest.text_content()
     page.keyboard.press("Escape")
+    opened.draw_all()
+    page.wait_for_function(
+        "![...document.querySelectorAll('.chart')].some((one) => one.textContent.includes('pqcache'))"
+    )
+    assert all("quest" in one.text_content() for one in page.locator(".chart").all())
     assert menu.get_attribute("open") is None
     page.locator('[data-menu="budgets"] summary').click()
     page.locator('[data-menu="budgets"] >> text=None').click()
@@ -196,15 +204,15 @@ def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
     assert "float32, cpu, 1, 0" in details.inner_text()
     details.get_by_label("Copy the command of quest 10%").click()
     opened.page.wait_for_function("document.querySelector('tr.details:not([hidden]) .copy').textContent === 'Copied'")
+    opened.sort("score")
+    assert "method=quest" in details.locator("code").inner_text()  # still open
+    assert opened.page.locator("tr.details:not([hidden])").count() == 1
 
 
 def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
     page = opened.page
     page.wait_for_function("window.Plotly")
-    figures = page.locator("figure")
-    for place in range(figures.count()):
-        figures.nth(place).scroll_into_view_if_needed()
-        figures.nth(place).locator(".main-svg").first.wait_for()
+    opened.draw_all()
     kinds = page.evaluate("[...document.querySelectorAll('.chart')].map((node) => node.data[0].type)")
     assert kinds.count("heatmap") == 1
     assert len(kinds) >= 1 + 4 + 1 + 1  # differences, four costs, needles, layers
@@ -220,6 +228,25 @@ def test_a_dark_phone_needs_no_sideways_scrolling(browser: Any, path: Path) -> N
     found.page.wait_for_function("document.querySelector('.chart .main-svg')")
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert found.page.locator("#theme").inner_text() == "Light"
+    score = found.page.locator('.sort[data-column="score"]').first.bounding_box()
+    assert score["x"] + score["width"] <= 380
+    found.check()
+    found.page.context.close()
+
+
+def test_heads_and_names_stay_in_sight(browser: Any, path: Path) -> None:
+    found = Opened(browser, path, viewport={"width": 700, "height": 420})
+    grid = found.page.locator(".grid").first
+    names, budget = grid.locator("tbody .name").first, grid.locator("tbody .budget").first
+    before = [names.bounding_box()["x"], budget.bounding_box()["x"]]
+    found.page.evaluate("document.querySelector('.scroll').scrollLeft = 300")
+    middle = grid.locator("tbody tr:not(.details)").nth(3)
+    middle.evaluate("(node) => scrollTo(0, node.getBoundingClientRect().top + scrollY - 180)")
+    found.page.wait_for_function("document.querySelector('.grid thead').style.transform")
+    head, bar = grid.locator("thead").bounding_box(), found.page.locator("#filters").bounding_box()
+    assert head["y"] == pytest.approx(bar["y"] + bar["height"], abs=1)
+    assert names.bounding_box()["x"] <= before[0]
+    assert budget.bounding_box()["x"] == pytest.approx(before[1], abs=40)  # its place, less the column of openers
     found.check()
     found.page.context.close()
 
@@ -232,6 +259,8 @@ def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.Captu
     for block in table["blocks"]:
         for column in block["columns"]:
             assert all(cell in text for cell in column["cells"])
+            signed = any(cell.startswith(("+", "-")) for cell in column["cells"])
+            assert not signed or len(column["values"]) == len(column["cells"])  # "-9" is sorted as a number
     assert all(" ".join(note.split()) in text for note in [*table["notes"], *table["warnings"], table["noise"]])
 
 
@@ -268,13 +297,99 @@ def test_few_runs_make_a_page_too(
     found.page.context.close()
 
 
-def test_on_paper_every_chart_is_drawn(opened: Opened) -> None:
-    opened.page.wait_for_selector(".js-plotly-plot")
+def test_on_paper_every_chart_is_drawn(browser: Any, path: Path) -> None:
+    """And from a dark screen, on white, no wider than the paper."""
+    found = Opened(browser, path, viewport={"width": 1900, "height": 800}, color_scheme="dark")
+    page = found.page
+    page.wait_for_selector(".js-plotly-plot")
     drawn = "document.querySelectorAll('.chart.js-plotly-plot').length"
-    all_charts = opened.page.locator(".chart").count()
-    assert opened.page.evaluate(drawn) < all_charts
-    opened.page.pdf()
-    assert opened.page.evaluate(drawn) == all_charts
+    all_charts = page.locator(".chart").count()
+    assert page.evaluate(drawn) < all_charts
+    page.emulate_media(media="print", color_scheme="dark")
+    dispatch = "(name) => dispatchEvent(new Event(name))"
+    page.evaluate(dispatch, "beforeprint")
+    assert page.evaluate(drawn) == all_charts
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    paper = page.evaluate("document.body.clientWidth")
+    assert paper < 1040  # A4, landscape, less its margins
+    widths = "[...document.querySelectorAll('.grid, .main-svg')].map((one) => one.getBoundingClientRect().width)"
+    assert max(page.evaluate(widths)) <= paper
+    page.evaluate(dispatch, "afterprint")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    page.pdf()
+    found.check()
+    page.context.close()
+
+
+def test_conversations_have_their_tables(browser: Any, tmp_path: Path) -> None:
+    for history in ("recompute", "store"):
+        turns = [turn(score=0.5, data={"turns_ago": ago}) for ago in (0, 1)]
+        write_run(tmp_path, [talk("a", *turns), talk("b", *turns)], history=history)
+    made = page_of(tmp_path)
+    found = Opened(browser, made)
+    captions = found.page.locator(".grid caption").all_inner_texts()
+    [table] = data_of(made)["tables"]
+    assert sorted(captions) == sorted(block["caption"] for block in table["blocks"])  # none is made and not shown
+    assert {"Score by turn", "Score by turns between telling and asking"} <= {*captions}
+    found.page.locator('[data-menu="methods"] summary').click()
+    found.page.locator('[data-menu="methods"] input[value="full history=store"]').uncheck()
+    assert found.page.locator(".grid >> text=history=store").count() == 0
+    assert found.page.locator(".grid >> text=history=recompute").count() >= 4
+    found.check()
+    found.page.context.close()
+
+
+def test_many_runs_are_still_told_apart(browser: Any, tmp_path: Path) -> None:
+    """Of one length: needles and recall share a map, a line each; no two lines of costs look alike."""
+    write_run(tmp_path, lines(SIZE, 1.0, 0.3, lengths=1))
+    for place in range(15):
+        budgets = (0.1, 0.2) if place else (0.1,)
+        for budget in budgets:
+            some = lines(8 + place, budget, 0.1 + budget, lengths=1)
+            write_run(tmp_path, some, "quest", budget=budget, method={"_target_": "methods.quest.Q", "page": place})
+    found = Opened(browser, page_of(tmp_path))
+    found.page.wait_for_function("window.Plotly")
+    found.draw_all()
+    charts = found.page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.data)")
+    maps = [chart[0] for chart in charts if chart[0]["type"] == "heatmap"]
+    assert [len(one["z"]) for one in maps] == [1 + 29, 29]  # needles with Full, recall without it
+    assert maps[0]["customdata"][0] == [4] * 6  # examples of each depth
+    looks = [
+        [
+            (one["line"]["color"], one["line"].get("dash"), one["marker"]["symbol"])
+            for one in chart
+            if one["x"] == [None]
+        ]
+        for chart in charts
+        if chart[0]["type"] == "scatter"
+    ]
+    costs = [look for look in looks if look]
+    assert costs
+    assert all(len({*look}) == len(look) >= 15 for look in costs)  # Full moves nothing
+    found.check()
+    found.page.context.close()
+
+
+def test_filled_marks_are_the_pareto_front(opened: Opened, path: Path) -> None:
+    opened.page.wait_for_function("window.Plotly")
+    opened.draw_all()
+    marked = "(one) => one.data.flatMap((t) => (t.text ?? []).map((name, i) => [name, t.marker.symbol[i]]))"
+    [table] = data_of(path)["tables"]
+    for place, panel in enumerate(table["panels"]):
+        marks = opened.page.locator(".panels .chart").nth(place).evaluate(marked)
+        filled = {name.split("<br>")[0] for name, symbol in marks if not symbol.endswith("-open")}
+        points = [
+            (x, row) for x, row in zip(panel["xs"], table["rows"], strict=True) if x and row["status"] == "complete"
+        ]
+        beaten = {
+            row["title"]
+            for x, row in points
+            if any(
+                other <= x and rival["score"] >= row["score"] and (other, rival["score"]) != (x, row["score"])
+                for other, rival in points
+            )
+        }
+        assert filled == {row["title"] for _, row in points} - beaten
 
 
 def test_a_folder_without_records_makes_an_empty_page(browser: Any, tmp_path: Path) -> None:
