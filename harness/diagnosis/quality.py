@@ -8,7 +8,8 @@ from typing import Any
 from evals.stats import ALPHA
 from harness.diagnosis.subject import Subject
 from harness.results import triage
-from harness.results.alarms import Row, alarms
+from harness.results.alarms.alarm import Row
+from harness.results.alarms.table import alarms
 from harness.results.pairs import group_means, paired
 from harness.results.summary import detectable
 from harness.terminal.tables import digits, percent, probability

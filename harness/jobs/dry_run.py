@@ -13,7 +13,7 @@ from harness.jobs.planning.capacity import free_bytes, refusal, side_by_side, si
 from harness.jobs.planning.planner import Planner
 from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
-from harness.results.alarms import alike
+from harness.results.alarms.run import alike
 from harness.results.store import find, load
 from methods.base import Method
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from harness.reports.compare import Comparison
-from harness.results.alarms import Alarm
+from harness.results.alarms.alarm import Alarm
 
 RED, YELLOW, PLAIN = "\033[1;31m", "\033[33m", "\033[0m"
 

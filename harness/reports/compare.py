@@ -13,8 +13,8 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
-from harness.results.alarms import Alarm, Row
-from harness.results.alarms import alarms as table_alarms
+from harness.results.alarms.alarm import Alarm, Row
+from harness.results.alarms.table import alarms as table_alarms
 from harness.results.pairs import FULL, paired
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, load

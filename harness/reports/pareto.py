@@ -9,7 +9,7 @@ from dataclasses import replace
 from harness.reports.columns import difference
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import budget
-from harness.results.alarms import at_chance
+from harness.results.alarms.run import at_chance
 from harness.results.pairs import FULL
 from harness.results.store import StoredRun
 from harness.results.summary_file import method_of

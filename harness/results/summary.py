@@ -12,7 +12,7 @@ from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
 from harness.results import timing, triage
-from harness.results.alarms import warnings
+from harness.results.alarms.run import warnings
 from harness.results.identity import model_name
 from harness.results.pairs import columns, group_means, mean_score, paired
 from harness.results.records import HISTORY_S, PEAKS, Record, Reply, over_known

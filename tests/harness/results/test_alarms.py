@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from evals import stats
 from harness.reports.compare import comparisons
 from harness.results import bands
-from harness.results.alarms import Alarm, Row, alarms
+from harness.results.alarms.alarm import Alarm, Row
+from harness.results.alarms.table import alarms
 from harness.results.records import Record
 from harness.results.store import StoredRun, load
 from tests.fake_records import config, record, records, write_run

@@ -1,0 +1,120 @@
+"""The alarms of a table: they need its other rows, and how many of them the correction is over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from evals.stats import ALPHA
+from harness.config.settings import TUNING_SEED
+from harness.results import bands
+from harness.results.alarms.alarm import Alarm, Row, titles
+from harness.results.alarms.budgets import budgets_differ, off_budget, windows_differ
+from harness.results.pairs import FULL, paired
+from harness.results.records import Record
+from harness.terminal.tables import percent
+
+MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
+
+
+def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> list[Alarm]:
+    """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
+    known = bands.stored() if known is None else known
+    checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs)
+    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated)
+    return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
+
+
+def _outside_band(rows: Sequence[Row], known: Sequence[bands.Band]) -> Iterator[Alarm]:
+    fulls = [row.run if row.summary["method"] == FULL else row.full for row in rows]
+    for run in {run.folder: run for run in fulls if run is not None}.values():
+        if found := bands.outside(run, known):
+            means = "; ".join(map(_against_band, found))
+            text = (
+                f"Full is outside its band: {means}. Model, template, data, scorer or library differ from those it "
+                "was published with: run `python -m harness.canonical` before you believe a row"
+            )
+            yield Alarm("outside_band", text, tuple(row.title for row in rows), red=True)
+
+
+def _against_band(one: bands.Outside) -> str:
+    return (
+        f"{one.group or 'mean'} {percent(one.mean)} {_ends(one.here)} on {one.examples} examples, "
+        f"where {percent(one.expected)} {_ends(one.band)} was published"
+    )
+
+
+def _ends(interval: Any) -> str:
+    return f"[{percent(interval.low, 0)}, {percent(interval.high, 0)}]"
+
+
+def _of_a_search(rows: Sequence[Row]) -> Iterator[Alarm]:
+    if found := tuple(row.title for row in rows if row.run.config.get("seed") == TUNING_SEED):
+        text = f"seed={TUNING_SEED} is of the examples that harness.tune chooses parameters by: no result to report"
+        yield Alarm("tuning_seed", text, found)
+
+
+def _above_full(rows: Sequence[Row]) -> Iterator[Alarm]:
+    above = [row for row in rows if row.p is not None and row.p < ALPHA and row.summary["full"]["diff"] > 0]
+    if above:
+        named = ", ".join(f"{row.title} (p = {row.p:.2g})" for row in above)
+        text = f"significantly above Full: {named}; look for a bug in either before you believe it"
+        yield Alarm("above_full", text, titles(above), red=True)
+
+
+def _as_full(rows: Sequence[Row]) -> Iterator[Alarm]:
+    for row in rows:
+        pairs = paired(row.run.records, row.full.records if row.full else [])
+        same = all(read_in_part(ours) and ours.answer == theirs.answer for ours, theirs in pairs)
+        if pairs and same and should_differ([ours for ours, _ in pairs]):
+            text = f"{row.title}: all {len(pairs)} outputs are Full's though only a part was read; did the method run?"
+            yield Alarm("same_as_full", text, (row.title,), red=True)
+
+
+def _same_outputs(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """Different methods that put out the same at a partial budget: one of them may not have been applied."""
+    alike: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        records = row.run.records
+        if should_differ(records) and all(map(read_in_part, records)):
+            outputs = sorted((record.id, *record.answer) for record in records)
+            alike[hashlib.sha256(repr(outputs).encode()).hexdigest()].append(row)
+    for same in alike.values():
+        if len({row.summary["method"] for row in same}) > 1:
+            count = len(same[0].run.records)
+            text = f"{', '.join(titles(same))}: the same {count} outputs at partial budgets; were all of them applied?"
+            yield Alarm("same_outputs", text, titles(same), red=True)
+
+
+def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """Cells that look like measurements and are none."""
+    kinds = {
+        "random weights, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
+        "the prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
+        "placement=host or disk on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
+            r for r in rows if r.summary["host_is_cpu"] and stored_away(r.summary["memory"])
+        ],
+    }
+    for meaning, found in kinds.items():
+        if found:
+            named = "all rows" if len(found) == len(rows) > 1 else ", ".join(titles(found))
+            yield Alarm("simulated", f"simulated: {meaning}: {named}", titles(found))
+
+
+def stored_away(memory: Mapping[str, Any]) -> bool:
+    """Whether keys and values lay outside the device. `memory`: of a summary."""
+    return any(memory.get(f"kv_{tier}_bytes") for tier in ("host", "disk"))
+
+
+def should_differ(records: Sequence[Record]) -> bool:
+    """Whether equal outputs are worth an alarm. Right answers are alike whoever gives them; wrong ones and free text
+    part sooner or later."""
+    return sum(len(record.tokens) for record in records if record.score < 1) >= MIN_WRONG_TOKENS
+
+
+def read_in_part(record: Record) -> bool:
+    """Whether less than all sealed tokens was attended."""
+    return record.attended_share is not None and record.attended_share < 1
