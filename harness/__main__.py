@@ -32,6 +32,7 @@ from harness.sweeps.group import Group
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
+from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once, tell_of_builds
 from harness.terminal.progress import forget
 from harness.trackers.session import Trackers
@@ -147,15 +148,14 @@ def _version() -> str:
 
 def _help(arguments: Sequence[str]) -> int:
     try:
-        print(help_text(arguments, config_dirs(arguments)), flush=True)
-    except BrokenPipeError:  # `| head`; what Python writes on its way out goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(help_text(arguments, config_dirs(arguments)))
     except ConfigError as error:  # a yaml file of the user's
         print(f"error: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
 
 
+@lasting_output()
 def main() -> int:
     arguments = sys.argv[1:]
     if "--version" in arguments:

@@ -19,6 +19,7 @@ from harness.config import grids
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, one_sentence
 from harness.config.settings import Results
+from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
 from harness.terminal.progress import forget
 
@@ -26,6 +27,7 @@ INTERRUPTED = 130
 ROOT = "results/tuning"  # beside results/runs, so that no report takes one for the other
 
 
+@lasting_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_intermixed_args(given)

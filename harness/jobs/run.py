@@ -21,6 +21,7 @@ from harness.jobs.planning.items import Item
 from harness.jobs.planning.planner import Planner
 from harness.jobs.triage import triage
 from harness.models.base import ModelSource
+from harness.terminal.lasting import lasting_output
 from methods.base import Method
 from methods.full import Full
 
@@ -56,6 +57,7 @@ def evaluate(
     return evaluate_together([wanted])[-1]
 
 
+@lasting_output()
 def evaluate_together(
     wanted: Sequence[Wanted],
     on_error: OnError | None = None,

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.errors import is_known, one_sentence
+from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
 
 INTERRUPTED = 130
 OUT = Path("results/runs/serving")
 
 
+@lasting_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()

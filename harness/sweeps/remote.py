@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.session import Session
+from harness.terminal.lasting import lasting_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,6 +22,7 @@ LOOK_S = 1.0  # between two looks whether to stop
 INTERRUPTED = 130
 
 
+@lasting_output()
 def work_on(config: DictConfig) -> None:
     """What a launcher calls, with conf/worker.yaml filled in."""
     session = Session(Sweep.load(Path(config.sweep)), Path(config.session))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,3 +103,68 @@ def test_tab_completion_in_bash(tmp_path: Path) -> None:
     assert groups == ["method.", "method="], done.stderr
     assert "method=shadowkv" in methods
     assert tasks == ["task=niah_shadowkv"]
+
+
+class _Gone:
+    """A stream whose reader is gone after `lines` writes, as `| head`, a dropped session and `2>&-` leave it."""
+
+    closed = False
+
+    def __init__(self, error: Exception, lines: int) -> None:
+        self.error, self.lines = error, lines
+
+    def write(self, text: str) -> int:
+        self.lines -= 1
+        if self.lines < 0:
+            raise self.error
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError("no file")
+
+
+GONE = [  # after so many writes
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 3),
+    (OSError(errno.EIO, "Input/output error"), 5),
+    (ValueError("I/O operation on closed file."), 0),
+]
+
+
+@pytest.mark.parametrize(("error", "lines"), GONE, ids=["a pipe", "a terminal", "closed"])
+def test_a_run_is_complete_whoever_reads_along(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lines: int
+) -> None:
+    with monkeypatch.context() as patched:
+        for name in ("stdout", "stderr"):
+            patched.setattr(sys, name, _Gone(error, lines))
+        code, *_ = cli("-m", "method=streaming,snapkv", "progress=true", "task.depths=1")
+    assert code == 0
+    status = [json.loads(file.read_text())["status"] for file in (tmp_path / "runs").glob("*/run.json")]
+    assert status == ["complete"] * 3
+
+
+def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        for name in ("stdout", "stderr"):
+            patched.setattr(sys, name, None)
+        code, *_ = cli("method=streaming", "progress=true", "task.depths=1", "baseline=off")
+    assert code == 0
+
+
+def test_what_follows_a_reader_that_left_goes_nowhere_until_the_end() -> None:
+    """Python itself would raise for its buffer on its way out."""
+    script = """
+        from harness.terminal.lasting import lasting_output
+        with lasting_output():
+            for _ in range(10_000):
+                print("a line of a table that nobody reads any more")
+    """
+    command = f"{sys.executable} -c {shlex.quote(dedent(script))} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
