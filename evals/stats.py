@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from evals import bounded
 
@@ -220,10 +219,12 @@ def _smallest_rate(size: int, step: float, churn: float, alpha: float) -> float 
 
 def _power(rate: float, size: int, step: float, churn: float, alpha: float) -> float:
     churn = min(churn, (1 - rate) / 2)
-    first, last = stats.binom.ppf([1e-6, 1 - 1e-6], size, churn + rate)
+    from scipy.stats import binom  # half a second, which few tables need
+
+    first, last = binom.ppf([1e-6, 1 - 1e-6], size, churn + rate)
     lost = np.arange(int(first), int(last) + 1)
     most, wins = _most_won(size, round(step, 3), alpha)[lost], churn / (1 - churn - rate) if churn else 0.0
-    found: Any = stats.binom.pmf(lost, size, churn + rate) * stats.binom.cdf(most, size - lost, wins)
+    found: Any = binom.pmf(lost, size, churn + rate) * binom.cdf(most, size - lost, wins)
     return float(found.sum())
 
 

@@ -26,8 +26,9 @@ from harness.jobs.planning.effective import (
     without_effect,
 )
 from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.machine import check_machine
 from harness.jobs.runner import is_loaded
-from harness.models.base import LoadedModel, ModelSource, check_device
+from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.calibration import calibration_text
 from harness.results.identity import identity, not_continued
 from harness.results.provenance import provenance
@@ -76,6 +77,7 @@ class Job:
         items: Sequence[Item] | None = None,
         presets: Presets | None = None,
     ) -> Job:
+        check_machine(wanted)
         task.require(wanted.data.folder())
         info = model.describe()
         method = method_of(wanted, method, info)
@@ -84,7 +86,6 @@ class Job:
             for words in without_effect(wanted, method):
                 say_once(words)
         settings = effective(wanted, method, info)
-        check_device(settings.device)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
             say_once(SLOW_FP16)
         budget = budget_of(settings, method, info)

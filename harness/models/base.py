@@ -192,15 +192,17 @@ def choose_device(asked: str) -> str:
 
 def check_device(name: str) -> str:
     """`name`, if this machine has that device."""
-    import torch
-
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if match is None:
         raise ModelError(
             f"device={name} is not supported: a model runs on one device, cpu, cuda or cuda:N (no device_map)."
         )
+    if name == "cpu":
+        return name
+    import torch
+
     found = torch.cuda.device_count()
-    if name != "cpu" and int(match[1] or 0) >= found:
+    if int(match[1] or 0) >= found:
         raise ModelError(
             f"device={name} is not available: torch sees {found} CUDA devices; use another, or device=cpu."
         )

@@ -13,6 +13,7 @@ from harness.config import plugins
 from harness.config.errors import is_memory, one_sentence
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import settings_of
+from harness.jobs.planning.machine import check_machine
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
 from harness.terminal.notices import say_once
@@ -115,10 +116,12 @@ class Group:
 
 
 def built(job: JobConfig, partial: Partial) -> Wanted:
-    """The job with its method, task, model and settings; data that are missing are said before torch is imported."""
+    """The job with its method, task, model and settings; what the machine or its data lack is said before
+    torch is imported."""
     config = job.config
     settings = settings_of(config)
     refuse_unknown(config)
+    check_machine(settings)
     task = plugins.build(config["task"], "task", partial["task"])
     task.require(settings.data.folder())
     method, model = (plugins.build(config[kind], kind, partial[kind]) for kind in ("method", "model"))

@@ -194,3 +194,18 @@ def test_a_folder_that_is_not_writable(cli: Cli) -> None:
     code, _, err = cli("results.root=/proc/nowhere")
     assert code == 1
     assert "cannot write /proc/nowhere" in err
+
+
+@pytest.mark.parametrize("name", ["more threads than CPUs", "no such device", "no folder for files"])
+def test_what_the_machine_lacks_is_said_before_any_plug_in_is_imported(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A method brings torch, a model transformers: seconds."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a plug-in was imported")
+
+    monkeypatch.setattr("harness.config.plugins.build", refuse)
+    arguments, says = WRONG[name]
+    code, _, err = cli(*arguments)
+    assert (code, says in err) == (1, True), err

@@ -1,8 +1,8 @@
-"""What a run is refused for before any weights are loaded; memory is harness/jobs/planning/capacity.py's."""
+"""What a run is refused for before any weights are loaded; the machine is harness/jobs/planning/machine.py's, memory
+capacity.py's."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from evals.base import Task
@@ -20,12 +20,7 @@ from methods.base import Budget, Method, check_layers
 
 
 def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
-    """Refuse what suits the model or the machine ill, before any weights are loaded."""
-    cpus = os.cpu_count() or 1
-    if settings.threads is not None and settings.threads > cpus:
-        raise SettingsError(
-            f"threads={settings.threads} is too many: this machine has {cpus} CPUs, choose at most {cpus}."
-        )
+    """Refuse what suits the model ill, before any weights are loaded."""
     if method.calibration_tokens > MOST:
         raise SettingsError(
             f"method.calibration_tokens={method.calibration_tokens} is more than the {MOST} tokens of text to "

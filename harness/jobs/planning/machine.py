@@ -1,0 +1,20 @@
+"""What a machine refuses before anything heavy is imported: neither a model nor a method has a say in it."""
+
+from __future__ import annotations
+
+import os
+
+from harness.config.settings import Settings, SettingsError
+from harness.models.base import check_device
+
+
+def check_machine(settings: Settings) -> None:
+    """Raises `SettingsError` or `ModelError` for threads, a device or a folder that this machine has not."""
+    cpus = os.cpu_count() or 1
+    if settings.threads is not None and settings.threads > cpus:
+        raise SettingsError(
+            f"threads={settings.threads} is too many: this machine has {cpus} CPUs, choose at most {cpus}."
+        )
+    settings.disk_folder()
+    if settings.device != "auto":
+        check_device(settings.device)
