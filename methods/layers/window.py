@@ -57,7 +57,8 @@ class WindowLayer(KVLayer, capturable=True):
     def read_positions(self) -> Tensor | None:
         if self.seen <= self.window:
             return None
-        read = torch.arange(self.seen - self.window, self.sealed, device=self.request.device)
+        first = min(self.seen - self.window, self.sealed)  # none is left of the prompt once the answer fills the window
+        read = torch.arange(first, self.sealed, device=self.request.device)
         return read.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def state(self) -> dict[str, Tensor]:

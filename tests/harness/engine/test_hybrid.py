@@ -178,6 +178,16 @@ def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> N
     assert made.attended_total == WINDOW
 
 
+def test_an_answer_may_be_longer_than_the_window_of_every_layer() -> None:
+    """The prompt is out of it then."""
+    model = other("mistral", sliding_window=WINDOW)
+    with attached(model, Full()) as kv:
+        made = answer(kv, 50, new=WINDOW + 6)
+    assert len(made.tokens[0]) == WINDOW + 6
+    assert made.union_prompt == 0
+    assert made.attended_total == WINDOW
+
+
 def test_what_a_config_does_not_say_is_refused() -> None:
     with attached(tiny("gpt_oss"), Full()) as kv:
         plain = list(kv.model_specs)
