@@ -58,8 +58,10 @@ class Storage(KVLayer):
         return self.request.covers(self.seen, self.spec.index) or self.seen <= self.method.smallest_budget
 
     def limit(self) -> int | None:
-        """Prompt tokens that a step may read after this seal; None for all of them."""
+        """Prompt tokens that a step may read after this seal; None for all of them. Says so in `fallback` where that is
+        not by the budget."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
+        self.fallback = None  # of an earlier turn
         if self.reads_whole():
             if not self.request.covers(seen, layer):
                 self.fallback = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -37,7 +37,7 @@ def warnings(
 
 def _about_examples(records: Sequence[Record]) -> Iterator[str]:
     n = len(records)
-    for reason, count in Counter(r.fallback for r in records if r.fallback).items():
+    for reason, count in alike([r.fallback for r in records if r.fallback]):
         yield f"the method fell back on {count} of {n} examples: {reason}"
     counts = {
         "ended before the cache was sealed: the method did nothing there": sum(not r.sealed for r in records),

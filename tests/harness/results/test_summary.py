@@ -160,6 +160,8 @@ def test_warnings_that_differ_in_numbers_alone_are_one() -> None:
     lines = [record(f"e{n}", warnings=[f"{n} tokens were cut to 20"]) for n in (12, 300, 45)]
     assert "3 of 3 examples: 12 to 300 tokens were cut to 20" in warnings([*lines])
     assert len([told for told in warnings(lines).splitlines() if "were cut" in told]) == 1
+    whole = [record(f"e{n}", fallback=f"all is read: the prompt of {n} tokens is short") for n in (31, 28, 30)]
+    assert "fell back on 3 of 3 examples: all is read: the prompt of 28 to 31 tokens is short" in warnings(whole)
 
 
 def test_the_task_says_what_else_its_groups_amount_to() -> None:
