@@ -139,7 +139,9 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest scores, unsorted. [... S] -> [... count]"""
+    """Indices of the `count` largest scores, unsorted. [... S] -> [... count]
+
+    Of equal scores the compiled backends take the first, torch any."""
     return scores.topk(count, dim=-1, sorted=False).indices
 
 

@@ -128,6 +128,7 @@ def merge_attention() -> Iterator[OpCase]:
 WINDOWS = {
     "causal": (70, 133, 63, 1000),
     "near": (133, 133, 0, 20),
+    "inside-a-block": (12, 78, 66, 70),  # the first queries see a block of 64 keys whole, the later ones do not
     "before-all": (75, 40, -35, 1000),
     "beyond-all": (20, 70, 70, 1000),
     "far-behind": (30, 97, 40, 5),

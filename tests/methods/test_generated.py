@@ -80,6 +80,8 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
                 for p, weight in zip(read[b][g], weights, strict=True):
                     drawn[b, g, p] = drawn.get((b, g, p), 0.0) + weight
     assert any(mine != read_at(PROMPT, PROMPT + STEPS - 1) for one in kept for mine in one)
+    at = layer.stored_positions().unsqueeze(-1).expand(-1, -1, -1, SHAPES[1].dim)
+    assert torch.equal(layer.store.k, s.k(0).gather(2, at))  # a further turn is told where they stood
 
 
 @walked

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from methods.base import CacheState, KVLayer, LayerSpec, Method
+from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method
 from methods.infllm import InfLLM
 from methods.layers import Keep, Layer, Policy, Read, Select
 from methods.quest import Quest, QuestRead
@@ -46,3 +46,22 @@ def test_what_the_papers_leave_out_follows_from_how_they_count() -> None:
     assert SparQ(sinks=4).paper_leaves_out
     assert not SparQ(sinks=0).paper_leaves_out
     assert InfLLM(n_init=0).paper_leaves_out  # the block that is not full yet
+
+
+@pytest.mark.parametrize(
+    ("asked", "sealed", "tokens"),
+    [(0.2, 99, 19), (0.999, 1000, 999), (0.999, 10, 9), (0.01, 5, 1), (1.0, 5, 5), (1, 5, 1), (7, 5, 5)],
+)
+def test_a_share_is_rounded_down_to_no_less_than_a_token(asked: float, sealed: int, tokens: int) -> None:
+    budget = Budget(asked)
+    assert budget.tokens(sealed, 0) == tokens
+    assert budget.covers(sealed, 0) == (tokens == sealed)
+
+
+@pytest.mark.parametrize("sealed", [7, 100, 1316])
+def test_the_least_budget_that_is_named_is_enough_and_the_one_below_is_not(sealed: int) -> None:
+    for needed in (1, 3, sealed // 2, sealed):
+        number, share = Budget(0.5).least(needed, sealed, 0)
+        assert Budget(number).tokens(sealed, 0) == needed
+        assert Budget(share).tokens(sealed, 0) >= needed
+        assert needed == 1 or Budget(share - 0.001).tokens(sealed, 0) < needed

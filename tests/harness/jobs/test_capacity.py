@@ -99,6 +99,9 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
     assert (whole.weights, whole.kv) == (info.weight_bytes("fp32"), info.kv_bytes("fp32", longest))
     assert needed(info, settings, items, loaded=True) == replace(whole, weights=0)
     assert needed(info, replace(settings, placement="host"), items) == replace(whole, kv=0)
+    longer = [replace(items[0], new_tokens=items[0].new_tokens + more) for more in (0, 70, 20)]
+    both = sum(info.kv_bytes("fp32", item.tokens) for item in longer[1:])  # the longest of them may run side by side
+    assert needed(info, replace(settings, batch=2), longer).kv == both
     chunked = needed(info, replace(settings, prefill_chunk=100), items)
     assert chunked.activations == pytest.approx(whole.activations / 4)
 

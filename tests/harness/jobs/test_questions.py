@@ -24,7 +24,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.jobs.job import Evaluation
-from harness.jobs.planning.items import prepare
+from harness.jobs.planning.items import Item, prepare
 from harness.jobs.questions import SealedContext, by_context
 from harness.jobs.runner import load
 from harness.reports.compare import comparisons
@@ -237,6 +237,27 @@ def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
         assert record.prefilled_by == (None if record.id == first else first)
         assert (record.seal_s is None) == (record.id != first)
         assert own.prefilled_by is None
+
+
+def test_a_context_is_the_same_to_its_last_token() -> None:
+    first, *_ = prepare(Balances(), MODEL, Settings())
+    ids, split = first.prompt.ids, first.prompt.split
+
+    def item(name: str, ids: tuple[int, ...], split: int) -> Item:
+        return replace(
+            first, example=replace(first.example, id=name), prompt=replace(first.prompt, ids=ids, split=split)
+        )
+
+    items = [
+        item("a", ids, split),
+        item("another end", (*ids[: split - 1], ids[split - 1] + 1, *ids[split:]), split),
+        item("another question", (*ids[:split], 7), split),
+        item("no question", ids[:split], split),
+        item("nor this", ids[:split], split),
+        item("shorter", ids, split - 1),
+    ]
+    groups = [[one.example.id for one in group] for group in by_context(items)]
+    assert groups == [["a", "another question"], ["another end"], ["no question"], ["nor this"], ["shorter"]]
 
 
 def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,10 @@ def test_it_is_said_which_part_differed(tmp_path: Path) -> None:
     assert "the prompts" in why(prompts="0")
     assert why(budget=0.1) == ""  # another point of a sweep
     assert why("interrupted", budget=0.1) == f"{folder} is not continued; it differs in budget"
+    mine["budget"] = 1.0
+    assert why("interrupted", budget=1) == f"{folder} is not continued; it differs in budget"  # one token, not all
+    mine["method"]["dense_layers"] = (0, 1)
+    assert why("interrupted", method=mine["method"] | {"dense_layers": [0, 1]}) == ""  # as it comes back from a file
 
 
 def test_an_older_folder_is_not_continued_and_the_command_says_so(
