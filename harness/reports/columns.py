@@ -199,7 +199,10 @@ def trace_table(comparison: Comparison) -> list[Column]:
 
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
-    yield f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes the largest of any example"
+    yield (
+        f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
+        "example, bytes of a step the mean"
+    )
     if any(entry.summary["throughput_tok_s"] is not None for entry in comparison.entries):
         yield "decode: tokens behind the second over the time of their steps; sequences of a batch share a step's time"
     if comparison.significant or any(entry.significant_groups for entry in comparison.entries):

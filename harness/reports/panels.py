@@ -45,9 +45,10 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 PANELS = (
     Panel("prompt tokens a KV head reads per step (%)", _read, log=True),
-    Panel("KV cache on the device (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
+    Panel("KV cache on the device, largest (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
     Panel(
-        "bytes moved between tiers per step (MiB)", lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20)
+        "bytes moved between tiers per step, mean (MiB)",
+        lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20),
     ),
     Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000)),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from typing import NamedTuple
 
 from harness.reports.columns import difference
 from harness.reports.compare import Comparison, Entry
@@ -19,9 +21,23 @@ CLOSE = 0.01  # a point
 CAPTION = "Bytes to stay within 1 point of Full"
 MEANING = (
     "bytes within 1 point: of the measured budgets at which a method scores at most 1 point below Full on the same "
-    "prompts, the one with the fewest bytes (KV on the device, and what a step moves there). Nothing is interpolated; "
-    "the interval says how sure the difference is"
+    "prompts, the one with the fewest bytes (KV on the device, and what a step moves there; added up for each example, "
+    "and then the largest of any, for memory must hold it). The other bytes are those of that example. Nothing is "
+    "interpolated; the interval says how sure the difference is"
 )
+
+
+class Needed(NamedTuple):
+    """Bytes of one example, of a conversation its turn, that needs the most."""
+
+    device: int
+    moved: float  # per step
+    host: int
+
+    @property
+    def total(self) -> float:
+        """What a step needs on the device: what lies there, and what is moved there."""
+        return self.device + self.moved
 
 
 def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
@@ -35,11 +51,15 @@ def _beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
     return a[0] <= b[0] and a[1] >= b[1] and a != b
 
 
-def needed(entry: Entry) -> float | None:
-    """Bytes that a step needs on the device: what lies there, and what is moved there."""
-    memory = entry.summary["memory"]
-    stays, moved = memory["kv_device_bytes"], memory["moved_bytes_per_step"]
-    return None if stays is None or moved is None else stays + moved
+def needed(entry: Entry) -> Needed | None:
+    """Of the example that needs the most; None where no example says what it moved."""
+    replies = [reply for record in entry.run.records for reply in record.replies]
+    known = [
+        Needed(reply.kv_device_bytes, reply.moved_bytes_per_step, reply.kv_host_bytes)
+        for reply in replies
+        if reply.moved_bytes_per_step is not None
+    ]
+    return max(known, key=lambda one: one.total, default=None)
 
 
 def within(comparison: Comparison) -> dict[str, Entry | None]:
@@ -51,7 +71,13 @@ def within(comparison: Comparison) -> dict[str, Entry | None]:
         if method_of(entry.run) != FULL and known and not _guesses(entry.full):
             rows[entry.label].append(entry)
     close = {label: [e for e in some if e.summary["full"]["diff"] >= -CLOSE] for label, some in rows.items()}
-    return {label: min(some, key=lambda e: needed(e) or 0, default=None) for label, some in close.items()}
+    return {label: min(some, key=_total, default=None) for label, some in close.items()}
+
+
+def _total(entry: Entry) -> float:
+    """inf where it is not known"""
+    found = needed(entry)
+    return inf if found is None else found.total
 
 
 def _guesses(full: StoredRun | None) -> bool:
@@ -61,17 +87,19 @@ def _guesses(full: StoredRun | None) -> bool:
 def within_table(comparison: Comparison) -> list[Column]:
     """`MEANING`, fewest bytes first; empty where nothing is held against Full."""
     found = within(comparison)
-    best = sorted(found.items(), key=lambda pair: (pair[1] is None, needed(pair[1]) if pair[1] else 0, pair[0]))
+    best = sorted(found.items(), key=lambda pair: (_total(pair[1]) if pair[1] else inf, pair[0]))
     if not best:
         return []
     rows = [entry for _, entry in best]
-    total = quantity("bytes within 1 point", [needed(row) if row else None for row in rows], BYTES)
+    bytes_ = [needed(row) if row else None for row in rows]
+    total = quantity("bytes within 1 point", [one and one.total for one in bytes_], BYTES)
     return [
         Column("method", "", [label for label, _ in best], left=True),
         replace(total, cells=[cell or "not reached" for cell in total.cells], unit="" if total.empty else total.unit),
         share("of Full's", [_of_full(row) for row in rows]),
-        quantity("KV dev", [_bytes(row, "kv_device_bytes") for row in rows], BYTES),
-        quantity("moved", [_bytes(row, "moved_bytes_per_step") for row in rows], BYTES, "/step", hide_zeros=True),
+        quantity("KV dev", [one and one.device for one in bytes_], BYTES),
+        quantity("moved", [one and one.moved for one in bytes_], BYTES, "/step", hide_zeros=True),
+        quantity("KV host", [one and one.host for one in bytes_], BYTES, hide_zeros=True),
         Column("at budget", "", [budget(row.summary) if row else "" for row in rows]),
         Column(
             "vs full",
@@ -83,11 +111,7 @@ def within_table(comparison: Comparison) -> list[Column]:
     ]
 
 
-def _bytes(row: Entry | None, key: str) -> float | None:
-    return row.summary["memory"][key] if row else None
-
-
 def _of_full(row: Entry | None) -> float | None:
     """Of the KV bytes that the Full of the row has on its device, which moves none."""
     sizes = [record.kv_device_bytes for record in row.full.records] if row and row.full else []
-    return (needed(row) or 0) / max(sizes) if row and any(sizes) else None
+    return _total(row) / max(sizes) if row and any(sizes) else None

@@ -10,7 +10,7 @@ import pytest
 from harness.reports import pareto
 from harness.reports.compare import Comparison, comparisons
 from harness.results.store import find, load
-from tests.fake_records import records, write_run
+from tests.fake_records import records, talk, turn, write_run
 
 
 def test_a_front_is_what_nothing_beats() -> None:
@@ -45,7 +45,7 @@ def test_bytes_within_a_point_count_what_is_moved(table: Comparison) -> None:
     assert found["snapkv"] is None
     assert found["quest"] is not None
     assert found["quest"].title == "quest 10%"  # 100 bytes and 100 moved, as at 20 %, but a tie goes to the smaller
-    assert pareto.needed(found["quest"]) == 200
+    assert pareto.needed(found["quest"]) == (100, 100, 0)
     assert "h2o" not in found  # not complete
 
 
@@ -56,6 +56,30 @@ def test_the_table_says_what_was_not_reached(table: Comparison) -> None:
     assert of_full.cells == ["20.0", ""]
     assert budget.cells == ["10%", ""]
     assert difference.cells[0].startswith("-1.0 [")
+
+
+def test_bytes_of_an_example_are_added_up_before_rows_are_compared(tmp_path: Path) -> None:
+    """The largest KV of any example and the mean of what is moved would put sparq, at 3800, before pqcache at 4000."""
+    write_run(tmp_path, records([1.0] * 2, kv_device_bytes=4000))
+    for method, sizes in (("sparq", (1000, 600.0, 2000, 3000.0)), ("pqcache", (2500, 500.0, 3000, 1500.0))):
+        short, long = (
+            records([1.0], name, kv_device_bytes=held, moved_bytes_per_step=moved, kv_host_bytes=3 * held)
+            for name, held, moved in (("e", *sizes[:2]), ("f", *sizes[2:]))
+        )
+        write_run(tmp_path, [*short, *long], method)
+    [found] = comparisons([load(run) for run in find([tmp_path])])
+    method, total, _, device, moved, host, *_ = pareto.within_table(found)
+    assert method.cells == ["pqcache", "sparq"]
+    assert total.values == [4500, 5000]
+    assert (device.values, moved.values, host.values) == ([3000, 2000], [1500, 3000], [9000, 6000])
+
+
+def test_of_a_conversation_the_turn_counts_that_needs_the_most(tmp_path: Path) -> None:
+    turns = [turn(kv_device_bytes=held, moved_bytes_per_step=moved) for held, moved in ((5, 9.0), (6, 7.0))]
+    write_run(tmp_path, [talk("a", *turns)])
+    write_run(tmp_path, [talk("a", *turns)], "quest")
+    [found] = comparisons([load(run) for run in find([tmp_path])])
+    assert pareto.within_table(found)[1].values == [14]
 
 
 def test_where_full_guesses_nothing_is_within_a_point_of_it(tmp_path: Path) -> None:
