@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.results.pairs import FULL
+
 Row = Mapping[str, Any]  # a summary, with `label` naming its line
 
 # Twelve that differ for normal and for colour-blind eyes (after M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black,
@@ -19,11 +21,19 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One cost to hold the score against; rows without it, or where it is 0, are not drawn."""
+    """One cost to hold the score against; rows without it, or where it is 0, are not drawn. `beside_full`: it says
+    something only beside Full's."""
 
     name: str
     cost: Callable[[Row], float | None]
     log: bool = False
+    beside_full: bool = False
+
+    def shows(self, rows: Sequence[Row]) -> bool:
+        """Whether another method than Full has the cost with a score; and Full too, if it is there and wanted."""
+        priced = [row["method"] == FULL for row in rows if row["score"]["mean"] is not None and self.cost(row)]
+        lacks_full = self.beside_full and not any(priced) and any(row["method"] == FULL for row in rows)
+        return not all(priced) and not lacks_full
 
     def points(self, rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
         lines: dict[str, list[tuple[float, Row]]] = defaultdict(list)
@@ -50,5 +60,5 @@ PANELS = (
         "bytes moved between tiers per step, mean (MiB)",
         lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20),
     ),
-    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000)),
+    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000), beside_full=True),
 )

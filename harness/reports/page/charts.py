@@ -10,16 +10,13 @@ from harness.engine.step_parts import PARTS
 from harness.reports import needles, pareto
 from harness.reports.compare import Comparison
 from harness.reports.panels import PANELS, Panel
-from harness.results.pairs import FULL
 from harness.results.records import Record
-from harness.results.summary_file import method_of
 
 
 def panels(table: Comparison) -> list[dict[str, Any]]:
-    """Score against each cost that another method than Full has; `front`: complete rows that nothing beats."""
-    others = {i for i, entry in enumerate(table.entries) if method_of(entry.run) != FULL}
-    made = [_panel(panel, table) for panel in PANELS]
-    return [panel for panel in made if any(panel["xs"][i] for i in others)]
+    """Score against each cost that can be compared; `front`: complete rows that nothing beats."""
+    rows = [entry.summary for entry in table.entries]
+    return [_panel(panel, table) for panel in PANELS if panel.shows(rows)]
 
 
 def _panel(panel: Panel, table: Comparison) -> dict[str, Any]:

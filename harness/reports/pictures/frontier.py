@@ -25,13 +25,13 @@ NAME_WIDTH = 30  # characters of a line in the legend
 
 def has_frontier(rows: Sequence[Row]) -> bool:
     """Whether there is another method beside Full, with a score and a cost."""
-    return any(panel.points(_others(rows)) for panel in PANELS)
+    return any(panel.shows(rows) for panel in PANELS)
 
 
 def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Path]:
     """Full is the dashed line. With up to six lines each point has its interval. The files drawn."""
     others = _others(rows)
-    panels = [panel for panel in PANELS if panel.points(others)]
+    panels = [panel for panel in PANELS if panel.shows(rows)]
     if not panels:
         raise ValueError("nothing to draw: no row has a score with a cost beside it")
     labels = sorted({row["label"] for row in others})
