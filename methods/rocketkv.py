@@ -9,6 +9,8 @@ The paper's budget counts, in tokens, all that a step reads: half of it to find 
 counts the latter alone, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression ratio.
 `split`: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of c is
 split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first tokens.
+A large budget needs less than the method: from 19 % of the prompt on, a page has one token, and from 50 % on neither
+stage leaves anything out. A layer's `fallback` says so.
 
 Left out: the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a further
 turn continues with what is left of the earlier ones, as SnapKV does. Generated tokens are always read, where the paper
@@ -47,7 +49,7 @@ class RocketKV(SnapKV):
             "evicts, once at the seal, as SnapKV does, but less; then selects among what is left, by the upper bounds "
             "of q.k of whole pages in the largest channels of q"
         ),
-        unit="token at the seal; then page of {page_size} tokens (null: by the budget, some 1 to 3)",
+        unit="token at the seal; then page of {page_size} tokens (null: by the budget; 1 from 19 % of the prompt on)",
         group_rule="sum of the weights over the query heads of a group, in both stages",
         dense_layers="none",
         sinks="none",
@@ -99,6 +101,21 @@ class RocketKV(SnapKV):
         size = self.page_size or min(floor(ratio), ceil(sqrt(ratio)))
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
+    def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
+        """What of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for nothing."""
+        size, r = self.pages(budget, kept, head_dim)
+        eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1
+        if not (eviction or pages):
+            return None
+        all_channels = size == 1 and r == head_dim
+        without = {
+            "eviction": eviction,
+            "pages (each has one token)": pages,
+            "the choice of channels": all_channels and self.r is None,
+        }
+        exact = ": what is read is the exact top-k of the prompt" if kept == seen and all_channels else ""
+        return "so large a budget leaves out " + ", ".join(part for part, out in without.items() if out) + exact
+
     def kept(self, case: Case) -> int:
         return self.keeps(case.budget, case.sealed)
 
@@ -140,7 +157,9 @@ class RocketRead(Select, capturable=True):
 
     def index(self, keys: Tensor) -> None:
         assert self.plan is not None
-        self.size, self.channels = self.method.pages(self.plan.top, keys.shape[2], self.spec.head_dim)
+        top, kept, head_dim = self.plan.top, keys.shape[2], self.spec.head_dim
+        self.layer.fallback = self.method.left_out(top, kept, self.layer.seen, head_dim)
+        self.size, self.channels = self.method.pages(top, kept, head_dim)
         by_page = keys if self.size == 1 else page_bounds(keys, self.size)
         self.bounds = by_page.mT.contiguous()
 

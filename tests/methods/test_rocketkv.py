@@ -135,6 +135,26 @@ def test_one_token_pages_of_all_channels_are_the_exact_choice() -> None:
     parity.assert_best(layer.reads.rows, weights, PROMPT // 2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "budget", "wanted"),
+    [
+        ({}, 0.1, None),
+        ({}, 0.2, "leaves out pages (each has one token)"),
+        ({}, 0.5, "leaves out eviction, pages (each has one token), the choice of channels: what is read is the exact"),
+        ({"page_size": 1}, 0.2, None),  # what is asked for is no fallback
+        ({"page_size": 4}, 0.6, "leaves out eviction"),
+        ({"r": 9}, 0.6, "leaves out eviction, pages (each has one token)"),
+        ({"split": 0.0, "page_size": 1}, 0.6, None),
+    ],
+)
+def test_what_a_large_budget_leaves_out_is_said(changes: dict, budget: float, wanted: str | None) -> None:
+    (layer,) = (s := _sequences(SHAPES[0])).start(replace(METHOD, **changes), Budget(budget))
+    s.seal([layer], 0, PROMPT)
+    assert (layer.fallback is None) if wanted is None else f"so large a budget {wanted}" in layer.fallback
+    exact = (layer.evicted, layer.reads.size, layer.reads.channels) == (0, 1, SHAPES[0].dim)
+    assert exact or "exact" not in str(layer.fallback)
+
+
 def test_a_further_turn_chooses_among_what_is_left() -> None:
     s, end = _sequences(SHAPES[1], PROMPT + 40), PROMPT + 30
     (layer,) = s.start(METHOD, Budget(0.1))
