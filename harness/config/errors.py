@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -88,21 +88,32 @@ def explain(error: HydraException) -> str:
         shown = merging[1].lstrip("+")
         key, _, value = shown.partition("=")
         return (
-            f"{shown} has the wrong type{_share(value) or _wanted(key)}." if value else f"{key} is empty{_wanted(key)}."
+            f"{shown} has the wrong type{_share(key, value) or _wanted(key)}."
+            if value
+            else f"{key} is empty{_wanted(key)}."
         )
     return sentence(error)
 
 
-def _share(value: str) -> str:
-    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
-    return f": write {float(percent[1]) / 100:g} for {percent[1]} %" if percent else ""
+def _share(key: str, value: str) -> str:
+    """For a percentage where a share may stand: with its point, for a whole 1 is one token."""
+    percent, hint = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value), _hint(key)
+    if not percent or float not in (hint, *get_args(hint)):
+        return ""
+    share = float(f"{float(percent[1]) / 100:g}")
+    return f": write {share} for {percent[1]} %" if share <= 1 else ": a share is at most 1.0"
 
 
 def _wanted(key: str) -> str:
     """ ": it should be a whole number" for a setting whose type is known."""
-    *parents, name = key.split(".")
-    if not parents and name in NESTED:
-        return f": it holds settings, to be named one by one, as {name}.{fields(NESTED[name])[0].name}=VALUE"
-    owner = NESTED.get(parents[0]) if parents else Settings
-    hint = get_type_hints(owner).get(name) if owner else None
+    if key in NESTED:
+        return f": it holds settings, to be named one by one, as {key}.{fields(NESTED[key])[0].name}=VALUE"
+    hint = _hint(key)
     return f": it should be {spell(hint)}" if hint else ""
+
+
+def _hint(key: str) -> Any:
+    """The type of a setting; None where it is not known."""
+    *parents, name = key.split(".")
+    owner = NESTED.get(parents[0]) if parents else Settings
+    return get_type_hints(owner).get(name) if owner else None
