@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import hydra
@@ -38,6 +39,7 @@ from harness.terminal.progress import forget
 from harness.trackers.session import Trackers
 
 INTERRUPTED = 130
+NAMED = 3  # failed jobs, at the end
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Command:
     """What was typed and what came of it."""
 
     arguments: list[str]
+    jobs: int = 1
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
-    failed: int = 0
+    failed: list[str] = field(default_factory=list)  # which jobs, and why
+    ledger: Path | None = None  # its root: where harness.status looks
     trackers: Trackers = field(default_factory=Trackers)
 
     @property
@@ -54,7 +58,7 @@ class Command:
         return f"python -m harness {shlex.join(self.arguments)}"
 
     def fail(self, message: str) -> None:
-        self.failed += 1
+        self.failed.append(message)
         print(f"error: {message}", file=sys.stderr)
 
     def run(self) -> None:
@@ -76,14 +80,15 @@ class Command:
 
     def _run_here(self, jobs: Sequence[JobConfig], words: Overrides) -> None:
         """A single command, or one that writes nothing: without a ledger."""
-        planner = Planner()
+        planner, self.jobs = Planner(), len(jobs)
         for numbers in groups(jobs):
             group = Group([jobs[number] for number in numbers], words.partial, planner)
             group.run()
             self.finished += group.folders
-            self.failed += len(group.troubles)
+            self.failed += [trouble.sentence for trouble in group.troubles]
 
     def _sweep(self, jobs: Sequence[JobConfig], words: Overrides, root: Path) -> None:
+        self.jobs, self.ledger = len(jobs), root
         sweep = Sweep.create(root, jobs, words.partial)
         if words.launcher:
             from harness.sweeps.launch import launch
@@ -95,10 +100,10 @@ class Command:
         for number, end in session.ends():
             if end["status"] == "done":
                 self.finished += [root / end[key] for key in ("full", "folder") if end[key]]
-            elif words.launcher:  # a worker cannot say it here
-                self.fail(f"{' '.join(labels[number]) or 'the job'}: {end['reason']}")
-            else:
-                self.failed += 1
+                continue
+            self.failed.append(f"{' '.join(labels[number]) or 'the job'}: {end['reason']}")
+            if words.launcher:  # a worker cannot say it here
+                print(f"error: {self.failed[-1]}", file=sys.stderr)
 
     def report(self) -> None:
         """The table at the end."""
@@ -107,8 +112,16 @@ class Command:
 
             print_report(list(dict.fromkeys(self.finished)))
             self.trackers.publish(list(dict.fromkeys(self.finished)))
-        if self.failed > 1:
-            print(f"{self.failed} jobs failed, see above.", file=sys.stderr)
+        if len(self.failed) > 1 or (self.failed and self.finished):
+            print(self._failures(), file=sys.stdout if self.finished else sys.stderr)
+
+    def _failures(self) -> str:
+        """What the table above it says nothing of, in a line."""
+        count = f"{len(self.failed)} of {self.jobs} jobs" if self.jobs > 1 else "the job"
+        few = [shorten(line, 160, placeholder=" ...") for line in self.failed[:NAMED]]
+        more = [f"{len(self.failed) - NAMED} more"] * (len(self.failed) > NAMED)
+        where = f"`python -m harness.status {self.ledger}` shows why" if self.ledger else "see above"
+        return f"\n{count} failed: {'; '.join([*few, *more])}; {where}."
 
 
 def compose(words: Sequence[str]) -> list[JobConfig]:

@@ -31,6 +31,9 @@ def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: 
     assert statuses == ["complete", "complete"]
     assert "streaming" in out
     assert "20%" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("2 of 4 jobs failed: method=full budget=-1: budget=-1 is neither a share")
+    assert last.endswith(f"; `python -m harness.status {tmp_path / 'runs'}` shows why.")
 
 
 BROKEN = """from dataclasses import dataclass
@@ -71,6 +74,7 @@ def test_a_method_that_raises_fails_its_own_job_alone(cli: Cli, tmp_path: Path, 
     assert "Traceback" in text.read_text()
     assert "in start" in text.read_text()
     assert "streaming" in out
+    assert out.splitlines()[-1].startswith("1 of 2 jobs failed: method=broken: KeyError: 'no such head' (")
 
 
 def test_a_value_error_of_a_method_names_its_line_too(cli: Cli, tmp_path: Path, broken: Broken) -> None:
