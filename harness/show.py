@@ -12,6 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from harness.diagnosis.failure import failure
+from harness.diagnosis.next_steps import with_root
+from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
 from harness.terminal.tables import digits
@@ -39,6 +42,9 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
     chosen = _chosen(run.records, options.id, run.folder)
     shown = chosen if options.all else chosen[:FIRST]
     yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
+    yield from failure(run)
+    if run.status in ("failed", "interrupted"):
+        yield f"To finish it: {with_root(command(run), run)}"
     for record in shown:
         yield ""
         yield f"{_head(record)}  {_result(record)}"

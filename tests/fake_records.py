@@ -94,3 +94,13 @@ def write_run(
         run.append(line)
     run.close(status)
     return run.folder
+
+
+def write_failed(root: Path, lines: Iterable[Record], error: Exception) -> Path:
+    """A run of PQCache that ended with `error`."""
+    settings = config("pqcache")
+    run = Run.open(root, settings, {"config": settings}, "niah", "pqcache")
+    for line in lines:
+        run.append(line)
+    run.fail(error)
+    return run.folder

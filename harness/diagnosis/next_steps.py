@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from evals.stats import ALPHA
 from harness.diagnosis.subject import Subject
 from harness.results import triage
+from harness.results.store import StoredRun
 
 EXAMPLES = ("samples", "rounds")  # a task's parameter for how many examples it makes
 FACTOR = 4
 
 
 def next_steps(subject: Subject, command: str) -> Iterator[tuple[str, str]]:
-    """(what for, command). `command`: what repeats the run."""
+    """(what for, command). `command`: what repeats the run. One that is not complete has nothing to measure yet."""
     row = subject.summary
-    base = f"{command} {shlex.quote(f'results.root={subject.run.folder.parent}')}"
+    base = with_root(command, subject.run)
     if subject.run.status != "complete":
         yield "to finish it", base
+        return
     found = row.get("triage") or {"examined": 0}
     if found["examined"] < len(triage.wrong(subject.run.records)):
         yield "to learn the causes of the wrong answers (nothing else is run again)", f"{base} triage=on"
@@ -31,6 +33,11 @@ def next_steps(subject: Subject, command: str) -> Iterator[tuple[str, str]]:
     more = _more(subject)
     if row["full"] and row["full"]["diff"] and row["full"]["p"] >= ALPHA and more:
         yield "to tell the difference from chance", f"{base} {more}"
+
+
+def with_root(command: str, run: StoredRun) -> str:
+    """Where the run lies, too, so that it goes on there."""
+    return f"{command} {shlex.quote(f'results.root={run.folder.parent}')}"
 
 
 def _more(subject: Subject) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evals.stats import ALPHA
+from harness.diagnosis.failure import failure
 from harness.diagnosis.subject import Subject
 from harness.results import triage
 from harness.results.alarms.alarm import Row
@@ -18,8 +19,10 @@ ONE = {"are": "is", "have": "has", "give": "gives"}
 
 
 def sentences(subject: Subject) -> Iterator[str]:
+    yield from failure(subject.run)
     if not subject.run.records:
-        yield f"It is {subject.run.status} and holds no example, so there is nothing to explain."
+        state = "" if subject.run.status == "failed" else f"is {subject.run.status} and "
+        yield f"It {state}holds no example, so there is nothing to explain."
         return
     yield from _score(subject)
     yield from _weakest(subject)

@@ -13,7 +13,7 @@ from harness.reports.page.data import page_data
 from harness.results import triage
 from harness.results.files import read_json
 from harness.results.store import load
-from tests.fake_records import record, records, write_run
+from tests.fake_records import record, records, write_failed, write_run
 
 MACHINE = {"provenance": {"machine": {"load_average": [6.5, 5.0, 4.0], "cpus_usable": 2}}}
 STEP = {"steps": 9, "step_s": 0.02}
@@ -121,3 +121,17 @@ def test_a_run_without_examples_and_no_run(tmp_path: Path, capsys: pytest.Captur
     assert "holds no example, so there is nothing to explain." in explained(capsys, empty)
     assert main([str(tmp_path / "none")]) == 2
     assert "error: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made", [0, 2])
+def test_a_run_that_failed_says_why_and_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: int
+) -> None:
+    folder = write_failed(tmp_path, records([1.0] * made), KeyError("no such head"))
+    told = explained(capsys, folder)
+    assert f"It failed: KeyError: 'no such head'. The traceback is in {folder}/error.txt." in told
+    assert ("It scores 100.0" in told) == bool(made)
+    _, _, steps = told.partition("Next, ")
+    assert steps.startswith("to finish it: python -m harness ")
+    assert steps.endswith(f" results.root={tmp_path}")  # and measures nothing more
+    assert "fidelity" not in told

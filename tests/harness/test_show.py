@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import show
-from tests.fake_records import record, write_run
+from tests.fake_records import record, write_failed, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,15 @@ def test_one_run(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> N
 def test_what_else_the_score_says_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path, [record("a", details={"leading_digits": 3.0, "by": "regex"}), record("b", details={})])
     assert shown(capsys, str(folder)).count("  leading_digits 3.00, by regex\n") == 1
+
+
+def test_a_run_that_failed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_failed(tmp_path, [], KeyError("no such head"))
+    head, why, where, finish = shown(capsys, str(folder)).splitlines()
+    assert head == f"{folder.name}: 0 examples, failed"
+    assert why == "It failed: KeyError: 'no such head'."
+    assert where == f"The traceback is in {folder}/error.txt."
+    assert finish.startswith("To finish it: python -m harness ")
 
 
 def test_long_runs_are_cut_short_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
