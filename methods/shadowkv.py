@@ -179,8 +179,15 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
-        read = self.hits.read(rows, self._rebuild) if self.hits is not None else self._rebuild(rows)
+        read = self._rebuild(rows) if self.hits is None else self._read_cached(rows, self.hits)
         return self.attend(x.q, self.store.since(0), read)
+
+    def _read_cached(self, chunks: Tensor, hits: HitCache) -> Segment:
+        """`_rebuild`, but for what the last step has left on the device."""
+        made = hits.read(chunks, self._rebuild)
+        self.cache.traffic.looked_up += chunks.numel()
+        self.cache.traffic.found += chunks.numel() - hits.missed
+        return made
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """The `top` chunks to read. q [B H 1 D] -> [B G top]"""

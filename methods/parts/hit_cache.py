@@ -25,15 +25,18 @@ class HitCache:
         self.size, self.total = size, total
         self.held: Tensor | None = None  # [B G K]
         self.kv: Segment
+        self.missed = 0  # of the chunks last read, over all heads, those that were not held
 
     def read(self, chunks: Tensor, load: Load) -> Segment:
         """chunks [B G K], the same K every time -> their tokens, in any order. `load` makes those that are not held."""
         if self.held is None:
+            self.missed = chunks.numel()
             return self._start(chunks, load)
         none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
-        count = int(new.sum(2).max())
+        per_head = new.sum(2)
+        count, self.missed = torch.stack([per_head.max(), per_head.sum()]).tolist()
         if count == chunks.shape[2]:
             return self._start(chunks, load)
         if count:

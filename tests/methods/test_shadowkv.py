@@ -184,16 +184,35 @@ def test_group_takes_the_maximum_of_normalised_weights() -> None:
 def test_hit_cache_moves_less_and_changes_nothing() -> None:
     text = Sequences(SHAPES[1], PROMPT + STEPS)
     text.hidden[0, :, PROMPT:] = text.hidden[0, :, PROMPT : PROMPT + 1]  # similar queries, many hits
-    moved, outs = {}, {}
+    moved, outs, hits = {}, {}, {}
     for cached in (True, False):
         layer = sealed(text, replace(METHOD, hit_cache=cached), placement="host")
         before = layer.cache.traffic.to_device_bytes
         outs[cached] = torch.stack([layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)])
         moved[cached] = layer.cache.traffic.to_device_bytes - before
+        hits[cached] = layer.cache.traffic.looked_up, layer.cache.traffic.found
     torch.testing.assert_close(outs[True], outs[False], atol=1e-5, rtol=1e-4)
     chunk_bytes = 4 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
     assert moved[False] == STEPS * 5 * chunk_bytes  # values of five chunks, and no keys
     assert moved[True] < moved[False]
+    assert hits[False] == (0, 0)
+
+
+def test_the_hit_cache_counts_the_chunks_that_it_had() -> None:
+    """Against sets of what each head chose in this step and in the one before."""
+    text = Sequences(SHAPES[1], PROMPT + STEPS)
+    layer = sealed(text, placement="host")
+    had, before = 0, None
+    for t in range(PROMPT, PROMPT + STEPS):
+        layer.decode(text.at(0, t, t + 1))
+        assert layer.reads is not None
+        assert layer.reads.rows is not None
+        chosen = [set(chunks) for chunks in layer.reads.rows.flatten(0, 1).tolist()]
+        had += sum(len(now & last) for now, last in zip(chosen, before or [], strict=before is not None))
+        before = chosen
+    traffic = layer.cache.traffic
+    assert traffic.looked_up == STEPS * 5 * text.shape.groups * text.shape.batch
+    assert traffic.found == had > 0
 
 
 def test_host_and_device_agree_also_in_a_further_turn() -> None:
