@@ -1,14 +1,16 @@
-"""All pictures of a report: score against cost per table, a needle heat map per row and task."""
+"""All pictures of a report: the differences to Full, score against cost, where needles were found and where lost."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from harness.reports import needles
 from harness.reports.compare import Comparison, Entry
-from harness.reports.pictures import frontier, heatmap, needle_map
+from harness.reports.pictures import differences, frontier, heatmap, needle_map
 from harness.results import triage
 
 LONGEST = 120  # characters of a picture's name
@@ -17,17 +19,35 @@ LONGEST = 120  # characters of a picture's name
 def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
+        whole = partial(_picture, folder, f"{number}-{table.title}")
         rows = [entry.summary | {"label": entry.label + _unfinished(entry)} for entry in table.entries]
+        if table.tested:
+            yield from differences.differences(table, whole("differences"), table.title)
         if frontier.has_frontier(rows):
-            path = _picture(folder, f"{number}-{table.title}", "frontier")
-            yield from frontier.frontier(rows, path, table.title)
+            yield from frontier.frontier(rows, whole("frontier"), table.title)
+        yield from _needles(number, table, folder)
         for place, entry in enumerate(table.entries, 1):
-            for task, found in needles.by_task(entry.run.records).items():
-                path = _picture(folder, f"{number}-{place}-{entry.title}", f"{_slug(task)}-heatmap")
-                yield from heatmap.heatmap(found, path, f"{entry.title}{_unfinished(entry)}, {task}: {table.title}")
             if lines := triage.followed(entry.run.folder, entry.run.info):
                 path = _picture(folder, f"{number}-{place}-{entry.title}", "needle")
                 yield from needle_map.needle_map(lines, path, f"{entry.title}: {table.title}")
+
+
+def _needles(number: int, table: Comparison, folder: Path) -> Iterator[Path]:
+    """Per task, a picture of all runs where they have one length, else one of each."""
+    tasks: dict[str, dict[int, list[needles.Needle]]] = defaultdict(dict)
+    for place, entry in enumerate(table.entries):
+        for task, found in needles.by_task(entry.run.records).items():
+            tasks[task][place] = found
+    for task, by_place in tasks.items():
+        named = {place: table.entries[place].title + _unfinished(table.entries[place]) for place in by_place}
+        grids = {named[place]: needles.grid(found) for place, found in by_place.items()}
+        if heatmap.is_flat(list(grids.values())):
+            path = _picture(folder, f"{number}-{table.title}", f"{_slug(task)}-heatmap")
+            yield from heatmap.by_run(grids, path, f"{task}: {table.title}")
+            continue
+        for place, found in by_place.items():
+            path = _picture(folder, f"{number}-{place + 1}-{table.entries[place].title}", f"{_slug(task)}-heatmap")
+            yield from heatmap.heatmap(found, path, f"{named[place]}, {task}: {table.title}")
 
 
 def _picture(folder: Path, name: str, kind: str) -> Path:

@@ -26,11 +26,14 @@ def plain(axes: Axes) -> None:
     axes.title.set(color=INK, fontsize=9)
 
 
-def title(figure: Figure, text: str, below: str = "") -> None:
-    """As wide as the figure at most: it breaks at spaces. `below` is a line of its own."""
-    width = int(11 * figure.get_size_inches()[0])
-    lines = [*textwrap.wrap(text, width, break_long_words=False), *([below] if below else [])]
-    if lines:
+def wrapped(figure: Figure, text: str) -> list[str]:
+    """Lines as wide as the figure at most: they break at spaces."""
+    return textwrap.wrap(text, int(11 * figure.get_size_inches()[0]), break_long_words=False)
+
+
+def title(figure: Figure, text: str, *below: str) -> None:
+    """`below`: lines of their own."""
+    if lines := [*wrapped(figure, text), *below]:
         figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
 
 

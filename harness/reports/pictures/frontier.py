@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,6 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from harness.reports import pareto
 from harness.reports.panels import COLOURS, PANELS, Panel, Row
 from harness.reports.pictures import figures
 from harness.results.pairs import FULL
@@ -29,7 +31,7 @@ def has_frontier(rows: Sequence[Row]) -> bool:
 
 
 def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Path]:
-    """Full is the dashed line. With up to six lines each point has its interval. The files drawn."""
+    """Full is dashed, the Pareto front of complete rows dotted. Up to six lines have intervals. The files drawn."""
     others = _others(rows)
     panels = [panel for panel in PANELS if panel.shows(rows)]
     if not panels:
@@ -42,14 +44,16 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Pa
             if label in labels:
                 _line(axes, points, _style(labels.index(label)), intervals=len(labels) <= CROWDED)
         _full(axes, panel, rows)
+        _front(axes, panel, rows)
         _finish(axes, panel)
     first = figure.axes[0]
-    first.set_ylabel("score (0-100), 95 % interval" if len(labels) <= CROWDED else "score (0-100)")
+    crowded = len(labels) > CROWDED
+    first.set_ylabel("score (0-100)" if crowded else "score (0-100), 95 % interval")
     first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f}"))
     low, high = first.get_ylim()
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
-    figures.title(figure, title)
+    figures.title(figure, title, *([_widths(others)] if crowded else []))
     return figures.save(figure, path)
 
 
@@ -90,14 +94,31 @@ def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
         )  # fmt: skip
 
 
+def _front(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+    points = [point for line in panel.points(rows).values() for point in line if point[1]["status"] == "complete"]
+    pairs = [(x, row["score"]["mean"]) for x, row in points]
+    if front := sorted({pairs[i] for i in pareto.front(pairs)}):
+        axes.plot(*zip(*front, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":")
+
+
+def _widths(rows: Sequence[Row]) -> str:
+    """Of intervals that would cover more than they say."""
+    halves = [(row["score"]["ci95"][1] - row["score"]["ci95"][0]) / 2 for row in rows if row["score"]["ci95"]]
+    return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
+
+
 def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
     """A line for each method, Full first; long names are broken at spaces, never cut."""
     full = sorted({row["label"] for row in rows if row["method"] == FULL})
     star = {"color": figures.INK, "marker": "*", "markersize": 9, "linewidth": 0.8, "linestyle": (0, (4, 3))}
     styles = [(label, star) for label in full] + [(label, _style(number)) for number, label in enumerate(labels)]
+    front = Line2D([], [], color=figures.SOFT, linewidth=0.9, linestyle=":", label="Pareto front")
     return [
-        Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
-        for label, style in styles
+        *(
+            Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
+            for label, style in styles
+        ),
+        front,
     ]
 
 

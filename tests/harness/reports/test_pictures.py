@@ -97,9 +97,49 @@ def test_a_picture_per_task_and_method(tmp_path: Path, capsys: pytest.CaptureFix
         write_run(tmp_path, lines, "quest", method={"_target_": "methods.quest.Quest", **many})
     assert report.main([str(tmp_path), "--plots"]) == 0
     paths = [Path(line[6:]) for line in capsys.readouterr().out.splitlines() if line.startswith("wrote ")]
-    assert len(set(paths)) == len(paths) == 2 * (1 + 3 * 2)
+    assert len(set(paths)) == len(paths) == 2 * (2 + 3 * 2)
     kinds = {path.suffix: path.read_bytes()[:4] for path in paths}
     assert kinds == {".png": b"\x89PNG", ".pdf": b"%PDF"}
+
+
+def test_runs_of_one_length_share_a_picture(tmp_path: Path, drawn: list[Figure]) -> None:
+    lines = planted("single", [1.0, 50.0, 88.0], lengths=(2048,))
+    write_run(tmp_path, lines)
+    for budget in (0.1, 0.2):
+        write_run(tmp_path, lines[:1] + planted("single", [50.0, 88.0], 0.0, (2048,)), "quest", budget=budget)
+    assert report.main([str(tmp_path), "--plots"]) == 0
+    [found] = [figure for figure in drawn if "depth" in figure.axes[0].get_xlabel()]
+    assert rows(found) == ["full", "quest 10%", "quest 20%"]
+    assert texts(found) == ["100", "100", "100", "100", "0", "0", "100", "0", "0"]
+
+
+def test_differences_to_full_are_drawn_best_first(tmp_path: Path, drawn: list[Figure]) -> None:
+    scores = {"h2o": 0, "quest": 59, "snapkv": 30}
+    write_run(tmp_path, [record(f"e{i}") for i in range(60)])
+    for method, right in scores.items():
+        write_run(tmp_path, [record(f"e{i}", score=float(i < right)) for i in range(60)], method)
+    assert report.main([str(tmp_path), "--plots"]) == 0
+    axes = drawn[0].axes[0]
+    assert rows(drawn[0]) == ["h2o 10% *", "snapkv 10% *", "quest 10%"]  # from below
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [float(line.get_xdata()[0]) for line in points] == pytest.approx([-1, -0.5, -1 / 60])
+    assert [line.get_markerfacecolor() == "white" for line in points] == [False, False, True]
+    assert "95 % interval" in drawn[0].get_suptitle()
+
+
+def test_fonts_are_such_that_publishers_take(tmp_path: Path) -> None:
+    figure, _ = figures.side_by_side(1)
+    figures.title(figure, "a title")
+    _, vector = figures.save(figure, tmp_path / "x.png")
+    assert b"/FontFile2" in vector.read_bytes()
+    assert b"/Type3" not in vector.read_bytes()
+
+
+def test_the_front_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    found = frontier_rows(["h2o"])  # full and three budgets score 0, 1/4, 2/4, 3/4
+    frontier.frontier(found, tmp_path / "x.png")
+    [dotted] = [line for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
+    assert [round(float(x), 6) for x in dotted.get_xdata()] == [10, 20, 50]
 
 
 def test_a_list_in_a_title_is_no_negative_number_in_a_name() -> None:
@@ -128,12 +168,13 @@ def test_twelve_methods_are_told_apart_and_none_is_cut(tmp_path: Path, drawn: li
     frontier.frontier(frontier_rows(names), tmp_path / "x.png", "a title")
     uncut(tmp_path / "x.png")
     [figure] = drawn
-    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 3]
+    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 3 and line.get_marker() != "None"]
     assert len({line.get_color() for line in lines}) == 12
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 12
     assert not any(line.get_clip_on() for line in lines)
     [legend] = figure.legends
-    assert {" ".join(text.get_text().split()) for text in legend.texts} == {"full", *names}
+    assert {" ".join(text.get_text().split()) for text in legend.texts} == {"full", *names, "Pareto front"}
+    assert "95 % intervals: about ±" in figure.get_suptitle()
     canvas, plot = figure.get_window_extent(), figure.axes[-1].get_window_extent()
     box = legend.get_window_extent()
     assert canvas.y0 <= box.y0
