@@ -1,7 +1,8 @@
 """`python docs/tables.py`: write the tables of docs/comparison.md again, from results/published/tables.
 
 A table stands between `<!-- rows of NAME... -->`, which names the experiments whose CSV files it shows, and
-`<!-- end -->`. All else in the page is written by hand.
+`<!-- end -->`; `<!-- rows of NAME...: METHOD... -->` shows Full and these methods alone. All else in the page is written
+by hand.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import pandas as pd
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 PUBLISHED = ROOT / "results" / "published" / "tables"
-TABLE = re.compile(r"(<!-- rows of ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- rows of ([\w ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 GROUP = re.compile(r"score\.groups\.(.+)\.mean")
+PERPLEXITY = "score.averages.perplexity"
 MIB = 1 / 2**20
 COLUMNS = {  # of the CSV: heading, factor, format
     "budget.attended.share": ("attended (%)", 100, ".1f"),
@@ -33,13 +35,16 @@ COLUMNS = {  # of the CSV: heading, factor, format
 
 def written(page: str) -> str:
     """The page with tables of what the CSV files hold now."""
-    return TABLE.sub(lambda found: f"{found[1]}\n{table(found[2].split())}\n{found[3]}", page)
+    return TABLE.sub(lambda found: f"{found[1]}\n{table(found[2].split(), (found[3] or '').split())}\n{found[4]}", page)
 
 
-def table(names: Sequence[str]) -> str:
-    """Markdown: a row per method and budget, Full first, then the methods by their mean score."""
+def table(names: Sequence[str], methods: Sequence[str] = ()) -> str:
+    """Markdown: a row per method and budget, Full first, then the methods by their mean score; all, or `methods`."""
     rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv") for name in names], ignore_index=True)
-    rows = _in_order(rows.drop_duplicates(["presets.method", "budget.asked"]).dropna(axis="columns", how="all"))
+    if methods:
+        rows = rows[rows["presets.method"].isin(["full", *methods])]
+    rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
+    rows = _in_order(rows.assign(name=_names(rows)))
     columns = {
         "budget.asked": ("budget (%)", 100, "g"),
         **_scores(rows),
@@ -48,33 +53,32 @@ def table(names: Sequence[str]) -> str:
     lines = [["method", *(heading for heading, _, _ in columns.values())], [":--", *["--:"] * len(columns)]]
     for _, row in rows.iterrows():
         cells = (_cell(row[column], factor, form) for column, (_, factor, form) in columns.items())
-        lines.append([row["presets.method"], *cells])
+        lines.append([row["name"], *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _names(rows: pd.DataFrame) -> pd.Series[str]:
+    """The method, with its parameters where the table has several variants of it."""
+    variants = rows.groupby(["presets.method", "budget.asked"], dropna=False)["label"].transform("size") > 1
+    return rows["label"].where(variants, rows["presets.method"])
 
 
 def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """Methods by what they score at the budgets that all of them have."""
-    methods = rows.groupby("budget.asked")["presets.method"].nunique()
+    methods = rows.groupby("budget.asked")["name"].nunique()
     shared = rows[rows["budget.asked"].isin(methods[methods == methods.max()].index)]
-    means = shared.groupby("presets.method")["score.mean"].mean().sort_values(ascending=_perplexity(rows))
+    means = shared.groupby("name")["score.mean"].mean().sort_values(ascending=False)
     places = {"full": -1} | {method: place for place, method in enumerate(means.index)}
-    order = pd.DataFrame({"method": rows["presets.method"].map(places), "budget": rows["budget.asked"]})
+    order = pd.DataFrame({"method": rows["name"].map(places), "budget": rows["budget.asked"]})
     return rows.loc[order.sort_values(["method", "budget"]).index]
 
 
 def _scores(rows: pd.DataFrame) -> dict[str, tuple[str, float, str]]:
-    """A column per group of examples, and their mean."""
-    found = [GROUP.fullmatch(column) for column in rows]
-    groups = {one[0]: (one[1], *_unit(rows)) for one in found if one} if not _perplexity(rows) else {}
-    return {**groups, "score.mean": ("perplexity" if _perplexity(rows) else "mean", *_unit(rows))}
-
-
-def _unit(rows: pd.DataFrame) -> tuple[float, str]:
-    return (1, ".2f") if _perplexity(rows) else (100, ".1f")
-
-
-def _perplexity(rows: pd.DataFrame) -> bool:
-    return bool(rows["task"].iloc[0] == "wikitext2")
+    """Perplexity; or a column per group of examples, and their mean."""
+    if PERPLEXITY in rows:
+        return {PERPLEXITY: ("perplexity", 1, ".2f")}
+    groups = [found for column in rows if (found := GROUP.fullmatch(column))]
+    return {**{group[0]: (group[1], 100, ".1f") for group in groups}, "score.mean": ("mean", 100, ".1f")}
 
 
 def _cell(value: float, factor: float, form: str) -> str:
