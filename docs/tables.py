@@ -1,8 +1,8 @@
 """`python docs/tables.py`: write the tables of docs/comparison.md again, from results/published/tables.
 
 A table stands between `<!-- rows of NAME... -->`, which names the experiments whose CSV files it shows, and
-`<!-- end -->`; `<!-- rows of NAME...: METHOD... -->` shows Full and these methods alone. All else in the page is written
-by hand.
+`<!-- end -->`; `<!-- rows of NAME...: METHOD... -->` shows Full and these methods alone. All else in the page is
+written by hand.
 """
 
 from __future__ import annotations
