@@ -7,6 +7,7 @@ products are summed over the group; the tokens of the best pages are read exactl
 
 The paper's budget counts, in tokens, all that a step reads: half of it to find tokens, half to attend to them. Ours
 counts the latter alone, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression ratio.
+`budget_rule=paper` gives t, of which half is selected.
 `split`: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of c is
 split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first tokens.
 A large budget needs less than the method: from 19 % of the prompt on, a page has one token, and from 50 % on neither
@@ -19,7 +20,7 @@ pages them too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log2, sqrt
 from typing import ClassVar
@@ -60,7 +61,7 @@ class RocketKV(SnapKV):
             "weights of {window} queries at the seal, pooled over {kernel} tokens; one key per page is read per step, "
             "in {r} channels (null: as many bytes as the selected K and V)"
         ),
-        budget="selected tokens; the paper's budget counts the index reads too, and is twice as much",
+        budget="selected tokens; the paper's holds the reads of the index, too: twice as much (budget_rule=paper)",
         deviations=(
             "generated tokens are not paged, they are always read; no RocketKV-MT, which keeps all for later turns"
         ),
@@ -88,6 +89,11 @@ class RocketKV(SnapKV):
     def smallest_budget(self) -> int:
         """Twice as many are kept at least: the window and one more."""
         return self.window // 2 + 1
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """Half of the paper's budget finds tokens, as much as attending to the other half takes."""
+        tokens = budget(sealed)
+        return tokens if tokens >= sealed else tokens // 2
 
     def keeps(self, budget: int, seen: int) -> int:
         """Tokens that the first stage keeps of `seen`, so that the second can select `budget` of them."""

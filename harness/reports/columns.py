@@ -209,7 +209,10 @@ def notes(comparison: Comparison) -> Iterator[str]:
         yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
     yield from _power(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
-        yield "budget_rule=paper: sinks and windows that the method's paper does not count come on top; see `attended`"
+        yield (
+            "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
+            "index is within; see `attended`"
+        )
     if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
         yield (
             "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "

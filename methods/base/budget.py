@@ -93,7 +93,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PaperBudget(Budget):
-    """A budget that leaves out what a method's paper leaves out. `count` is the method's `paper_tokens`."""
+    """A budget that counts what a method's paper counts. `count` is the method's `paper_tokens`."""
 
     count: Callable[[Callable[[int], int], int], int] = field(kw_only=True)
 

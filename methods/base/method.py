@@ -15,7 +15,7 @@ from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
 
 Grids = Mapping[str, Sequence[Any]]  # parameter -> values
-LONG = 1 << 20  # tokens of a prompt that no sinks or windows fill
+LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt that no sinks or windows fill, and of a budget
 
 
 class _TupleForList(ABCMeta):
@@ -67,9 +67,10 @@ class Method(metaclass=_TupleForList):
         return 0
 
     @property
-    def paper_leaves_out(self) -> bool:
-        """Whether the paper's budget leaves out prompt tokens that a step reads all the same, sinks for example."""
-        return self.paper_tokens(lambda tokens: 0, LONG) > 0
+    def paper_differs(self) -> bool:
+        """Whether the paper's budget is not the prompt tokens that a step reads: it leaves out sinks, for example, or
+        counts an index too."""
+        return self.paper_tokens(lambda tokens: SOME, LONG) != SOME
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """What a KV head reads of `sealed` prompt tokens where the budget is counted as in the paper.

@@ -41,11 +41,11 @@ def test_that_a_step_can_be_captured_is_not_inherited(kind: type[KVLayer | Polic
     assert type("Heir", (kind,), {}, capturable=True).capturable
 
 
-def test_what_the_papers_leave_out_follows_from_how_they_count() -> None:
-    assert not Streaming(sinks=4).paper_leaves_out
-    assert SparQ(sinks=4).paper_leaves_out
-    assert not SparQ(sinks=0).paper_leaves_out
-    assert InfLLM(n_init=0).paper_leaves_out  # the block that is not full yet
+def test_whether_a_paper_counts_otherwise_follows_from_how_it_counts() -> None:
+    assert not Streaming(sinks=4).paper_differs
+    assert SparQ(sinks=4).paper_differs
+    assert not SparQ(sinks=0).paper_differs
+    assert InfLLM(n_init=0).paper_differs  # the block that is not full yet
 
 
 @pytest.mark.parametrize(

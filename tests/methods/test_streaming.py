@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kernels.rope import rotate
-from methods.base import Budget
 from methods.streaming import Streaming
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
@@ -40,15 +39,6 @@ def test_a_step_is_the_papers(shape: Shape, positions: str) -> None:
         assert read is not None
         assert read.tolist() == [[KEPT] * shape.groups] * shape.batch
     assert layers[0].attended == (BUDGET, STEPS)
-
-
-def test_a_further_turn_that_fits_no_longer_says_nothing_of_the_first_ones_fallback() -> None:
-    s = Sequences(SHAPES[0], PROMPT)
-    layers = s.start(Streaming(sinks=SINKS, positions="cache"), Budget(0.3))
-    s.seal(layers, 0, SINKS + 1)
-    assert "all is read" in str(layers[0].fallback)
-    s.seal(layers, SINKS + 1, PROMPT)
-    assert layers[0].fallback is None
 
 
 def test_the_two_ways_to_count_positions_differ() -> None:

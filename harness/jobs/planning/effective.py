@@ -28,8 +28,8 @@ def without_effect(settings: Settings, method: Method) -> Iterator[str]:
     given = {key for key, value in vars(settings.windows).items() if value is not None}
     for key in sorted(given - method.window_names.keys()):
         yield f"windows.{key} changes nothing for {name}, which has no such parameter"
-    if settings.budget_rule == "paper" and not method.paper_leaves_out:
-        yield f"budget_rule=paper changes nothing for {name}, whose budget leaves nothing out"
+    if settings.budget_rule == "paper" and not method.paper_differs:
+        yield f"budget_rule=paper changes nothing for {name}, whose paper counts as we do"
 
 
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
@@ -40,7 +40,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
     changes |= {"overflow": settings.overflow.resolved(settings.history)}
-    if not method.paper_leaves_out:
+    if not method.paper_differs:
         changes |= {"budget_rule": "read"}
     if not method.uses_budget:
         changes |= {

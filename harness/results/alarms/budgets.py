@@ -59,7 +59,7 @@ def _kind(row: Row) -> str:
 
 
 def _rule(row: Row) -> str | None:
-    """Only where the method's paper leaves something out does the rule change anything."""
+    """Only where the method's paper counts otherwise does the rule change anything. (It once could only leave out.)"""
     return row.run.config.get("budget_rule", "read") if _use(row).get("paper_leaves_out") else None
 
 

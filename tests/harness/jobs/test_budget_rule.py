@@ -100,8 +100,8 @@ def test_what_changes_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "note: windows.recent_ratio changes nothing for Streaming, which has no such parameter.",
-        "note: budget_rule=paper changes nothing for Streaming, whose budget leaves nothing out.",
+        "note: budget_rule=paper changes nothing for Streaming, whose paper counts as we do.",
         "note: windows.recent_ratio changes nothing for Quest, which has no such parameter.",
         "note: windows.sinks changes nothing for Quest, which has no such parameter.",
-        "note: budget_rule=paper changes nothing for Quest, whose budget leaves nothing out.",
+        "note: budget_rule=paper changes nothing for Quest, whose paper counts as we do.",
     ]
