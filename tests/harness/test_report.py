@@ -17,7 +17,7 @@ import pytest
 
 from harness import report, show
 from harness.reports.compare import comparisons
-from harness.results.store import load
+from harness.results.store import StoredRun, load
 from harness.results.summary_file import current_summary, reference
 from harness.terminal import tables
 from tests.fake_records import record, records, write_run
@@ -121,6 +121,16 @@ def test_the_nearest_full_is_the_reference(tmp_path: Path) -> None:
     assert reference(same, [run, same]) is None
 
 
+def test_a_full_of_the_same_code_is_nearer_than_a_longer_one(tmp_path: Path) -> None:
+    def of(code: str, run: StoredRun) -> StoredRun:
+        return replace(run, info=run.info | {"identity": {"core": 2, "code": {"evals.niah": code, f"{code}.own": "1"}}})
+
+    run = of("mine", load(write_run(tmp_path, records(RIGHT), "quest")))
+    short, long = (load(write_run(tmp_path / name, records([1.0] * count))) for name, count in (("a", 4), ("b", 10)))
+    assert reference(run, [of("mine", short), of("another", long)]) == of("mine", short)
+    assert reference(run, [of("mine", short), of("mine", long)]) == of("mine", long)
+
+
 def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, results)
     [path] = results.glob("niah-full-*/summary.json")
@@ -128,10 +138,14 @@ def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest
     path.write_text(json.dumps(stored | {"device": "marked"}))
     printed(capsys, results)
     assert json.loads(path.read_text())["device"] == "marked"  # up to date: left alone
-    later = time.time() + 5
-    os.utime(path.parent / "examples.jsonl", (later, later))
-    printed(capsys, results)
-    assert json.loads(path.read_text()) == stored
+    for name in ("examples.jsonl", "run.json", "triage.jsonl"):
+        path.write_text(json.dumps(stored | {"device": "marked"}))
+        (path.parent / name).touch()
+        later = time.time() + 5
+        os.utime(path.parent / name, (later, later))
+        printed(capsys, results)
+        assert json.loads(path.read_text()) == stored, name
+        os.utime(path.parent / name, (0, 0))
     path.write_text("{half")
     printed(capsys, results)
     assert json.loads(path.read_text()) == stored

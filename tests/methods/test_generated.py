@@ -16,6 +16,7 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
 from methods.snapkv import SnapKV
+from methods.sparq import SparQ
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.methods.test_contract import small, walked
 from tests.tiny import prompt, tiny
@@ -82,6 +83,17 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
     assert any(mine != read_at(PROMPT, PROMPT + STEPS - 1) for one in kept for mine in one)
     at = layer.stored_positions().unsqueeze(-1).expand(-1, -1, -1, SHAPES[1].dim)
     assert torch.equal(layer.store.k, s.k(0).gather(2, at))  # a further turn is told where they stood
+
+
+def test_sparqs_mean_value_is_of_the_tokens_that_are_left() -> None:
+    """Values that are all one have a mean of one, however many tokens have left."""
+    s = Sequences(SHAPES[1], PROMPT + STEPS)
+    s.v.fill_(1)
+    layers = s.start(SparQ(r=4), Budget(20, generated=MOST))
+    s.seal(layers, 0, PROMPT)
+    for position in range(PROMPT, s.length):
+        (out,) = s.decode(layers, position)
+        torch.testing.assert_close(out, torch.ones_like(out))
 
 
 @walked

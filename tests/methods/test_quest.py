@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import BudgetError
+from methods.base import Budget, BudgetError
 from methods.quest import Quest, QuestRead, page_bounds
 from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
@@ -112,6 +112,14 @@ def test_first_layers_stay_dense() -> None:
     s.seal(layers, 0, 60)
     s.decode(layers, 60)
     assert [layer.attended.prompt for layer in layers] == [60, 60, 8]
+
+
+def test_layers_that_a_run_wants_dense_are_so_beside_its_own() -> None:
+    s = Sequences(SHAPES[1], 61, layers=4)
+    layers = s.start(replace(METHOD, dense_layers=(0,)), Budget(10, dense_layers=(2,)))
+    s.seal(layers, 0, 60)
+    s.decode(layers, 60)
+    assert [layer.attended.prompt for layer in layers] == [60, 8, 60, 8]
 
 
 def test_a_budget_below_the_least_pages_is_an_error() -> None:

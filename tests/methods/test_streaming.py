@@ -41,6 +41,18 @@ def test_a_step_is_the_papers(shape: Shape, positions: str) -> None:
     assert layers[0].attended == (BUDGET, STEPS)
 
 
+def test_a_further_turn_turns_the_sinks_on() -> None:
+    """By what both turns evicted; a cache that goes on elsewhere is told where they are."""
+    s, end = Sequences(SHAPES[1], 2 * PROMPT + STEPS), 2 * PROMPT
+    (layer,) = layers = s.start(Streaming(sinks=SINKS, positions="cache"), BUDGET)
+    s.seal(layers, 0, PROMPT)
+    s.seal(layers, PROMPT, end)
+    places = torch.arange(SINKS) + end - BUDGET
+    assert layer.state()["0.rotated"][0, 0].tolist() == [*places.tolist(), *range(end - BUDGET + SINKS, end)]
+    sinks = rotate(s.raw_k[0][:, :, :SINKS], *s.rope(places))
+    assert_close(layer.state()["k0"][:, :, :SINKS], sinks, atol=2e-5, rtol=2e-5)
+
+
 def test_the_two_ways_to_count_positions_differ() -> None:
     s = Sequences(SHAPES[1], PROMPT + STEPS)
     assert not torch.allclose(expected(s, PROMPT, "cache"), expected(s, PROMPT, "original"), atol=1e-3)

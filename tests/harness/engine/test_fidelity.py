@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
+from harness.engine.fidelity import Fidelity
 from methods.base import Method
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.streaming import Streaming
 from tests.fast import PQ
+from tests.methods.synthetic import Sequences, Shape
 from tests.tiny import prompt, tiny
 
 ORACLE = Oracle(sinks=0, recent_ratio=0.0)
@@ -88,3 +93,19 @@ def test_heads_that_read_different_numbers_are_held_against_their_own() -> None:
     assert report["recall_per_head"][0] == [1, 1]  # the dense layer
     assert all(0 < one < 1 for layer in report["recall_per_head"][1:] for one in layer)
     assert report["mass"] <= 1
+
+
+def test_a_head_that_reads_fewer_is_asked_for_as_many_as_it_reads() -> None:
+    """Of the first head's four best tokens it reads the best and the fourth: one of two. The other reads its four."""
+    text = Sequences(Shape(4, 2, 32), 41)
+    watch = Fidelity(text.specs, text.request(0.5), 1)
+    watch.prefill(0, text.at(0, 0, 40))
+    q, k = text.q(0)[:, :, -1:], text.k(0).repeat_interleave(2, 1)
+    weights = (q @ k.mT * text.specs[0].scale).softmax(-1).unflatten(1, (2, 2)).mean(2)[0, :, 0, :40]
+    best = weights.argsort(-1, descending=True)[:, :4]
+    read = torch.stack([torch.stack([best[0, 3], best[0, 0], *[torch.tensor(-1)] * 2]), best[1]])[None]
+    layer: Any = SimpleNamespace(spec=text.specs[0], read_positions=lambda: read)
+    watch.decode(layer, text.at(0, 40, 41), torch.zeros(1, 4, 1, 32))
+    report = watch.report(tiny("llama"), 0, [1], compare=False)
+    assert report is not None
+    assert report["recall_per_head"] == [[0.5, 1.0]]

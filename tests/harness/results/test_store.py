@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -184,6 +185,13 @@ def test_one_process_cannot_open_a_folder_twice(tmp_path: Path) -> None:
     run.close("failed", error="boom")
     assert not is_locked(run.folder)
     assert load(run.folder).info["error"] == "boom"
+
+
+def test_two_that_look_at_once_are_no_writers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [])
+    with open(folder / ".lock", "rb") as another:
+        fcntl.flock(another, fcntl.LOCK_SH)
+        assert not is_locked(folder)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
