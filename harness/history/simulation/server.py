@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 from random import Random
 
@@ -53,6 +54,7 @@ class Server:
         self.queue = self.store.queue if self.store else JobQueue()
         self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0
         self._rng = Random(scenario.seed)
+        self._order = count()  # of questions that come at the same moment
         self._steps = 0  # decode steps since the beginning
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
         self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
@@ -62,7 +64,7 @@ class Server:
     def serve(self, trace: Sequence[Conversation]) -> list[Job]:
         self._last_s = max(one.start_s for one in trace)
         self.states = {one.name: State(one) for one in trace}
-        self._coming = [(at, one.name) for one in trace for at in self._known(one)]
+        self._coming = [(at, next(self._order), one.name) for one in trace for at in self._known(one)]
         heapify(self._coming)
         while self._coming or self.queue or self._running:
             self._arrivals()
@@ -90,7 +92,7 @@ class Server:
         if self.store:
             self._carry_out(self.store.expire(self.now_s))
         while self._coming and self._coming[0][0] <= self.now_s:
-            at, session = heappop(self._coming)
+            at, _, session = heappop(self._coming)
             self.states[session].asked_s.append(at)
             self.queue.join(session)
             self._prefetch()
@@ -186,7 +188,7 @@ class Server:
             self._save(state, self.store)
         if self.scenario.arrivals == "answered" and state.turn < len(state.conversation.turns):
             again_s = ended_s + state.conversation.think_s[state.turn - 1]
-            heappush(self._coming, (again_s, state.conversation.name))
+            heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
     def _save(self, state: State, store: Placement) -> None:
         """As the store does: of a session that it has, what is new; otherwise all of it."""
