@@ -19,10 +19,12 @@ ONE = {"are": "is", "have": "has", "give": "gives"}
 
 
 def sentences(subject: Subject) -> Iterator[str]:
-    yield from failure(subject.run)
+    if why := list(failure(subject.run)):
+        made = subject.summary["num_examples"]
+        yield from [*why, f"The {made} examples that it made are kept." if made else "It made no example."]
+        return
     if not subject.run.records:
-        state = "" if subject.run.status == "failed" else f"is {subject.run.status} and "
-        yield f"It {state}holds no example, so there is nothing to explain."
+        yield f"It is {subject.run.status} and holds no example, so there is nothing to explain."
         return
     yield from _score(subject)
     yield from _weakest(subject)

@@ -20,7 +20,7 @@ NAMES = {
 
 
 def sentences(subject: Subject) -> Iterator[str]:
-    if not subject.run.records:
+    if not subject.run.records or subject.run.status == "failed":
         return
     yield from _token(subject)
     yield from _parts(subject)
