@@ -39,6 +39,7 @@ from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
 from methods.base import Budget, Method
+from methods.full import Full
 
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
 
@@ -100,6 +101,15 @@ class Job:
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
         own = identity(config, named, revision=info.revision, prompts=[item.sha256 for item in items])
         return cls(method, task, model, settings, budget, items, config, own, presets)
+
+    def full(self, wanted: Settings) -> Job | None:
+        """Full on the same examples, to hold this job against; None where none is, or it is one. `wanted` as for
+        `plan`."""
+        if wanted.baseline == "off" or isinstance(self.method, Full):
+            return None
+        shared = replace(self.settings, shared_prefill=wanted.shared_prefill)
+        presets = self.presets and {**self.presets, "method": "full"}
+        return Job.plan(Full(), self.task, self.model, shared, self.items, presets)
 
     def finished(self) -> Evaluation | None:
         """What a complete earlier run left; None where there is none."""

@@ -23,7 +23,6 @@ from harness.jobs.triage import triage
 from harness.models.base import ModelSource
 from harness.terminal.lasting import lasting_output
 from methods.base import Method
-from methods.full import Full
 
 OnPlan = Callable[[int, Job, Job | None], None]  # number of the job, the job, the Full beside it
 
@@ -103,9 +102,7 @@ class _Sweep:
         """Puts a job into its group, and with `baseline=run` Full into its own, to run before or beside."""
         method, task, model, settings, presets, items = wanted
         key, job = self.planner.plan(method, task, model, settings, items, presets)
-        if settings.baseline != "off" and not isinstance(method, Full):
-            shared = replace(job.settings, shared_prefill=settings.shared_prefill)
-            full = Job.plan(Full(), task, model, shared, job.items, presets and {**presets, "method": "full"})
+        if full := job.full(settings):
             self._full[job.folder] = full
             if settings.baseline == "run":
                 self._join(key, full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.config.settings import OWN, Settings
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Makes prompts once for all jobs that ask the same of the same model: those of a large task take minutes."""
+    """Makes prompts once for all jobs that ask the same of the same model: those of a large task take minutes.
+    `counted`: folders of runs whose time a dry run has told."""
 
     def __init__(self) -> None:
         self._made: dict[str, list[Item]] = {}
+        self.counted: set[Path] = set()
 
     def plan(
         self,
