@@ -20,7 +20,7 @@ from harness.results.records import StoreError
 from harness.sweeps.estimate import duration, estimate
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
-from harness.sweeps.state import STATES, State, other_runs, states_of
+from harness.sweeps.state import STATES, State, each_once, other_runs, states_of
 from harness.terminal.tables import Column, text_table
 
 NOT_FINISHED = 3
@@ -42,9 +42,10 @@ class Part(NamedTuple):
     @property
     def examples(self) -> str:
         """Done of all, as far as they are known."""
-        known = [state.total for state in self.states if state.total is not None]
-        more = "+" if len(known) < len(self.states) else ""
-        return f"{sum(state.done for state in self.states)}/{sum(known)}{more} examples" if known else ""
+        states = each_once(self.states)
+        known = [state.total for state in states if state.total is not None]
+        more = "+" if len(known) < len(states) else ""
+        return f"{sum(state.done for state in states)}/{sum(known)}{more} examples" if known else ""
 
     @property
     def summary(self) -> str:

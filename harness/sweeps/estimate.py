@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from statistics import fmean
 from typing import NamedTuple
 
-from harness.sweeps.state import State
+from harness.sweeps.state import State, each_once
 
 
 class Estimate(NamedTuple):
@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
 def estimate(states: Sequence[State]) -> Estimate:
     """Examples that are left, at the seconds per example of runs of the same task and model, or else of all."""
-    waiting = [state for state in states if state.status in ("running", "to do", "interrupted")]
+    waiting = [state for state in each_once(states) if state.status in ("running", "to do", "interrupted")]
     rates = {state.folder: state.rate for state in states if state.rate}
     if not rates:
         return Estimate(None, "no example has been timed yet")

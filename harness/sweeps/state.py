@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,7 +25,8 @@ NO_WORD = "its process ended without a word: killed, or the machine went down"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One job, or one run that belongs to no sweep. `total` and `seconds` are None where nothing says them."""
+    """One job, or one run that belongs to no sweep. `total` and `seconds` are None where nothing says them; of a run
+    there are those of all its sessions, and none that only found it done."""
 
     label: str
     status: str
@@ -61,6 +62,11 @@ def states_of(sweep: Sweep) -> list[State]:
     return _with_totals([found[number] for number in sorted(found)])
 
 
+def each_once(states: Sequence[State]) -> list[State]:
+    """Jobs may share a run, as those do that differ in the budget of Full alone."""
+    return list({state.folder or number: state for number, state in enumerate(states)}.values())
+
+
 def _state(log: Log, job: int, running: bool) -> State:
     """The run folder has the last word on what is done; the ledger on the rest."""
     told, planned = _told(log, job, running), log.last("planned", job)
@@ -69,12 +75,10 @@ def _state(log: Log, job: int, running: bool) -> State:
     folder, full = (log.sweep.root / planned[key] if planned[key] else None for key in ("folder", "full"))
     run = run_state(folder) if folder and (folder / "run.json").is_file() else State("", "to do")
     known = replace(run, total=planned["examples"], folder=folder, full=full)
-    if run.status == "done":
-        if told.status == "failed" and full and run_state(full).status != "done":
-            return replace(known, status="failed", seconds=told.seconds, reason=told.reason)
-        return replace(known, seconds=told.seconds)
-    if run.status == "running":
-        return replace(known, seconds=told.seconds if running else run.seconds)
+    if run.status == "done" and told.status == "failed" and full and run_state(full).status != "done":
+        return replace(known, status="failed", seconds=told.seconds, reason=told.reason)
+    if run.status in ("done", "running"):
+        return known
     if told.status == "done":  # its folder was moved away since
         return replace(known, status="to do", reason=None)
     return replace(told, done=run.done, total=known.total, rate=run.rate, folder=folder, full=full)
@@ -102,20 +106,26 @@ def run_state(folder: Path) -> State:
     done, total, said = count_examples(folder), info.get("num_expected"), info.get("status")
     running = said != "complete" and is_locked(folder)
     ended = now() if running else info.get("ended") or _last_written(folder)
-    seconds = _between(info["started"], ended) if ended and "started" in info else None
+    session = _between(info["started"], ended) if ended and "started" in info else None
     made = done - info.get("began_with", 0)
     return State(
         folder.name,
         status="running" if running else AT_REST.get(str(said), "interrupted"),
         done=done,
         total=total,
-        seconds=seconds,
+        seconds=None if session is None else session + _before(info),
         reason=NO_WORD if said == "running" and not running else info.get("error"),
         folder=folder,
-        rate=seconds / made if seconds and made > 0 else None,
+        rate=session / made if session and made > 0 else None,
         at=ended,
         **(holder(folder) if running else {}),
     )
+
+
+def _before(info: Mapping[str, Any]) -> float:
+    """Seconds of the sessions before the last one, as far as they were ended by a word."""
+    ends = [(one.get("started"), one.get("ended")) for one in info.get("earlier", [])]
+    return sum(_between(began, ended) for began, ended in ends if began and ended)
 
 
 def _last_written(folder: Path) -> str | None:

@@ -40,7 +40,7 @@ def begin(root: Path, jobs: int = 2) -> Session:
 
 def end(claim: Claim, **facts: Any) -> None:
     for number in claim.log.jobs:
-        claim.note("ended", job=number, seconds=1.0, **({"status": "failed", "reason": "no reason"} | facts))
+        claim.note("ended", job=number, **({"status": "failed", "reason": "no reason", "seconds": 1.0} | facts))
 
 
 @pytest.fixture

@@ -74,6 +74,28 @@ def test_a_sweep_half_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "  2: Out of memory" in out
 
 
+def test_a_run_that_two_jobs_share_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = Sweep.create(tmp_path, [job(number) for number in range(3)], PARTIAL)
+    full = made(tmp_path / "full", 2, status="interrupted")
+    for number in (0, 1):
+        planned(sweep, number, full, status="interrupted")
+    (part,) = seen(tmp_path, capsys, 3)
+    assert part["left"]["seconds"] == 20.0 * (2 + 4)
+    assert status([str(tmp_path)]) == 3
+    assert "2 interrupted, 1 to do; 2/8 examples;" in capsys.readouterr().out
+
+
+def test_the_time_of_a_run_is_what_was_spent_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what the same command took to find it done."""
+    sweep = Sweep.create(tmp_path, [job(0)], PARTIAL)
+    earlier = [{"status": "interrupted", "started": BEGAN, "ended": ENDED}, {"started": BEGAN, "ended": None}]
+    run = made(tmp_path / "a", 4, began_with=2, earlier=earlier)
+    for seconds in (61.0, 9.0):
+        planned(sweep, 0, run, status="done", folder="a", full=None, seconds=seconds)
+    [done] = seen(tmp_path, capsys, 0)[0]["jobs"]
+    assert (done["seconds"], done["rate"]) == (80.0, 20.0)
+
+
 def test_what_another_command_finished_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run folder has the last word."""
     sweep = Sweep.create(tmp_path, [job(0)], PARTIAL)
