@@ -278,9 +278,9 @@ class InfiniGenRead(Pooled, capturable=True):
             return self.attended
         return self.counts, super().attended.generated
 
-    def read_rows(self) -> Tensor | None:
+    def selected_rows(self) -> Tensor | None:
         """-1 where a sequence reads fewer tokens than another."""
-        rows = super().read_rows()
+        rows = super().selected_rows()
         if rows is None:
             return None
         counts = torch.as_tensor(self.counts, device=rows.device).view(-1, 1, 1)

@@ -76,29 +76,31 @@ class Fidelity:
         self.logits.append(logits)
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
-        """Each [B G]."""
+        """Each [B G]: of the heads that select, against their own weights; the mean over a KV head's, where query heads
+        choose for themselves."""
         prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
         k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)
         weights = softmax((q @ k.transpose(-1, -2)).float() * spec.scale, spec.sink_logits)  # [B G g N]
         exact = (weights @ v.float()).flatten(2)
         error = (out.view(*k.shape[:2], -1).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        shared = weights.mean(2)  # over the group: what one KV head's tokens are worth
-        if spec.sink_logits is not None:  # of what the tokens get, without the sink
-            shared = shared / shared.sum(-1, keepdim=True)
-        before, after = shared.split([prompt.length, since.length], -1)
-        read = layer.read_positions()
+        read = layer.selected_positions()
         if read is None:
             return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
+        own = weights.view(len(weights), read.shape[1], -1, weights.shape[3]).mean(2)  # [B G|H N] of those that share
+        if spec.sink_logits is not None:  # of what the tokens get, without the sink
+            own = own / own.sum(-1, keepdim=True)
+        before, after = own.split([prompt.length, since.length], -1)
         spare = before.new_zeros(*before.shape[:2], 1)  # where the padding of uneven reads goes
         is_read = torch.cat([torch.zeros_like(before), spare], -1).scatter(-1, read % (prompt.length + 1), 1.0)
         is_read, count = is_read[..., :-1], (read >= 0).sum(-1, keepdim=True)
         best = before.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
         counted = torch.arange(read.shape[-1], device=read.device) < count
-        return {
-            "recall": (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1),
-            "mass": (before * is_read).sum(-1) + after.sum(-1),
-            "error": error,
+        recall = (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1)
+        mass = (before * is_read).sum(-1) + after.sum(-1)
+        per_kv_head = {"recall": recall, "mass": mass}
+        return {name: x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for name, x in per_kv_head.items()} | {
+            "error": error
         }
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,15 @@ class KVLayer(ABC):
         """The same of each head that selects: [B H K] where query heads choose for themselves."""
         return self.read_positions()
 
+    def union_excess(self) -> Tensor | None:
+        """Where query heads choose for themselves: by how many prompt tokens what one KV head read in the last step,
+        over its query heads and each counted once, exceeds what one of these read. [B], mean over heads. None where KV
+        heads choose. Called between steps: what waits for the device belongs into an override that does not."""
+        selected, read = self.selected_positions(), self.read_positions()
+        if selected is None or read is None or selected.shape[1] == self.spec.num_kv_heads:
+            return None
+        return _found(read) - _found(selected)
+
     def state(self) -> dict[str, Tensor]:
         """End the turn: all that a further one needs of this layer, as tensors on the device. Views of what the layer
         holds: copy what is to outlive it."""
@@ -105,3 +114,8 @@ class KVLayer(ABC):
     def count_replayed(self, steps: int) -> None:
         """So many steps were replayed without `decode`: bring up to date what it counts in Python."""
         raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")
+
+
+def _found(positions: Tensor) -> Tensor:
+    """How many there are. [B heads K], -1 for none -> [B], mean over heads"""
+    return (positions >= 0).sum(-1).double().mean(1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method
+from methods.layers.indices import read_together
 from methods.layers.keep import Keep
 from methods.layers.policy import Policy
 from methods.layers.read import Read
@@ -86,6 +87,16 @@ class Layer(Storage, capturable=True):
     def selected_positions(self) -> Tensor | None:
         rows = self.attends.selected_rows()
         return self.positions if rows is None else self.positions_of(rows)
+
+    def union_excess(self) -> Tensor | None:
+        """Without a sort, and without waiting."""
+        choice = self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
+        if choice is None or choice.shape[1] == self.spec.num_kv_heads:
+            return None
+        selected = self.selected_positions()
+        assert selected is not None
+        union = read_together(selected, self.spec.num_kv_heads, self.seen).sum(-1)
+        return union.double().mean(1) - (selected >= 0).sum(-1).double().mean(1)
 
     def state(self) -> dict[str, Tensor]:
         self._reopen()

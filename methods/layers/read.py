@@ -7,10 +7,10 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput
+from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_head
 from methods.layers.policy import Policy
 
 PlanT = TypeVar("PlanT")  # how a budget is spent
@@ -50,7 +50,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Stored prompt tokens that a step with the choice `rows` reads, as `read_rows` gives them."""
+        """Stored prompt tokens that each selecting head reads in a step with the choice `rows`, [B G K] or [B H K]
+        without repeats, -1 where a head reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
         """First and end of the stored tokens that are read by choice alone, through `fetch`: these may lie on another
@@ -71,15 +72,19 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Chosen tokens of those sent away, on the device. rows [B G K] or [B H K], counted from the first of them"""
-        assert self.layer.far is not None
-        batch, heads, count = rows.shape
-        groups = self.spec.num_kv_heads
-        fetched = self.layer.far.gather(rows.reshape(batch, groups, -1))
-        if heads == groups:
-            return fetched
-        own = torch.arange(heads // groups * count, device=rows.device).view(-1, count)  # of a group's query heads
-        return fetched._replace(rows=own.repeat(groups, 1).expand(batch, -1, -1))
+        """Chosen tokens of those sent away, on the device. rows [B G K] or [B H K], counted from the first of them.
+        What several query heads of a group chose moves once."""
+        far, groups = self.layer.far, self.spec.num_kv_heads
+        assert far is not None
+        if rows.shape[1] == groups:
+            return far.gather(rows)
+        if far.tier == "device":  # nothing moves, and a step that asks for no count can be captured
+            together = rows.reshape(len(rows), groups, -1)
+            own = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
+            return far.gather(together)._replace(rows=own.repeat(groups, 1).expand_as(rows))
+        found = distinct_rows(rows, groups, far.length)
+        k, v = (side_by_side(x, found.places) for x in far.pick(found.heads, found.rows)[:2])
+        return Segment(k, v, found.own)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """One softmax over all of `segments`. q [B H 1 D] -> [B H 1 D]"""
@@ -103,12 +108,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().attended if self.plan is None else self.attended_under(self.plan)
 
     def read_rows(self) -> Tensor | None:
-        return None if self.plan is None or self.rows is None else self.rows_of(self.rows, self.plan)
+        rows, groups = self.selected_rows(), self.spec.num_kv_heads
+        return rows if rows is None or rows.shape[1] == groups else union_per_kv_head(rows, groups, self.sealed)
 
     def selected_rows(self) -> Tensor | None:
-        if self.plan is None or self.rows is None or self.rows.shape[1] == self.spec.num_kv_heads:
-            return self.read_rows()
-        members = self.rows.unflatten(1, (self.spec.num_kv_heads, -1)).unbind(2)  # one query head of every group
-        found = [self.rows_of(rows, self.plan) for rows in members]
-        widest = max(rows.shape[2] for rows in found)
-        return torch.stack([pad(rows, (0, widest - rows.shape[2]), value=-1) for rows in found], 2).flatten(1, 2)
+        return None if self.plan is None or self.rows is None else self.rows_of(self.rows, self.plan)

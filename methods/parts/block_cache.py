@@ -42,7 +42,9 @@ class BlockCache:
         at = (slots * self.size + rows % self.size).clamp(min=0)
         made = [ops.gather_rows(held, at) for held in (self.held.kv.k, self.held.kv.v)]
         missing = (slots < 0).flatten().nonzero().squeeze(1)
-        for whole, fresh in zip(made, self.store.pick(rows, missing)[:2], strict=True):
+        for whole, fresh in zip(
+            made, self.store.pick(missing // rows.shape[2], rows.flatten()[missing])[:2], strict=True
+        ):
             whole.view(-1, whole.shape[3])[missing] = fresh
         self.store.cache.traffic.looked_up += rows.numel()
         self.store.cache.traffic.found += rows.numel() - len(missing)

@@ -79,10 +79,10 @@ class Pool:
         k, v = self._decoded(rows.reshape(*self._tokens[0].shape[:2], -1), lambda held, at: held.gather(at, traffic))
         return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
-    def pick(self, rows: Tensor, which: Tensor) -> Segment:
-        """Of rows [B G K] those numbered `which` [N], counted through all of them -> k, v [N D]"""
-        traffic, heads = self.cache.traffic, which // rows.shape[2]
-        return Segment(*self._decoded(rows.flatten()[which], lambda held, at: held.pick(heads, at, traffic)))
+    def pick(self, heads: Tensor, rows: Tensor) -> Segment:
+        """Single rows. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
+        traffic = self.cache.traffic
+        return Segment(*self._decoded(rows, lambda held, at: held.pick(heads, at, traffic)))
 
     def whole(self) -> Segment:
         """All tokens, decoded, on the device. [B G S D]"""

@@ -18,7 +18,7 @@ from tests.tiny import prompt, tiny
 
 LENGTH, RESERVE = 400, 3
 # what decides how much depends on the text, at the value where it is most
-MOST: dict[str, Any] = {"alpha": 1e9}
+MOST: dict[str, Any] = {"alpha": 1e9, "select_per": "kv_head"}
 
 
 def method_of(name: str) -> Method:

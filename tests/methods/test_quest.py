@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import Budget, BudgetError
+from methods.base import Budget, BudgetError, Case
 from methods.quest import Quest, QuestRead, page_bounds
 from tests.methods import parity
+from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = Quest(page_size=4, min_pages=2, dense_layers=(), select_per="query_head", last_page=True)
@@ -72,7 +73,7 @@ def test_step_equals_loops(shape: Shape, prompt: int, select_per: str, last_page
         assert positions is not None
         for b, i in product(range(shape.batch), range(shape.groups)):
             union = {j for head in chosen[b][i * group : i * group + group] for j in head}
-            assert [j for j in positions[b, i].tolist() if j >= 0] == sorted(union)
+            assert sorted(j for j in positions[b, i].tolist() if j >= 0) == sorted(union)
     assert layers[0].attended.generated == STEPS
 
 
@@ -139,6 +140,40 @@ def test_a_reused_choice_stays_until_it_is_stale() -> None:
         chosen.append(layers[0].reads.rows)
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[1], chosen[2])
+
+
+@pytest.mark.parametrize("prompt", [80, 83], ids=["whole", "partial"])
+@pytest.mark.parametrize("last_page", [True, False], ids=["last", "any"])
+def test_what_query_heads_share_moves_once(prompt: int, last_page: bool) -> None:
+    s, method = _sequences(SHAPES[1], prompt), replace(METHOD, last_page=last_page)
+    here, away = (s.start(method, BUDGET, placement=placement) for placement in ("device", "host"))
+    s.seal(here, 0, prompt)
+    s.seal(away, 0, prompt)
+    traffic, row_bytes = away[0].cache.traffic, 2 * SHAPES[1].dim * 4
+    for position in range(prompt, s.length):
+        before = traffic.to_device_bytes
+        (wanted,), (out,) = s.decode(here, position), s.decode(away, position)
+        assert_close(out, wanted)
+        chosen, group = _pages(s, method, prompt, position), SHAPES[1].heads // SHAPES[1].groups
+        heads = [one[i : i + group] for one in chosen for i in range(0, len(one), group)]
+        unions = [{j for head in group for j in head} for group in heads]
+        assert traffic.to_device_bytes - before == row_bytes * sum(map(len, unions))
+        assert sum(map(len, unions)) < sum(len(head) for group in heads for head in group)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("budget", [0.1, 0.2, 0.5])
+def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
+    prompt = 999
+    s, method = Recorded(1000, layers=[2, 8, 14, 20, 26]), Quest(dense_layers=())
+    layers = s.start(method, budget, placement="host")
+    s.seal(layers, 0, prompt)
+    traffic = layers[0].cache.traffic
+    before = traffic.to_device_bytes
+    s.decode(layers, prompt)
+    cases = [Case(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
+    expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
+    assert traffic.to_device_bytes - before == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("change", [{"page_size": 0}, {"min_pages": 0}, {"select_per": "head"}], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -16,15 +15,6 @@ from harness.engine.footprint import footprint
 from harness.engine.sampling import Sampler
 from harness.engine.wait import wait_for
 from harness.prompts.teacher import Forced
-from methods.base import KVLayer
-
-
-def union(layers: Sequence[KVLayer]) -> float:
-    """Distinct prompt tokens that one KV head read in the last step, over all its query heads: mean over layers, heads
-    and sequences. Counted from the positions themselves; waits for the device."""
-    reads = [(layer.read_positions(), layer.attended.prompt) for layer in layers]
-    counts = [whole if read is None else (read >= 0).sum(-1).double().mean().item() for read, whole in reads]
-    return sum(counts) / len(counts)
 
 
 def seal(cache: KVCache) -> float:
@@ -35,6 +25,9 @@ def seal(cache: KVCache) -> float:
     cache.seal()
     wait_for(device)
     return perf_counter() - before
+
+
+UNION_EVERY = 8  # steps: to count a union costs a few percent of one
 
 
 class Clock:
@@ -75,6 +68,7 @@ class Slot:
         self._prompt_reads: list[float] = []  # of each step, summed over the layers that know
         self._device_reads: list[Tensor] = []  # [layers B] of each step, of those whose count is on the device
         self._other_reads: list[float] = []
+        self._excess: list[Tensor | float] = []  # of the union over these, at every UNION_EVERY-th step
         self._before = replace(cache.traffic)  # the first step
 
     @property
@@ -137,8 +131,8 @@ class Slot:
         out.kv = footprint(self.cache.layers)
         out.nll = self.sampler.mean_nll() if isinstance(self.sampler, Forced) else None
         if steps:
-            out.union_prompt = union(layers)
             out.attended_prompt = self._mean_prompt_reads()
+            out.union_prompt = out.attended_prompt + self._mean_excess()
             out.attended_total = out.attended_prompt + sum(self._other_reads) / steps
             out.moved_bytes_per_step = (traffic.total_bytes - before.total_bytes) / steps
             out.from_disk_bytes_per_step = (traffic.from_disk_bytes - before.from_disk_bytes) / steps
@@ -158,7 +152,11 @@ class Slot:
 
     def _note_reads(self) -> None:
         """Between two steps nothing waits for the device."""
-        prompt, generated = zip(*(layer.reading for layer in self.cache.method_layers), strict=True)
+        layers = self.cache.method_layers
+        if len(self._prompt_reads) % UNION_EVERY == 0:
+            found = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
+            self._excess.append(sum(found))
+        prompt, generated = zip(*(layer.reading for layer in layers), strict=True)
         self._prompt_reads.append(sum(count for count in prompt if not isinstance(count, Tensor)))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
@@ -168,3 +166,7 @@ class Slot:
         """Over layers and steps."""
         unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
         return (sum(self._prompt_reads) + unread) / (len(self._prompt_reads) * len(self.cache.method_layers))
+
+    def _mean_excess(self) -> float:
+        """Over layers and steps."""
+        return sum(float(one) for one in self._excess) / (len(self._excess) * len(self.cache.method_layers))

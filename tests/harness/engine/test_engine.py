@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from harness.engine.attach import attached
-from harness.engine.batch import slot as slot_module
+from harness.engine.batch.slot import UNION_EVERY, Slot
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.hf import KVCache
 from harness.engine.sampling import Sampled
 from methods.base import KVLayer
 from methods.full import Full
+from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
 from methods.pqcache import PQCache
 from methods.quest import Quest
@@ -43,20 +44,28 @@ def test_a_single_token_needs_no_seal() -> None:
     assert made.union_prompt is None
 
 
+def unions(cache: KVCache) -> list[float]:
+    """Distinct tokens per KV head in the last step, of every layer but the first."""
+    rows = [layer.reads.rows.unflatten(1, (2, -1)).flatten(2).tolist() for layer in cache.layers[1:]]  # type: ignore[union-attr]
+    return [fmean(len(set(head)) for sequence in one for head in sequence) for one in rows]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
-def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(batch: int, select_per: Any) -> None:
+def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(
+    batch: int, select_per: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = Quest(page_size=4, min_pages=1, dense_layers=(0,), select_per=select_per, last_page=True)
     with attached(tiny("llama"), method, budget=20) as kv:
         engine = Engine(kv)
         caches: list[KVCache] = []
         make = engine.cache
         engine.cache = lambda *given: caches.append(make(*given)) or caches[-1]  # type: ignore[method-assign, func-returns-value]
-        made = engine.generate(prompt(100, batch=batch), max_new_tokens=6)
-    counts = []
-    for layer in caches[0].layers[1:]:
-        rows = layer.reads.rows.unflatten(1, (2, -1)).flatten(2).tolist()  # type: ignore[union-attr]
-        counts.append(fmean(len(set(head)) for sequence in rows for head in sequence))
+        counted: list[list[float]] = []  # per step, of the layers that choose
+        note = Slot._note_reads
+        monkeypatch.setattr(Slot, "_note_reads", lambda slot: counted.append(unions(caches[0])) or note(slot))
+        made = engine.generate(prompt(100, batch=batch), max_new_tokens=UNION_EVERY + 3)
+    counts = [fmean(one) for one in zip(*counted[::UNION_EVERY], strict=True)]
     assert made.attended_prompt == pytest.approx((100 + 20 + 20) / 3)
     assert made.union_prompt == pytest.approx((100 + sum(counts)) / 3)
     assert (made.union_prompt > made.attended_prompt) == (select_per == "query_head")
@@ -69,14 +78,14 @@ def test_the_union_of_heads_that_read_alike_is_what_was_attended(method: Any) ->
     assert made.union_prompt == made.attended_prompt
 
 
-def test_the_union_is_counted_outside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-    take, count = slot_module.Slot._take, slot_module.union
-    monkeypatch.setattr(slot_module.Slot, "_take", lambda *given: steps.append("take") or take(*given))
-    monkeypatch.setattr(slot_module, "union", lambda layers: steps.append("union") or count(layers))
-    with attached(tiny("llama"), PQ, budget=0.3) as kv:
-        Engine(kv).generate(prompt(60), max_new_tokens=3)
-    assert steps == ["take", "take", "take", "union"]
+def test_a_union_is_never_less_than_what_was_attended() -> None:
+    """InfiniGen reads a number of its own in each step."""
+    method = InfiniGen(dense_layers=(0,), alpha=1.0, skew=False)
+    with attached(tiny("llama"), method, budget=0.3, calibration=prompt(64, seed=9)) as kv:
+        made = Engine(kv).generate(prompt(100), max_new_tokens=12)
+    assert made.attended_prompt is not None
+    assert made.attended_prompt % 1  # no step's
+    assert made.union_prompt == made.attended_prompt
 
 
 def test_each_sequence_of_a_batch_stops_for_itself() -> None:

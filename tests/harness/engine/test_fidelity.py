@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.fidelity import Fidelity
-from methods.base import Method
+from methods.base import AttnInput, Method
 from methods.full import Full
 from methods.oracle import Oracle
+from methods.quest import Quest
 from methods.streaming import Streaming
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
@@ -85,9 +88,42 @@ def test_under_protocol_context_the_question_is_measured_too() -> None:
     assert report["kl"] < 1e-6
 
 
-def test_heads_that_read_different_numbers_are_held_against_their_own() -> None:
-    from methods.quest import Quest
+@pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
+@pytest.mark.parametrize("last_page", [True, False])
+def test_a_head_is_credited_with_what_it_read_itself(
+    select_per: Any, last_page: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = Quest(page_size=4, min_pages=1, dense_layers=(), select_per=select_per, last_page=last_page)
+    seen: dict[str, list[list[float]]] = {"recall": [], "mass": []}  # per step and layer, of both KV heads
+    decode = Fidelity.decode
 
+    def noting(watch: Fidelity, layer: Any, x: AttnInput, out: Tensor) -> None:
+        decode(watch, layer, x, out)
+        store, since, heads = (
+            watch.whole[layer.spec.index].store,
+            watch.since[layer.spec.index],
+            layer.reads.rows.shape[1],
+        )
+        keys = torch.cat([store.k, since.k], 2)[0].repeat_interleave(4, 0)  # [H N D]
+        weights = ((keys @ x.q[0, :, 0, :, None]).squeeze(2) * layer.spec.scale).softmax(-1)  # [H N]
+        own = weights.view(heads, 8 // heads, -1).mean(1)  # of those that share a choice
+        recall, mass = [], []
+        for rows, weight in zip(layer.reads.rows[0].tolist(), own, strict=True):
+            read = [row for row in rows if row < 90]
+            recall.append(len({*read} & {*weight[:90].topk(len(read)).indices.tolist()}) / len(read))
+            mass.append(weight[read].sum().item() + weight[90:].sum().item())
+        seen["recall"].append([fmean(half) for half in (recall[: heads // 2], recall[heads // 2 :])])
+        seen["mass"].append([fmean(half) for half in (mass[: heads // 2], mass[heads // 2 :])])
+
+    monkeypatch.setattr(Fidelity, "decode", noting)
+    report = found(run(method, 0.3))
+    for name, calls in seen.items():
+        wanted = torch.tensor(calls).view(report["steps"], 3, 2).mean(0)
+        assert torch.allclose(torch.tensor(report[f"{name}_per_head"]), wanted, atol=1e-4)
+        assert report[name] == pytest.approx(wanted.mean().item(), abs=1e-4)
+
+
+def test_heads_that_read_different_numbers_are_held_against_their_own() -> None:
     quest = Quest(page_size=4, min_pages=1, dense_layers=(0,), select_per="query_head", last_page=False)
     report = found(run(quest, 0.3))
     assert report["recall_per_head"][0] == [1, 1]  # the dense layer
