@@ -11,6 +11,7 @@ from harness.diagnosis.subject import Subject
 from harness.results import triage
 from harness.results.alarms.alarm import Row
 from harness.results.alarms.table import alarms
+from harness.results.alarms.times import SHARED
 from harness.results.pairs import group_means, paired
 from harness.results.summary import detectable
 from harness.terminal.tables import digits, percent, probability
@@ -144,7 +145,8 @@ def _alarms(subject: Subject) -> Iterator[str]:
     rows = [Row("Full", subject.full, None, subject.full_summary)] if subject.full and subject.full_summary else []
     p = (subject.summary["full"] or {}).get("p")
     rows.append(Row("this run", subject.run, subject.full, subject.summary, p))
-    told = [*subject.summary["warnings"], *(alarm.text for alarm in alarms(rows))]
+    raised = [alarm.text for alarm in alarms(rows) if alarm.kind != SHARED]  # speed.py says what is to say of times
+    told = [*subject.summary["warnings"], *raised]
     if told:
         yield f"Alarms: {'; '.join(one.rstrip('.') for one in dict.fromkeys(told))}."
     else:

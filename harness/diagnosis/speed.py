@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.diagnosis.subject import Subject
 from harness.engine.step_parts import PARTS
+from harness.results.alarms.sessions import sessions
 from harness.terminal.tables import BYTES, SECONDS, digits, percent, scaled
 
 NAMES = {
@@ -27,7 +28,7 @@ def sentences(subject: Subject) -> Iterator[str]:
     yield from _moved(subject)
     yield from _seal(subject)
     yield from _path(subject.run.info)
-    yield from _load(subject.run.info)
+    yield from _load(subject)
 
 
 def _token(subject: Subject) -> Iterator[str]:
@@ -93,14 +94,18 @@ def _path(info: Mapping[str, Any]) -> Iterator[str]:
         yield f"The model ran its own forward, which takes more time between operations: {str(reason).rstrip('.')}."
 
 
-def _load(info: Mapping[str, Any]) -> Iterator[str]:
-    machine = (info.get("provenance") or {}).get("machine") or {}
-    load, cpus = (machine.get("load_average") or [None])[0], machine.get("cpus_usable")
-    if load is None or not cpus:
+def _load(subject: Subject) -> Iterator[str]:
+    """As the caution above a table has it."""
+    *_, last = own = sessions(subject.run)
+    if not last.loads:
         yield "The load of the machine was not recorded."
         return
-    busy = " Others used it as well, so its times mean little." if load > cpus else ""
-    yield f"The machine's load was {load:g} on {cpus} CPUs when the run began.{busy}"
+    told = " and ".join(f"{load:g} when it {what}" for load, what in zip(last.loads, ("began", "ended"), strict=False))
+    yield f"The machine's load was {told}, on {last.cpus} CPUs, where the run's own work makes {last.own}."
+    if any(one.crowded for one in own):
+        yield "Others used it as well, so its times mean little."
+    elif subject.full and any(one.crowded for one in sessions(subject.full)):
+        yield "Others used it while Full ran, so Full's times mean little."
 
 
 def _seconds(value: float) -> str:

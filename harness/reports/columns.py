@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from harness.engine.step_parts import PARTS
-from harness.reports import turns
+from harness.reports.beside import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
+from harness.reports.stamps import legend, stamps
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -26,19 +27,6 @@ from harness.terminal.tables import (
     with_ci,
 )
 
-STAMPS = {
-    "S": "simulated: the cost is not paid in this code path, so speed is left out",
-    "T": "traced: the clocks inside a step cost time, so speed is left out",
-    "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
-    "D": "disk tier beside a CPU: its files were read, if not from the system's cache, and no bus led to a device",
-    "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
-    "C": "continued: times come from more than one session",
-    "R": "running",
-    "I": "interrupted",
-    "F": "failed",
-    "!": "see the notes",
-}
-
 
 def score_table(comparison: Comparison) -> list[Column]:
     """The main table: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
@@ -48,7 +36,7 @@ def score_table(comparison: Comparison) -> list[Column]:
         *names(entries),
         *_scores(comparison),
         Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
-        Column("stamps", "", [_stamps(entry) for entry in entries], left=True),
+        Column("stamps", "", [stamps(entry, comparison) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
         *_fidelity(rows),
@@ -219,8 +207,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
             "that one KV head reads for all its query heads, counted at the last step of each example"
         )
     yield from turns.notes(comparison.entries)
-    used = {stamp for entry in comparison.entries for stamp in _stamps(entry)}
-    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    yield from legend(comparison)
     unfinished: dict[str, list[str]] = {}
     for entry in comparison.entries:
         if entry.summary["status"] != "complete":
@@ -274,17 +261,3 @@ def difference(beside: Mapping[str, Any]) -> str:
 def _count(entry: Entry) -> str:
     done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
     return str(done) if expected in (None, done) else f"{done}/{expected}"
-
-
-def _stamps(entry: Entry) -> str:
-    row = entry.summary
-    marks = {
-        "S": row["simulated"],
-        "T": row["traced"],
-        "H": row["host_is_cpu"] and row["memory"].get("kv_host_bytes"),
-        "D": row["host_is_cpu"] and row["memory"].get("kv_disk_bytes"),
-        "P": entry.run.info.get("plain_steps"),
-        "C": entry.run.info.get("earlier"),
-    }
-    status = {"running": "R", "interrupted": "I", "failed": "F"}.get(row["status"], "")
-    return "".join(mark for mark, true in marks.items() if true) + status + "!" * bool(row["warnings"])

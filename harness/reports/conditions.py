@@ -41,6 +41,7 @@ def origin(run: StoredRun) -> dict[str, Any]:
         "device_name": machine.get("device_name"),
         "threads": machine.get("threads"),
         "load_average": (machine.get("load_average") or [None])[0],
+        "load_average_ended": (run.info.get("load_average_ended") or [None])[0],
     }
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from harness.reports import costs, needles, noise, pareto
+from harness.reports import needles, noise, pareto
 from harness.reports.banner import banner, markdown_banner
+from harness.reports.beside import costs
+from harness.reports.beside.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table, trace_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
-from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
+from harness.reports.stamps import caution
 from harness.terminal.latex import latex_table
 from harness.terminal.tables import Column, markdown_table, text_table
 
@@ -22,8 +24,8 @@ WIDTH = 160
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `brief`:
-    shown at the end of a command, too, not in a report alone."""
+    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `timed`:
+    shows times without the rows' stamps; `brief`: shown at the end of a command, too, not in a report alone."""
 
     name: str
     caption: str
@@ -31,7 +33,12 @@ class Block:
     head: int
     of: Literal["rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
+    timed: bool = False
     brief: bool = True
+
+    def below(self, table: Comparison) -> str:
+        """What stands below it: what its heads mean, and what its times do not."""
+        return "; ".join(filter(None, (self.note(table), caution(table) if self.timed else "")))
 
     def runs(self, table: Comparison) -> list[int]:
         """Which run of the table each row is; empty where rows are no runs."""
@@ -45,13 +52,13 @@ class Block:
 SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
     Block("within", pareto.CAPTION, pareto.within_table, 1, "methods", lambda _: pareto.MEANING, brief=False),
-    Block("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, brief=False),
-    Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows"),
+    Block("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
+    Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows", timed=True),
     Block("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
     Block("turns", "Score by turn", turn_scores, 3, "columns"),
     Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
-    Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns"),
-    Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows"),
+    Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns", timed=True),
+    Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows", timed=True),
     Block("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
     Block("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
     Block("averages", "The task's own averages", partial(by_column, average_table), 1, "columns"),
@@ -72,7 +79,7 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         for block in (block for block in BESIDE if block.brief or not brief):
             shown = list(pieces(block.columns(table), block.head))
             parts += [line for columns in shown for line in ("", render(columns))]
-            if shown and (note := block.note(table)):
+            if shown and (note := block.below(table)):
                 parts += ["", f"- {note}" if markdown else _wrapped(note)]
         parts.append("")
     return "\n".join(parts).rstrip()
@@ -86,7 +93,7 @@ def as_latex(tables: Sequence[Comparison]) -> str:
         parts += latex_table(score_table(table), f"{SCORES.caption}: {table.title}", _sentences(told))
         for block in BESIDE:
             parts += latex_table(
-                block.columns(table), f"{block.caption}: {table.title}", _sentences([block.note(table)])
+                block.columns(table), f"{block.caption}: {table.title}", _sentences([block.below(table)])
             )
         told = [*(alarm.text for alarm in table.alarms), *(note for note in remarks(table) if note.startswith("! "))]
         parts += [f"% {' '.join(text.split())}" for text in told]

@@ -21,18 +21,18 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One cost to hold the score against; rows without it, or where it is 0, are not drawn. `beside_full`: it says
-    something only beside Full's."""
+    """One cost to hold the score against; rows without it, or where it is 0, are not drawn. `timed`: a time,
+    which says something only beside Full's, and little of a machine that others used."""
 
     name: str
     cost: Callable[[Row], float | None]
     log: bool = False
-    beside_full: bool = False
+    timed: bool = False
 
     def shows(self, rows: Sequence[Row]) -> bool:
         """Whether another method than Full has the cost with a score; and Full too, if it is there and wanted."""
         priced = [row["method"] == FULL for row in rows if row["score"]["mean"] is not None and self.cost(row)]
-        lacks_full = self.beside_full and not any(priced) and any(row["method"] == FULL for row in rows)
+        lacks_full = self.timed and not any(priced) and any(row["method"] == FULL for row in rows)
         return not all(priced) and not lacks_full
 
     def points(self, rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
@@ -60,5 +60,5 @@ PANELS = (
         "bytes moved between tiers per step, mean (MiB)",
         lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20),
     ),
-    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000), beside_full=True),
+    Panel("median time per output token (ms)", lambda row: _scaled(row["tpot_s"]["p50"], 1000), timed=True),
 )

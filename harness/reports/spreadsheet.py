@@ -13,6 +13,7 @@ from harness.config.plugins import TARGET
 from harness.reports.command import command
 from harness.reports.compare import Comparison, Entry
 from harness.reports.conditions import origin
+from harness.reports.stamps import stamps
 
 
 def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
@@ -26,15 +27,16 @@ def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
 
 def table_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
     """A line per run: its summary, its method's parameters as `parameters.NAME`, where and how it ran."""
-    return [_row(entry) for table in tables for entry in table.entries]
+    return [_row(entry, table) for table in tables for entry in table.entries]
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: Entry, table: Comparison) -> dict[str, Any]:
     info = entry.run.info
     known = {key: value for key, value in entry.summary.items() if value is not None}
     parameters = {name: value for name, value in entry.run.config["method"].items() if name != TARGET}
     return dict(_cells(known | {"parameters": parameters})) | {
         "label": entry.label,
+        "stamps": stamps(entry, table),
         "folder": entry.run.folder.name,
         "started": info.get("started"),
         "ended": info.get("ended"),

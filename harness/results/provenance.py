@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,10 +78,16 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "cpus_usable": len(os.sched_getaffinity(0)),
         "threads": _torch_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load_average(),
         "device": device,
         "device_name": _device_name(device),
+        "device_id": _device_id(device),
     }
+
+
+def load_average() -> list[float]:
+    """Processes that ran or waited to, mean over 1, 5 and 15 minutes."""
+    return [round(load, 2) for load in os.getloadavg()]
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
@@ -91,6 +98,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         "git": git(),
         "versions": versions(),
         "machine": machine(device),
+        "process": {"host": socket.gethostname(), "pid": os.getpid()},
     }
 
 
@@ -126,3 +134,12 @@ def _device_name(device: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_name(device))
+
+
+def _device_id(device: str) -> str | None:
+    """Which GPU of the machine it is, whatever number it has for this process; null for a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -23,7 +23,7 @@ from harness.config.settings import Results
 from harness.results import files
 from harness.results.files import seal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
-from harness.results.provenance import now, when
+from harness.results.provenance import load_average, now, when
 from harness.results.records import Record, StoreError
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
@@ -139,7 +139,7 @@ class Run:
         """A session that added nothing leaves times and machine as they were."""
         assert status in ENDS
         if self._begun:
-            self.info |= {"status": status, "ended": now(), "error": error}
+            self.info |= {"status": status, "ended": now(), "load_average_ended": load_average(), "error": error}
         elif status != "complete" or self._before["status"] != "complete":
             ended = self._before.get("ended") or self._last_written()
             self.info = self._before | {"status": status, "ended": ended, "error": error}
@@ -274,7 +274,7 @@ def _lines(path: Path, info: Mapping[str, Any]) -> Iterator[tuple[str, dict[str,
 def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
     """run.json for a session that finds `records` there: what held for the last one alone moves into `earlier`, unless
     that one added nothing."""
-    own = ("status", "started", "ended", "error", "provenance", "began_with")
+    own = ("status", "started", "ended", "load_average_ended", "error", "provenance", "began_with")
     kept = {key: before[key] for key in before if key not in own} | {"began_with": records}
     if "status" not in before or before.get("began_with", -1) == records:
         return kept

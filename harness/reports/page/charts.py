@@ -24,7 +24,7 @@ def _panel(panel: Panel, table: Comparison) -> dict[str, Any]:
     xs = [panel.cost(row) or None for row in rows]
     scores = [row["score"]["mean"] if row["status"] == "complete" else None for row in rows]
     points = [(x, score) if x and score is not None else None for x, score in zip(xs, scores, strict=True)]
-    return {"name": panel.name, "log": panel.log, "xs": xs, "front": sorted(pareto.front(points))}
+    return {"name": panel.name, "log": panel.log, "timed": panel.timed, "xs": xs, "front": sorted(pareto.front(points))}
 
 
 def heat_maps(table: Comparison) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from harness.reports.labels import budget
 from harness.reports.page.charts import heat_maps, layers, panels, parts
 from harness.reports.page.outputs import Room, outputs
 from harness.reports.panels import COLOURS
+from harness.reports.stamps import caution
 from harness.results.pairs import FULL
 from harness.results.store import StoredRun
 from harness.results.summary_file import method_of
@@ -51,6 +52,7 @@ def _table(table: Comparison, room: Room) -> dict[str, Any]:
         "notes": [note for note in said if not note.startswith(WARNING)],
         "noise": noise.sentence(pairs) if table.tested else None,
         "floor": least,
+        "caution": caution(table),
         "rows": _rows(table, least),
         "blocks": [made for block in (SCORES, *BESIDE) if (made := _block(block, table))],
         "panels": panels(table),
@@ -82,7 +84,7 @@ def _block(block: Block, table: Comparison) -> dict[str, Any] | None:
     return {
         "name": block.name,
         "caption": block.caption,
-        "note": block.note(table),
+        "note": block.below(table),
         "of": block.of,
         "runs": block.runs(table),
         "columns": shown,

@@ -99,7 +99,7 @@ function layersPlot(table, shown, width) {
 
 function partsChart(table) {
   if (!table.parts.length) return null;
-  const figure = chart("Time of a decode step:", "medians of its parts, in milliseconds, of traced runs.", (width) => {
+  const figure = chart("Time of a decode step:", `medians of its parts, in milliseconds, of traced runs.${table.caution && ` Caution: ${table.caution}.`}`, (width) => {
     const shown = table.parts.filter((one) => isShown(table.rows[one.row])).reverse();
     return shown.length ? partsPlot(table, shown, width) : null;
   });

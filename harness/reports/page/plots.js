@@ -139,7 +139,7 @@ function dash(row) {
 /** Score against each cost: small multiples. */
 function costs(table) {
   if (!table.panels.length) return null;
-  const panels = table.panels.map((panel) => chart(`Score against ${panel.name}`, null, (width) => costPlot(table, panel, width)));
+  const panels = table.panels.map((panel) => chart(`Score against ${panel.name}`, panel.timed && table.caution ? `(caution: ${table.caution})` : null, (width) => costPlot(table, panel, width)));
   const note = `A line joins the budgets of a method; ★ and the dashed line are Full. Filled marks lie on the Pareto front of all complete rows (dotted): no other row costs as little and scores as much. Rows without the cost, or where it is 0, are not drawn. Up to ${CROWDED} lines have their 95 % intervals: choose methods above, or point at a mark.`;
   return el("section", { class: "costs" }, el("h3", {}, "Score against cost"), el("p", { class: "soft" }, note), el("div", { class: "panels" }, panels));
 }

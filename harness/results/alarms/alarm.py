@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,11 @@ class Row(NamedTuple):
     full: StoredRun | None
     summary: Mapping[str, Any]
     p: float | None = None  # of its difference to Full, as the table stars it: corrected where the table corrects
+
+
+def named(found: Sequence[Row], rows: Sequence[Row]) -> str:
+    """By their titles, unless they are all of several."""
+    return "all rows" if len(found) == len(rows) > 1 else ", ".join(titles(found))
 
 
 def titles(rows: Iterable[Row]) -> tuple[str, ...]:

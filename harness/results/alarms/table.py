@@ -11,8 +11,9 @@ from typing import Any
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
 from harness.results import bands
-from harness.results.alarms.alarm import Alarm, Row, titles
+from harness.results.alarms.alarm import Alarm, Row, named, titles
 from harness.results.alarms.budgets import budgets_differ, off_budget, windows_differ
+from harness.results.alarms.times import shared
 from harness.results.pairs import FULL, paired
 from harness.results.records import Record
 from harness.terminal.tables import percent
@@ -24,7 +25,7 @@ def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> li
     """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
     known = bands.stored() if known is None else known
     checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs)
-    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated)
+    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated, shared)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
 
@@ -60,8 +61,8 @@ def _of_a_search(rows: Sequence[Row]) -> Iterator[Alarm]:
 def _above_full(rows: Sequence[Row]) -> Iterator[Alarm]:
     above = [row for row in rows if row.p is not None and row.p < ALPHA and row.summary["full"]["diff"] > 0]
     if above:
-        named = ", ".join(f"{row.title} (p = {row.p:.2g})" for row in above)
-        text = f"significantly above Full: {named}; look for a bug in either before you believe it"
+        told = ", ".join(f"{row.title} (p = {row.p:.2g})" for row in above)
+        text = f"significantly above Full: {told}; look for a bug in either before you believe it"
         yield Alarm("above_full", text, titles(above), red=True)
 
 
@@ -100,8 +101,7 @@ def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
     }
     for meaning, found in kinds.items():
         if found:
-            named = "all rows" if len(found) == len(rows) > 1 else ", ".join(titles(found))
-            yield Alarm("simulated", f"simulated: {meaning}: {named}", titles(found))
+            yield Alarm("simulated", f"simulated: {meaning}: {named(found, rows)}", titles(found))
 
 
 def stored_away(memory: Mapping[str, Any]) -> bool:

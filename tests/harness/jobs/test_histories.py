@@ -16,9 +16,9 @@ from harness.conversations.histories import Recompute
 from harness.history import placement, policies
 from harness.history.store import HistoryStore
 from harness.jobs.job import Evaluation
+from harness.reports.beside.turns import turn_reuse
 from harness.reports.compare import comparisons
 from harness.reports.document import BESIDE
-from harness.reports.turns import turn_reuse
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig, with_own_stores
 from harness.terminal.notices import say_once

@@ -16,8 +16,8 @@ from harness.config.settings import Data, Settings
 from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
+from harness.reports.beside.turns import ago_scores, turn_scores
 from harness.reports.compare import comparisons
-from harness.reports.turns import ago_scores, turn_scores
 from harness.results.store import load as load_run
 from methods.base import Method
 from methods.full import Full

@@ -27,9 +27,9 @@ from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.questions import SealedContext, by_context
 from harness.jobs.runner import load
+from harness.reports.beside.turns import turn_scores, turn_times
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
-from harness.reports.turns import turn_scores, turn_times
 from harness.rescore import main as rescore
 from harness.results.files import read_json
 from harness.results.store import load as load_run

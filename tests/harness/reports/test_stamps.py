@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.reports.columns import STAMPS, notes, score_table
+from harness.reports.columns import notes, score_table
 from harness.reports.compare import comparisons
+from harness.reports.stamps import STAMPS
 from harness.results.store import load
 from tests.fake_records import records, write_run
 

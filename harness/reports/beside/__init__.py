@@ -1,0 +1,1 @@
+"""Tables that stand beside the main one: costs, turns."""

@@ -1,0 +1,55 @@
+"""Stamps of a row: letters that say what its numbers are not, explained below the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.reports.compare import Comparison, Entry
+from harness.results.alarms.times import SHARED
+
+STAMPS = {
+    "S": "simulated: the cost is not paid in this code path, so speed is left out",
+    "T": "traced: the clocks inside a step cost time, so speed is left out",
+    "L": "load: others used the machine while it ran, so its times mean little",
+    "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
+    "D": "disk tier beside a CPU: its files were read, if not from the system's cache, and no bus led to a device",
+    "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
+    "C": "continued: times come from more than one session",
+    "R": "running",
+    "I": "interrupted",
+    "F": "failed",
+    "!": "see the notes",
+}
+
+
+def stamps(entry: Entry, comparison: Comparison) -> str:
+    row = entry.summary
+    marks = {
+        "S": row["simulated"],
+        "T": row["traced"],
+        "L": entry.title in loaded(comparison),
+        "H": row["host_is_cpu"] and row["memory"].get("kv_host_bytes"),
+        "D": row["host_is_cpu"] and row["memory"].get("kv_disk_bytes"),
+        "P": entry.run.info.get("plain_steps"),
+        "C": entry.run.info.get("earlier"),
+    }
+    status = {"running": "R", "interrupted": "I", "failed": "F"}.get(row["status"], "")
+    return "".join(mark for mark, true in marks.items() if true) + status + "!" * bool(row["warnings"])
+
+
+def loaded(comparison: Comparison) -> tuple[str, ...]:
+    """Titles of the rows whose times others had a part in."""
+    return next((alarm.rows for alarm in comparison.alarms if alarm.kind == SHARED), ())
+
+
+def legend(comparison: Comparison) -> Iterator[str]:
+    """A line per stamp that is used; what `!` points to are the notes themselves."""
+    used = {stamp for entry in comparison.entries for stamp in stamps(entry, comparison)}
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+
+
+def caution(comparison: Comparison) -> str:
+    """For a table of times that has no stamps; empty where the times are the runs' own."""
+    rows = loaded(comparison)
+    named = "all rows" if len(rows) == len(comparison.entries) > 1 else ", ".join(rows)
+    return f"others used the machine while these ran, so their times mean little: {named}" if rows else ""
