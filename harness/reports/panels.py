@@ -9,7 +9,8 @@ from typing import Any
 
 from harness.results.pairs import FULL
 
-Row = Mapping[str, Any]  # a summary, with `label` naming its line
+LOAD = "L"  # the stamp of such times
+Row = Mapping[str, Any]  # a summary, with `label` naming its line, and its `stamps`
 
 # Twelve that differ for normal and for colour-blind eyes (after M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black,
 # and grey is for what is within the noise.
@@ -34,6 +35,12 @@ class Panel:
         priced = [row["method"] == FULL for row in rows if row["score"]["mean"] is not None and self.cost(row)]
         lacks_full = self.timed and not any(priced) and any(row["method"] == FULL for row in rows)
         return not all(priced) and not lacks_full
+
+    def title(self, rows: Sequence[Row]) -> str:
+        """Its name, and below it how many points are times of a machine that others used."""
+        doubtful = [LOAD in row.get("stamps", "") for row in rows if self.timed and self.cost(row)]
+        caution = f"\n{LOAD}: others used the machine for {sum(doubtful)} of {len(doubtful)} points"
+        return self.name + caution * any(doubtful)
 
     def points(self, rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
         lines: dict[str, list[tuple[float, Row]]] = defaultdict(list)

@@ -12,6 +12,7 @@ from harness.reports import needles
 from harness.reports.compare import Comparison, Entry, comparisons
 from harness.reports.document import as_text
 from harness.reports.pictures import frontier, heatmap
+from harness.reports.stamps import stamps
 from harness.results import files
 from harness.results.store import load
 from harness.trackers.base import FinishedRun
@@ -56,7 +57,7 @@ def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _frontier(table: Comparison, place: Path) -> dict[str, Path]:
-    rows = [entry.summary | {"label": entry.label} for entry in table.entries]
+    rows = [entry.summary | {"label": entry.label, "stamps": stamps(entry, table)} for entry in table.entries]
     if not frontier.has_frontier(rows):
         return {}
     path = place / "frontier.png"

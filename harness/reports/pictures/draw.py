@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.reports import needles
 from harness.reports.compare import Comparison, Entry
 from harness.reports.pictures import differences, frontier, heatmap, needle_map
+from harness.reports.stamps import stamps
 from harness.results import triage
 
 LONGEST = 120  # characters of a picture's name
@@ -20,7 +21,10 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
         whole = partial(_picture, folder, f"{number}-{table.title}")
-        rows = [entry.summary | {"label": entry.label + _unfinished(entry)} for entry in table.entries]
+        rows = [
+            entry.summary | {"label": entry.label + _unfinished(entry), "stamps": stamps(entry, table)}
+            for entry in table.entries
+        ]
         if table.tested:
             yield from differences.differences(table, whole("differences"), table.title)
         if frontier.has_frontier(rows):

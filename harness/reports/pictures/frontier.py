@@ -45,7 +45,7 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Pa
                 _line(axes, points, _style(labels.index(label)), intervals=len(labels) <= CROWDED)
         _full(axes, panel, rows)
         _front(axes, panel, rows)
-        _finish(axes, panel)
+        _finish(axes, panel, rows)
     first = figure.axes[0]
     crowded = len(labels) > CROWDED
     first.set_ylabel("score (0-100)" if crowded else "score (0-100), 95 % interval")
@@ -122,8 +122,8 @@ def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
     ]
 
 
-def _finish(axes: Axes, panel: Panel) -> None:
-    axes.set_xlabel(panel.name)
+def _finish(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+    axes.set_xlabel(panel.title(rows))
     if panel.log:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
