@@ -98,10 +98,8 @@ class Fidelity:
         counted = torch.arange(read.shape[-1], device=read.device) < count
         recall = (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1)
         mass = (before * is_read).sum(-1) + after.sum(-1)
-        per_kv_head = {"recall": recall, "mass": mass}
-        return {name: x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for name, x in per_kv_head.items()} | {
-            "error": error
-        }
+        recall, mass = (x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for x in (recall, mass))
+        return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Full's view of the same text, in one forward. -> KL(Full, method) in nats [B n], Full's choices [B n]"""

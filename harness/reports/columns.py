@@ -204,7 +204,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
         yield (
             "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
-            "that one KV head reads for all its query heads, counted at the last step of each example"
+            "that one KV head reads for all its query heads, each once"
         )
     yield from turns.notes(comparison.entries)
     yield from legend(comparison)

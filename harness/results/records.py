@@ -42,7 +42,7 @@ class Reply:
     question_s: float | None
     attended_prompt: float | None  # sealed prompt tokens attended per KV head, mean over steps; null without a step
     attended_total: float | None  # the same with the current and the generated tokens on top
-    union_prompt: float | None = None  # distinct prompt tokens a KV head read over its query heads, in the last step
+    union_prompt: float | None = None  # the same of distinct tokens over a KV head's query heads, every eighth step
     kv_device_bytes: int  # of its own cache; of the whole batch in lines without `share_s`
     kv_host_bytes: int
     kv_disk_bytes: int = 0

@@ -38,7 +38,7 @@ class Generation:
     fallback: str | None = None
     attended_prompt: float | None = None  # mean over the method's layers and steps
     attended_total: float | None = None
-    union_prompt: float | None = None  # of the last step, mean over layers, see `union`
+    union_prompt: float | None = None  # `attended_prompt`, a KV head's query heads together: UNION_EVERY
     moved_bytes_per_step: float | None = None
     from_disk_bytes_per_step: float | None = None
     hit_rate: float | None = None  # of a method's cache on the device; null where it has none

@@ -99,12 +99,8 @@ def test_a_head_is_credited_with_what_it_read_itself(
 
     def noting(watch: Fidelity, layer: Any, x: AttnInput, out: Tensor) -> None:
         decode(watch, layer, x, out)
-        store, since, heads = (
-            watch.whole[layer.spec.index].store,
-            watch.since[layer.spec.index],
-            layer.reads.rows.shape[1],
-        )
-        keys = torch.cat([store.k, since.k], 2)[0].repeat_interleave(4, 0)  # [H N D]
+        index, heads = layer.spec.index, layer.reads.rows.shape[1]
+        keys = torch.cat([watch.whole[index].store.k, watch.since[index].k], 2)[0].repeat_interleave(4, 0)  # [H N D]
         weights = ((keys @ x.q[0, :, 0, :, None]).squeeze(2) * layer.spec.scale).softmax(-1)  # [H N]
         own = weights.view(heads, 8 // heads, -1).mean(1)  # of those that share a choice
         recall, mass = [], []
@@ -140,7 +136,7 @@ def test_a_head_that_reads_fewer_is_asked_for_as_many_as_it_reads() -> None:
     weights = (q @ k.mT * text.specs[0].scale).softmax(-1).unflatten(1, (2, 2)).mean(2)[0, :, 0, :40]
     best = weights.argsort(-1, descending=True)[:, :4]
     read = torch.stack([torch.stack([best[0, 3], best[0, 0], *[torch.tensor(-1)] * 2]), best[1]])[None]
-    layer: Any = SimpleNamespace(spec=text.specs[0], read_positions=lambda: read)
+    layer: Any = SimpleNamespace(spec=text.specs[0], selected_positions=lambda: read)
     watch.decode(layer, text.at(0, 40, 41), torch.zeros(1, 4, 1, 32))
     report = watch.report(tiny("llama"), 0, [1], compare=False)
     assert report is not None
