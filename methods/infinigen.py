@@ -78,10 +78,10 @@ class InfiniGen(Method):
         ),
         budget="the most tokens a step may fetch; what it needs may be less",
         deviations=(
-            "skewed after the rotation, for models with RoPE; columns chosen for each prompt; each sequence of a batch "
-            "has its own count; generated tokens are always read. Limited pool (pool_capacity={pool_capacity}, "
-            "pool_policy={pool_policy}): evicted tokens are gone, not evicted again as in the released code; prefill "
-            "stays dense; generated tokens take slots but never leave"
+            "skewed after the rotation (RoPE), for the end of Python's help, whose beginning small experiments search "
+            "(the paper: for a book); columns chosen for each prompt; a count for each sequence; generated tokens are "
+            "always read. Limited pool (pool_capacity={pool_capacity}, pool_policy={pool_policy}): what it evicts is "
+            "gone, in the released code evicted again; prefill stays dense; generated tokens take slots, never leave"
         ),
     )
 

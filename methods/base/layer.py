@@ -62,7 +62,7 @@ class KVLayer(ABC):
 
     @property
     def evicts(self) -> bool:
-        """Whether a prompt token that it does not read after the seal is gone."""
+        """Whether prompt tokens have left for good: one that is not read may be gone."""
         return False
 
     @property

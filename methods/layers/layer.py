@@ -31,7 +31,7 @@ class Layer(Storage, capturable=True):
 
     @property
     def evicts(self) -> bool:
-        return self.keeps is not None
+        return self.keeps is not None and self.evicted > 0
 
     def absorb(self, x: AttnInput) -> None:
         if not self.method.dense_prefill:
