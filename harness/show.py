@@ -15,6 +15,7 @@ from typing import Any
 from harness.diagnosis.failure import failure
 from harness.diagnosis.next_steps import with_root
 from harness.reports.command import command
+from harness.results.difference import apart
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
 from harness.terminal.tables import digits
@@ -73,6 +74,9 @@ def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: i
     half = max(20, (width - 3) // 2)
     yield f"{run.folder.name}  |  {other.folder.name}"
     yield f"{len(pairs)} examples in common, {len(differ)} with different outputs"
+    found = apart(run, other)
+    told = f"they differ in {', '.join(found)}" if found else "nothing that bears on them differs"
+    yield from textwrap.wrap(told, width, subsequent_indent="  ", break_on_hyphens=False)
     for mine, their in pairs:
         if (options.all or mine.answer != their.answer) if options.id is None else mine.id == options.id:
             yield ""

@@ -65,7 +65,7 @@ def not_continued(mine: Values, named: Values, others: Iterable[tuple[Path, Valu
         keys = differences(mine, info.get("identity", {}), named)
         other_settings = any(key not in PARTS and not key.startswith("code.") for key in keys)
         if keys and (not other_settings or info.get("status") in ("failed", "interrupted")):
-            sentence = f"{folder} is not continued; it differs in {', '.join(map(_word, keys))}"
+            sentence = f"{folder} is not continued; it differs in {', '.join(map(word, keys))}"
             found.append((other_settings, len(keys), sentence))
     return min(found)[2] if found else None
 
@@ -88,7 +88,8 @@ def model_name(config: Mapping[str, Any]) -> str:
     return str(model)
 
 
-def _word(key: str) -> str:
+def word(key: str) -> str:
+    """A part of an identity, in words; a setting is its own."""
     return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
 
 

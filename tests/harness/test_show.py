@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +59,27 @@ def test_long_runs_are_cut_short_and_say_so(tmp_path: Path, capsys: pytest.Captu
     folder = str(write_run(tmp_path, [record(f"e{i}") for i in range(30)]))
     assert "10 more: --all" in shown(capsys, folder)
     assert "[e29]" in shown(capsys, folder, "--all")
+
+
+def test_diff_says_what_differs_between_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(one: dict[str, Any], other: dict[str, Any]) -> str:
+        folders = [write_run(tmp_path / str(n), [record()], "quest", **kind) for n, kind in enumerate((one, other))]
+        lines = shown(capsys, str(folders[0]), "--diff", str(folders[1])).splitlines()[2:]
+        for folder in folders:
+            shutil.rmtree(folder)
+        return " ".join(" ".join(lines).split())
+
+    quest = {"_target_": "methods.quest.Quest", "page": 16}
+    assert told({}, {}) == "nothing that bears on them differs"
+    assert told({"budget": 0.2}, {"budget": 0.5, "progress": False}) == "they differ in budget (0.2 | 0.5)"
+    assert told({"method": quest}, {"method": quest | {"page": 32}}) == "they differ in method.page (16 | 32)"
+    assert told({"method": quest}, {}) == "nothing that bears on them differs", "a parameter that came later"
+    other = {"_target_": "methods.h2o.H2O", "recent": 8}
+    assert told({"method": quest, "seed": 1}, {"method": other}) == "they differ in method (quest | h2o), seed (1 | 0)"
+    assert told({"model": {"name": "a"}}, {"model": {"name": "b"}}) == "they differ in model.name (a | b)"
+    code = {"identity": {"code": {"methods.quest": "1"}, "prompts": "x"}}
+    changed = {"identity": {"code": {"methods.quest": "2"}, "prompts": "x"}}
+    assert told({"facts": code}, {"facts": changed}) == "they differ in the code of methods.quest"
 
 
 def test_diff_shows_what_differs_and_where(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
