@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hydra import initialize_config_dir
@@ -22,6 +24,7 @@ from harness.sweeps.remote import work_on
 from harness.sweeps.session import PATIENCE, Session
 from harness.terminal.notices import say_once
 
+MEMORY = ", as the system sends where memory runs out"
 SETTLE_S = 20.0  # that workers get to write down that they were stopped
 KILLED = (
     "Its process was killed {times} times before it had finished another example, as happens where memory runs out: "
@@ -67,8 +70,7 @@ def _run(session: Session, words: Sequence[str], workers: int) -> None:
                 _round(session, words, min(together, len(open_groups)), patience)
             except Exception as error:
                 crash = error
-                lines = str(error).strip().splitlines() or [""]
-                say_once(f"a worker was lost ({type(error).__name__}: {lines[0]:.200})")
+                say_once(f"a worker was lost ({lost(error)})")
             if session.events() == before:
                 if crash:
                     raise crash
@@ -81,6 +83,14 @@ def _run(session: Session, words: Sequence[str], workers: int) -> None:
             for job in claim.log.open_jobs(session.before(group)):
                 reason = KILLED.format(times=claim.log.kills(session.before(group)))
                 claim.note("ended", job=job, status="failed", reason=reason, memory=True, seconds=None)
+
+
+def lost(error: Exception) -> str:
+    """What a launcher says of a worker that is gone: its first sentence, and the signal that ended it."""
+    text = " ".join(str(error).split())
+    first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
+    told = f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}".rstrip(": ")
+    return "; ".join([told, *(f"{name}{MEMORY if name == 'SIGKILL' else ''}" for name in signals)])
 
 
 def _hydra() -> Hydra:

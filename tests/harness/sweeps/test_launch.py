@@ -171,3 +171,25 @@ def test_the_words_of_a_launcher_stay_apart() -> None:
     assert found.launcher == ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     assert found.words == ["method=full,streaming", "hydra.verbose=false"]
     assert checked(["hydra/launcher=basic", "method=full,streaming"], sweep=True).launcher == []
+
+
+JOBLIB = """A worker process managed by the executor was unexpectedly terminated. This could be caused by a segmentation
+fault while calling the function or by an excessive memory usage causing the Operating System to kill the worker.
+The exit codes of the workers are {SIGKILL(-9)}
+Detailed tracebacks of the workers should have been printed to stderr."""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            JOBLIB,
+            "A worker process managed by the executor was unexpectedly terminated; "
+            "SIGKILL, as the system sends where memory runs out",
+        ),
+        ("lost " * 100, f"{'lost ' * 39}..."),
+    ],
+    ids=["killed", "no end"],
+)
+def test_a_lost_worker_is_told_in_whole_words(said: str, told: str) -> None:
+    assert launch.lost(RuntimeError(said)) == f"RuntimeError: {told}".strip()
