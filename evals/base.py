@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+NO_DATA_ROOT = "(none is set)"  # in errors; who knows how one is named says so
+
 
 class TaskError(ValueError):
     """What a user asked of a task cannot be done; the message says what to do instead."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import hub
-from evals.base import TaskEnv, TaskError
+from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
 
 Row = dict[str, Any]
 
@@ -186,7 +186,7 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
 
 
 def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
-    sought = f"below the data root {root or '(none is set)'} (as {' or '.join(source.local)})"
+    sought = f"below the data root {root or NO_DATA_ROOT} (as {' or '.join(source.local)})"
     if source.hub_repo is None:
         raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
     place = (source.hub_repo, source.hub_file, source.hub_revision)

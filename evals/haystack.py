@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from evals.base import TaskEnv, TaskError
+from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
 
 # file names below the data root, the first that exists is taken; the field `text` holds everything
 ESSAY_FILES = {
@@ -66,7 +66,7 @@ def _find(files: Sequence[str], root: Path | None) -> Path | None:
 
 
 def _places(root: Path | None) -> str:
-    return "the data root (none is set)" if root is None else f"{root / 'essays'} or {root}"
+    return f"the data root {NO_DATA_ROOT}" if root is None else f"{root / 'essays'} or {root}"
 
 
 def _read_essays(path: Path) -> str:

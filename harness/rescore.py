@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if not is_known(error):
                 raise
-            print(f"error: {folder}: {sentence(error)}", file=sys.stderr)
+            print(f"error: {folder}: {sentence(error, '--data-root FOLDER')}", file=sys.stderr)
             failed = True
     return 2 if failed else 0
 

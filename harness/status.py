@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.config.settings import Results
 from harness.results.records import StoreError
 from harness.sweeps.estimate import duration, estimate
 from harness.sweeps.ledger import sweeps_in
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(root: Path) -> list[Part]:
     """The sweeps below a folder, and the runs that belong to none."""
     if not root.is_dir():
-        raise StoreError(f"no such folder: {root}")
+        raise StoreError(f"no such folder: {root}; give the one that results.root named, such as {Results().root}")
     sweeps = [(sweep, states_of(sweep)) for sweep in sweeps_in(root)]
     parts = [Part(str(sweep.folder), last_command(sweep), states) for sweep, states in sweeps]
     others = other_runs(root, [state for _, states in sweeps for state in states])
@@ -141,7 +142,7 @@ def _plain(part: Part) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("results/runs"), metavar="DIR", help="results.root"
+        "folder", nargs="?", type=Path, default=Path(Results().root), metavar="DIR", help="results.root"
     )
     parser.add_argument(
         "--watch",

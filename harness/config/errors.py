@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
+from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.config.plugins import spell, suggestion
 from harness.config.settings import NESTED, Settings
@@ -30,8 +31,8 @@ def is_known(error: BaseException) -> bool:
     return isinstance(error, kinds) or is_memory(error)
 
 
-def sentence(error: BaseException) -> str:
-    """What to print in place of a traceback."""
+def sentence(error: BaseException, data_root: str = "data.root=FOLDER") -> str:
+    """What to print in place of a traceback. `data_root`: how the command names the folder of the data."""
     if is_memory(error):
         return (
             f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "
@@ -41,7 +42,7 @@ def sentence(error: BaseException) -> str:
         return f"The disk is full ({error.filename or 'results.root'}): free some space and run the same command again."
     if isinstance(error, yaml.MarkedYAMLError):
         return not_yaml(error)
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).replace(NO_DATA_ROOT, f"(none is set: {data_root} names one)")
 
 
 def one_sentence(error: BaseException) -> str:

@@ -167,7 +167,8 @@ def _chosen(group: str, said: Sequence[Override], known: Mapping[str, Entry]) ->
     names = _values(asked[-1], list(known)) if asked else [_defaults()[group]]
     for name in names:
         if name not in known:
-            raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)}")
+            own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
+            raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)} {own}")
     return [known[name] for name in names]
 
 

@@ -216,10 +216,12 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 def _instead(path: Path) -> str:
     """Where the run may be that was named without its folder."""
-    usual = Path(Results().root) / path
-    if usual.is_dir():
+    root = Path(Results().root)
+    if (usual := root / path).is_dir():
         return f"; did you mean {usual}?"
-    return f"; name a run with its folder, as in {usual}" if len(path.parts) == 1 else ""
+    if len(path.parts) == 1:
+        return f"; name a run with its folder, as in {usual}"
+    return f"; give the folder that results.root named, such as {root}, or a run's in it"
 
 
 def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -233,7 +235,7 @@ def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def load(folder: Path) -> StoredRun:
     """Read-only: the half-written last line of a run that goes on is left out and left alone."""
     if not folder.is_dir():
-        raise StoreError(f"no such folder: {folder}")
+        raise StoreError(f"no such folder: {folder}{_instead(folder)}")
     if not (folder / "run.json").is_file():
         raise StoreError(f"{folder} is not the folder of a run: it holds no run.json")
     info, config = files.read_json(folder / "run.json"), with_new_names(files.read_yaml(folder / "config.yaml"))

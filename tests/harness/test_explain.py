@@ -121,7 +121,9 @@ def test_a_run_without_examples_and_no_run(tmp_path: Path, capsys: pytest.Captur
     empty = write_run(tmp_path / "runs", [], "pqcache", "interrupted")
     assert "holds no example, so there is nothing to explain." in explained(capsys, empty)
     assert main([str(tmp_path / "none")]) == 2
-    assert "error: no such folder" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "error: no such folder" in err
+    assert "such as results/runs, or a run's in it" in err
 
 
 @pytest.mark.parametrize("made", [0, 2])

@@ -124,6 +124,8 @@ WRONG = {
     "folder of Hydra's own": (["-m", "hydra.sweep.dir=x", "budget=0.1,0.2"], "hydra.sweep.dir would set nothing"),
     "no number": (["budget=abc"], "budget=abc has the wrong type: it should be a number or null."),
     "a name like no other": (["method.nope=3"], "method=pqcache has no parameter nope; there is b, cache_block"),
+    "method of one's own": (["method=spread"], "needs --config-dir=FOLDER, and its file FOLDER/method/spread.yaml."),
+    "no data root": (["task.haystack=essays"], "in the data root (none is set: data.root=FOLDER names one)"),
     "broken syntax": (["budget=[1"], "Cannot read"),
 }
 

@@ -142,7 +142,9 @@ def test_nothing_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert status([str(tmp_path / "none")]) == 2
     assert status([str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "error: no such folder" in err
+    assert (
+        f"error: no such folder: {tmp_path / 'none'}; give the one that results.root named, such as results/runs" in err
+    )
     assert "give the folder that results.root named" in err
 
 
