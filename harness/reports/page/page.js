@@ -97,7 +97,7 @@ function section(table, i) {
   const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
-    el("ul", { class: "conditions" }, table.conditions.map((line) => el("li", {}, line))),
+    el("ul", { class: "conditions" }, [...table.conditions, `score: ${table.metric}, 0 to 100`].map((line) => el("li", {}, line))),
     ...table.alarms.map(banner),
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
@@ -128,7 +128,8 @@ function folded(text, word) {
 
 function notesOf(table) {
   const warnings = el("ul", { class: "notes" }, table.warnings.map((text) => el("li", { class: "warning" }, folded(text, null))));
-  const notes = el("ul", { class: "notes" }, table.notes.map((text) => el("li", {}, text)));
+  const heads = table.blocks[0].columns.filter((column) => column.means).map((column) => `${column.head.replace(/\n/g, " ")}: ${column.means}`);
+  const notes = el("ul", { class: "notes" }, [...table.notes, ...heads].map((text) => el("li", {}, text)));
   return el("div", { class: "notes" }, warnings, el("details", {}, el("summary", {}, "How to read this table"), notes));
 }
 

@@ -156,14 +156,21 @@ function costPlot(table, panel, width) {
     traces.push(costLine(table, panel, some, lines.size <= CROWDED), legendLine(table.rows[some[0]], label));
   }
   const xs = places.map((i) => panel.xs[i]);
-  const lowest = Math.max(0, 10 * Math.floor(10 * Math.min(...[...places.map((i) => table.rows[i]), ...fulls].map((row) => row.score)) - 1));
   const range = panel.log ? [Math.log10(Math.min(...xs)) - 0.06, Math.log10(Math.max(...xs)) + 0.06] : [Math.min(0, ...xs), 1.05 * Math.max(...xs)];
   const ticks = panel.log ? { type: "log", tickvals: [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100] } : { nticks: 6 };
   const shapes = fulls.map((row) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * row.score, y1: 100 * row.score, line: { dash: "dash", width: 1, color: colour("soft") }, layer: "below" }));
-  const layout = { shapes, xaxis: axis(panel.name, { range, ...ticks }), yaxis: axis("score", { range: [lowest - 4, 104], nticks: 6 }), height: Math.max(340, 80 + LINE * lines.size), margin: { l: 44, r: 12, t: 8, b: 46 } };
+  const layout = { shapes, xaxis: axis(panel.name, { range, ...ticks }), yaxis: axis(`score (${plain(table.metric)}, 0 to 100)`, { range: heights([...places.map((i) => table.rows[i]), ...fulls], lines.size <= CROWDED), nticks: 6 }), height: Math.max(340, 80 + LINE * lines.size), margin: { l: 44, r: 12, t: 8, b: 46 } };
   const ends = [...lines].map(([label, some]) => ({ label, row: table.rows[some[0]], x: panel.xs[some.at(-1)], y: 100 * table.rows[some.at(-1)].score }));
   nameLines(ends, traces, layout, width, panel.log);
   return { data: traces, layout };
+}
+
+/** From the lowest to the highest, intervals where they are drawn, with room for marks; two points at least. */
+function heights(rows, intervals) {
+  const ends = rows.flatMap((row) => (intervals && row.ci ? row.ci : [row.score])).map((share) => 100 * share);
+  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const room = Math.max(0.06 * (high - low), (2 - (high - low)) / 2);
+  return [low - room, high + room];
 }
 
 /** What the legend shows of a line, whichever of its marks are hollow. */

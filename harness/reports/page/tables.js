@@ -73,7 +73,7 @@ function headOf(block, shown, order, opens, redraw) {
     };
     const name = column.head;
     const label = el("span", {}, breakable(name), column.unit ? el("span", { class: "unit" }, column.unit) : null);
-    const button = el("button", { type: "button", class: "sort", onclick: sort, "data-column": name.replace("\n", " ") }, label);
+    const button = el("button", { type: "button", class: "sort", title: column.means, onclick: sort, "data-column": name.replace("\n", " ") }, label);
     const way = active ? (order.down ? "descending" : "ascending") : null;
     return el("th", { scope: "col", class: classOf(column, i), "aria-sort": way }, button);
   });
@@ -90,7 +90,7 @@ function lineOf(table, block, place) {
 /** `open`: places of the rows whose details are shown, through every sorting; false where rows have none. */
 function rowOf(block, shown, place, run, open, table) {
   const cells = shown.map((at, i) => cellOf(block.columns[at], place, i, run, table));
-  const line = el("tr", { class: run && run.full ? "full" : null }, cells);
+  const line = el("tr", { class: run && run.full && table.rows.some((row) => !row.full) ? "full" : null }, cells);
   if (!open) return [line];
   const details = el("tr", { class: "details", hidden: !open.has(place) }, el("td", { colspan: shown.length + 1 }, detailsOf(run)));
   const button = el("button", { type: "button", class: "open", "aria-expanded": String(open.has(place)), onclick: toggle });

@@ -49,7 +49,7 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Pa
     first = figure.axes[0]
     crowded = len(labels) > CROWDED
     first.set_ylabel("score (0-100)" if crowded else "score (0-100), 95 % interval")
-    first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f}"))
+    first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.4g}"))
     low, high = first.get_ylim()
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)

@@ -335,6 +335,7 @@ def test_conversations_have_their_tables(browser: Any, tmp_path: Path) -> None:
     found.page.locator('[data-menu="methods"] input[value="full history=store"]').uncheck()
     assert found.page.locator(".grid >> text=history=store").count() == 0
     assert found.page.locator(".grid >> text=history=recompute").count() >= 4
+    assert found.page.locator(".grid tr.full").count() == 0  # where all rows are Full, none stands out
     found.check()
     found.page.context.close()
 
@@ -399,6 +400,28 @@ def test_a_folder_without_records_makes_an_empty_page(browser: Any, tmp_path: Pa
     assert "quest" in found.page.locator(".left-out").inner_text()
     found.check()
     found.page.context.close()
+
+
+def test_scores_fill_their_charts_however_low(browser: Any, tmp_path: Path) -> None:
+    """Such as 1/perplexity: 4 of 100."""
+    for method, score in (("full", 0.043), ("quest", 0.041), ("h2o", 0.028)):
+        some = [record(f"e{i}", score=score, attended_prompt=100.0 if method == "full" else 10.0) for i in range(9)]
+        write_run(tmp_path, some, method)
+    found = Opened(browser, page_of(tmp_path))
+    found.page.wait_for_function("window.Plotly")
+    found.draw_all()
+    axis = found.page.locator(".panels .chart").first.evaluate("(one) => one.layout.yaxis")
+    low, high = axis["range"]
+    assert low < 2.8 < 4.3 < high < 50  # with the intervals of nine examples
+    assert "recall" in axis["title"]["text"]  # what the score is
+    found.check()
+    found.page.context.close()
+
+
+def test_every_head_of_the_main_table_says_what_it_means(path: Path) -> None:
+    [table] = data_of(path)["tables"]
+    heads = {column["head"]: column["means"] for column in table["blocks"][0]["columns"]}
+    assert [head for head, means in heads.items() if not means] == ["method", "score"]  # the conditions name the score
 
 
 def test_no_script_ends_in_the_data() -> None:

@@ -1,0 +1,34 @@
+"""What the heads of columns mean, for whoever points at one or opens the notes; docs/glossary.md says more."""
+
+from __future__ import annotations
+
+MEANINGS = {
+    "budget": "prompt tokens that a head may read per step, as asked: a share or a number",
+    "vs full": "difference to Full on the same prompts, in points",
+    "p": "paired test against Full, uncorrected; * holds after Holm's correction",
+    "n": "examples",
+    "stamps": "conditions to know before comparing, a letter each",
+    "attended": "share of the prompt that a head read per step",
+    "read per\nKV head\n(union)": "share of the prompt that a KV head read for all its query heads, each token once",
+    "recall": "of the prompt tokens with the largest weights, as many as were read, the share that was",
+    "mass": "share of the exact attention weight that lies on the tokens read",
+    "KL": "divergence between the next-token distributions of Full and the method on the same text",
+    "TTFT": "time to the first token, prefill included; median",
+    "TTFT\nlater": "time to the first token of a further turn or question, from its own start; median",
+    "TT2T": "time to the second token, seal included; median",
+    "TPOT p50/90": "time per output token behind the second: median and 90th percentile",
+    "decode": "tokens per second behind the second token",
+    "KV dev": "keys, values and indices on the device, the most of any example",
+    "KV host": "the same in host memory",
+    "KV disk": "the same in files",
+    "moved": "bytes copied between host and device per step, mean",
+    "from disk": "those of them that a file gave",
+    "hits": "share of the rows asked of a method's device cache that were there",
+    "found in": "tier in which a turn found its history",
+    "reused": "tokens of its history that a turn found",
+    "computed": "tokens that a turn prefilled, its own prompt among them",
+    "load": "time that a turn waited for its history, within its TTFT",
+    "hidden": "time in which layers of its history came while it computed",
+    "save": "time in which a turn was stored behind its last token",
+    "save hidden": "time in which its rows left the device while nobody waited",
+}
