@@ -33,6 +33,7 @@ SORTS = {
     "host": ("memory.kv_host_bytes", False),
     "disk": ("memory.kv_disk_bytes", False),
     "moved": ("memory.moved_bytes_per_step", False),
+    "read": ("memory.read_bytes_per_step", False),
     "n": ("num_examples", True),
 }
 

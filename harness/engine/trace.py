@@ -28,6 +28,14 @@ METHOD = "method"
 PROFILE = "trace.json.gz"  # in the folder of a run
 PROFILED = range(1, 4)  # steps of the first example, which then are no part of the medians
 
+# What operations that score candidates read of an index, in bytes, by their arguments. Those may have been gathered for
+# them: the index is read once all the same.
+INDEX_BYTES: dict[str, Callable[..., int]] = {
+    "row_scores": lambda q, x: int(x.nbytes),
+    "channel_sums": lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),
+    "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
+}
+_ATTEND = PHASES["attend"][:2]  # of a decode step
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
 
 
@@ -82,6 +90,21 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
         yield
 
 
+class IndexBytes:
+    """Adds up what the operations of one layer's step read of an index. Keys that were attended to are read already:
+    whoever asks for their weights (H2O, InfLLM) has no index there."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._attended: set[int] = set()  # storages
+
+    def __call__(self, name: str, arguments: tuple[Any, ...], made: Any) -> None:
+        if name in _ATTEND:
+            self._attended |= {segment.k.untyped_storage().data_ptr() for segment in arguments[1]}
+        elif name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in self._attended:
+            self.total += INDEX_BYTES[name](*arguments)
+
+
 class Tracer:
     """Clocks decode steps, and profiles a few of the first into `profiled` (None: nowhere). The steps must run the
     layers' own `decode`, one call each."""
@@ -93,6 +116,7 @@ class Tracer:
         self._file = profiled
         self._profiler: profile | None = None
         self._count = 0
+        self._indices: dict[int, int] = {}  # bytes that each layer's decode has read of an index, by the layer's id
 
     @contextmanager
     def step(self, cache: KVCache) -> Iterator[None]:
@@ -100,12 +124,18 @@ class Tracer:
         if self._file is not None and self._count == PROFILED.start:
             self._start()
         watch = Stopwatch(self.device, self._profiler is not None)
-        with _clocked_layers(cache, watch), watch.span("step", "decode step"):
+        with _clocked_layers(cache, watch, self._indices), watch.span("step", "decode step"):
             yield
         self.last = _parts(watch.totals()) if self._profiler is None else None
         self._count += 1
         if self._count == PROFILED.stop:
             self._stop()
+
+    def bytes_read(self, cache: KVCache) -> float | None:
+        """Of keys, values and indices, by the last step, which `cache` was in; None where a layer does not say."""
+        read = [layer.bytes_read for layer in cache.method_layers]
+        known = [one for one in read if one is not None]
+        return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
         """Over the steps of a generation that has ended, seconds; None where there was none."""
@@ -140,16 +170,20 @@ def _parts(spent: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _clocked_layers(cache: KVCache, watch: Stopwatch) -> Iterator[None]:
+def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
     """Operations count inside `decode` alone: what compares it with exact attention has a cost of its own, and layers
-    that slide over a window are a part of the model."""
+    that slide over a window are a part of the model. `indices` gets what each layer has read of an index."""
 
-    def decode(plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
-        with clocked(watch), watch.span(METHOD):
-            return plain(x)
+    def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
+        found = IndexBytes()
+        with clocked(watch, found), watch.span(METHOD):
+            made = plain(x)
+        indices[layer] = found.total
+        return made
 
+    indices.clear()
     with ExitStack() as undo:
         for layer in cache.method_layers:
-            vars(layer)["decode"] = partial(decode, layer.decode)
+            vars(layer)["decode"] = partial(decode, id(layer), layer.decode)
             undo.callback(vars(layer).pop, "decode")
         yield

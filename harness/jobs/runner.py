@@ -50,6 +50,7 @@ MEASURED = (
     "union_prompt",
     "moved_bytes_per_step",
     "from_disk_bytes_per_step",
+    "read_bytes_per_step",
     "hit_rate",
     "sealed",
     "fallback",

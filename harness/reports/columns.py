@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
-from harness.engine.step_parts import PARTS
 from harness.reports.beside import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
 from harness.reports.stamps import legend, stamps
+from harness.results.records import over_known
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -48,6 +48,7 @@ def score_table(comparison: Comparison) -> list[Column]:
         *_stored(memory),
         quantity("moved", [one["moved_bytes_per_step"] for one in memory], BYTES, "/step", hide_zeros=True),
         quantity("from disk", [one.get("from_disk_bytes_per_step") for one in memory], BYTES, "/step", hide_zeros=True),
+        *_traced_reads(entries),
         share("hits", [one.get("hit_rate") for one in memory]),
     ]
 
@@ -90,6 +91,19 @@ def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
         shown = cells[own] if place == 0 or any(stored[own]) else [""] * len(memory)
         columns.append(Column(head, unit, shown, values=stored[own]))
     return columns
+
+
+def _traced_reads(entries: Sequence[Entry]) -> list[Column]:
+    """Columns that stay empty, and so out of the table, where no run was traced; the share, where Full was not."""
+    read = [entry.summary["memory"].get("read_bytes_per_step") for entry in entries]
+    return [quantity("read", read, BYTES, "/step"), share("read\nof Full's", [_of_full(entry) for entry in entries])]
+
+
+def _of_full(entry: Entry) -> float | None:
+    """Bytes read, of those that Full read on the same examples."""
+    every = {record.id: record.read_bytes_per_step for record in entry.full.records} if entry.full else {}
+    pairs = [(record.read_bytes_per_step, every.get(record.id)) for record in entry.run.records]
+    return over_known(fmean, [own / whole for own, whole in pairs if own and whole])
 
 
 def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -166,25 +180,6 @@ def average_table(comparison: Comparison) -> list[Column]:
     return columns
 
 
-def trace_table(comparison: Comparison) -> list[Column]:
-    """Where the time of a decode step goes; empty where no run was traced."""
-    traced = [entry for entry in comparison.entries if entry.summary["trace"]]
-    if not traced:
-        return []
-    parts = ("step", *PARTS)
-    found = [entry.summary["trace"][f"{part}_s"] for entry in traced for part in parts]
-    cells, unit = scaled(found, SECONDS)
-    head, asked_for = names(traced)
-    return [
-        replace(head, head="decode step"),
-        asked_for,
-        *(
-            Column(part, unit, cells[place :: len(parts)], values=found[place :: len(parts)])
-            for place, part in enumerate(parts)
-        ),
-    ]
-
-
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
     yield (
@@ -205,6 +200,11 @@ def notes(comparison: Comparison) -> Iterator[str]:
         yield (
             "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
             "that one KV head reads for all its query heads, each once"
+        )
+    if any(entry.summary["memory"].get("read_bytes_per_step") for entry in comparison.entries):
+        yield (
+            "read: bytes of keys and values that a step reads, and of the index that chooses them, wherever they lie, "
+            "mean over steps; a token counts once for a KV head, an index as often as steps choose by it"
         )
     yield from turns.notes(comparison.entries)
     yield from legend(comparison)

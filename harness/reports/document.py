@@ -12,7 +12,7 @@ from harness.reports import needles, noise, pareto
 from harness.reports.banner import banner, markdown_banner
 from harness.reports.beside import costs
 from harness.reports.beside.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
-from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table, trace_table
+from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.stamps import caution
@@ -53,7 +53,7 @@ SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
 BESIDE = (
     Block("within", pareto.CAPTION, pareto.within_table, 1, "methods", lambda _: pareto.MEANING, brief=False),
     Block("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
-    Block("parts", "Where the time of a decode step goes", trace_table, 2, "traced rows", timed=True),
+    Block("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     Block("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
     Block("turns", "Score by turn", turn_scores, 3, "columns"),
     Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),

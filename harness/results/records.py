@@ -48,6 +48,7 @@ class Reply:
     kv_disk_bytes: int = 0
     moved_bytes_per_step: float | None
     from_disk_bytes_per_step: float | None = None  # of these, what a disk gave
+    read_bytes_per_step: float | None = None  # of keys, values and indices, wherever they lie; null unless trace=on
     hit_rate: float | None = None  # of rows asked of the method's cache on the device, those that it had
     sealed: bool
     fallback: str | None  # what the method did in place of its rule, and why
@@ -217,6 +218,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "union_prompt",
         "moved_bytes_per_step",
         "from_disk_bytes_per_step",
+        "read_bytes_per_step",
         "hit_rate",
     )
     sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)

@@ -219,7 +219,7 @@ def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
 def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     sizes = ("kv_device_bytes", "kv_host_bytes", "kv_disk_bytes", "device_peak_bytes", "host_peak_bytes")
     largest = {name: over_known(max, [getattr(record, name) for record in records]) for name in sizes}
-    means = ("moved_bytes_per_step", "from_disk_bytes_per_step", "hit_rate")
+    means = ("moved_bytes_per_step", "from_disk_bytes_per_step", "read_bytes_per_step", "hit_rate")
     largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
     return largest | {name: over_known(fmean, [getattr(record, name) for record in records]) for name in means}
 

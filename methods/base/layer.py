@@ -92,6 +92,12 @@ class KVLayer(ABC):
             return None
         return _found(read) - _found(selected)
 
+    @property
+    def bytes_read(self) -> float | None:
+        """Bytes of keys and values that the last step read, in all sequences: a token counts once for a KV head,
+        however many of its query heads read it. None where the layer does not say."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """End the turn: all that a further one needs of this layer, as tensors on the device. Views of what the layer
         holds: copy what is to outlive it."""

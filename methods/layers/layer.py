@@ -98,6 +98,19 @@ class Layer(Storage, capturable=True):
         union = read_together(selected, self.spec.num_kv_heads, self.seen).sum(-1)
         return union.double().mean(1) - (selected >= 0).sum(-1).double().mean(1)
 
+    @property
+    def bytes_read(self) -> float:
+        """As they are written, wherever they lie; what is rebuilt counts as what it stands for."""
+        rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
+        if rows is None or self.heads != self.spec.num_kv_heads:  # else each has copies of its own
+            coded = 0 if self.far is None else self.far.encoded * heads
+            tokens = (prompt + generated) * heads
+        else:
+            coded = 0 if self.far is None else self._count(rows, self.first_far, self.first_far + self.far.encoded)
+            tokens = self._count(rows, 0, self.seen) + generated * heads
+        size = 2 * self.spec.head_dim * self.request.dtype.itemsize
+        return tokens * size + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
+
     def state(self) -> dict[str, Tensor]:
         self._reopen()
         own = {f"{number}.{name}": x for number, one in enumerate(self.policies) for name, x in one.state().items()}
@@ -130,6 +143,11 @@ class Layer(Storage, capturable=True):
         self.seen += steps
         for policy in self.policies:
             policy.count_replayed(steps)
+
+    @staticmethod
+    def _count(rows: Tensor, start: int, end: int) -> int:
+        """Of rows from `start` up to `end`."""
+        return int(((rows >= start) & (rows < end)).sum())
 
     def _open(self, x: AttnInput) -> None:
         self._reopen()

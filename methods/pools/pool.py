@@ -55,6 +55,14 @@ class Pool:
         """Tokens in whole blocks; the others are the tail."""
         return self.length // self.codec.block * self.codec.block
 
+    @property
+    def token_bytes(self) -> float:
+        """Of an encoded token of one head, with its part of what is written per block."""
+        token, block = (
+            sum(rows.shape[3] * rows.dtype.itemsize for rows in kind) for kind in (self._tokens, self._blocks)
+        )
+        return token + block / self.codec.block
+
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D] on the device."""
         start, waiting = self.encoded, self.length - self.encoded

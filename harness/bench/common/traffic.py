@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.engine.trace import INDEX_BYTES
 from kernels.block import Linear
 
 
@@ -31,9 +32,7 @@ _READ: dict[str, Callable[..., int]] = {
     "segment_attention": _segments,
     "segment_attention_with_lse": _segments,
     "merge_attention": lambda outs, lses: _whole(*outs),
-    "row_scores": lambda q, x: _whole(x),
-    "channel_sums": lambda q, x, channels: channels.numel() * x.shape[3] * x.element_size(),
-    "pq_weights": lambda q, centroids, codes, scale: _whole(centroids, codes),
+    **INDEX_BYTES,
     "group_weights": lambda logits, scale, reduce: _whole(logits),
     "group_margins": lambda logits, candidates, reach: _whole(logits),
     "kmeans": lambda x, initial, iterations, tolerance: _whole(x),

@@ -41,6 +41,7 @@ class Generation:
     union_prompt: float | None = None  # `attended_prompt`, a KV head's query heads together: UNION_EVERY
     moved_bytes_per_step: float | None = None
     from_disk_bytes_per_step: float | None = None
+    read_bytes_per_step: float | None = None  # of keys, values and indices, of steps that were clocked
     hit_rate: float | None = None  # of a method's cache on the device; null where it has none
     kv: Footprint = field(default_factory=Footprint)
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence

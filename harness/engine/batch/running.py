@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from time import perf_counter
 
 import torch
@@ -73,6 +74,7 @@ class RunningBatch:
             out.fidelity = [watch.report(stepper.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
         if stepper.tracer is not None:
             out.trace = stepper.tracer.medians(slot.parts)
+            out.read_bytes_per_step = fmean(slot.read) if slot.read else None
         return out
 
     def _advance(self, running: list[Slot]) -> None:
@@ -96,7 +98,11 @@ class RunningBatch:
         tracer = self.stepper.tracer
         for slot in running:
             slot.bill(seconds - (capture_s or 0.0), capture_s, len(running))
-            if tracer is not None and tracer.last is not None:
+            if tracer is None:
+                continue
+            if (read := tracer.bytes_read(slot.cache)) is not None:
+                slot.read.append(read)
+            if tracer.last is not None:
                 slot.parts.append(tracer.last)
 
     def _gather(self, running: list[Slot]) -> None:

@@ -62,6 +62,7 @@ class Slot:
         self.clock = Clock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.parts: list[dict[str, float]] = []  # of each step that was clocked (harness/engine/trace.py)
+        self.read: list[float] = []  # bytes that each of the traced steps read, where all layers say
         self._device = cache.state.request.device
         self._fed = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
         self._asked: float | None = None  # on the clock, when the question began

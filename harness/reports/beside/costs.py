@@ -1,10 +1,13 @@
-"""What a method costs before and beside its decode steps: preparation, seal, and the peak memory of either phase."""
+"""What a method costs: preparation, seal, the peak memory of either phase, and where the time of a decode step goes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from harness.engine.step_parts import PARTS
 from harness.reports.columns import names
 from harness.reports.compare import Comparison
-from harness.terminal.tables import BYTES, SECONDS, Column, quantity
+from harness.terminal.tables import BYTES, SECONDS, Column, quantity, scaled
 
 PEAKS = {  # head -> key of summary.json's `memory`
     "device peak\nprefill": "prefill_device_peak_bytes",
@@ -23,6 +26,25 @@ def cost_table(comparison: Comparison) -> list[Column]:
         *(quantity(head, [row["memory"].get(key) for row in rows], BYTES) for head, key in PEAKS.items()),
     ]
     return [] if all(column.empty for column in costs) else [*names(comparison.entries), *costs]
+
+
+def trace_table(comparison: Comparison) -> list[Column]:
+    """Where the time of a decode step goes; empty where no run was traced."""
+    traced = [entry for entry in comparison.entries if entry.summary["trace"]]
+    if not traced:
+        return []
+    parts = ("step", *PARTS)
+    found = [entry.summary["trace"][f"{part}_s"] for entry in traced for part in parts]
+    cells, unit = scaled(found, SECONDS)
+    head, asked_for = names(traced)
+    return [
+        replace(head, head="decode step"),
+        asked_for,
+        *(
+            Column(part, unit, cells[place :: len(parts)], values=found[place :: len(parts)])
+            for place, part in enumerate(parts)
+        ),
+    ]
 
 
 def meaning(comparison: Comparison) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from harness.engine.step_parts import PARTS, PHASES
 from harness.engine.trace import PROFILE, Stopwatch, Tracer
 from harness.jobs.job import Evaluation
 from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.reports.columns import score_table
+from harness.reports.compare import comparisons
+from harness.results.store import load
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny
@@ -45,6 +49,8 @@ def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> N
         assert all(seconds >= 0 for seconds in trace["parts_s"].values())
         assert all(trace["parts_s"][part] > 0 for part in ("select", "fetch", "attend", "model"))
         assert 0 < trace["step_s"] < record.token_s[-1]
+        assert record.read_bytes_per_step
+    assert made.summary["memory"]["read_bytes_per_step"] == fmean(one.read_bytes_per_step or 0 for one in made.records)
     assert made.summary["traced"]
     assert made.summary["tpot_s"]["p50"] is made.summary["throughput_tok_s"] is None
     assert made.summary["trace"].keys() == {"step_s", *(f"{part}_s" for part in PARTS)}
@@ -61,6 +67,7 @@ def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
     assert [record.tokens for record in plain.records] == [record.tokens for record in traced.records]
     assert [record.fidelity for record in plain.records] == [record.fidelity for record in traced.records]
     assert {record.trace for record in plain.records} == {None}
+    assert {record.read_bytes_per_step for record in plain.records} == {None}
     assert plain.summary["trace"] is None
     assert not (plain.folder / PROFILE).exists()
 
@@ -88,12 +95,30 @@ def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     made = run(tmp_path, trace="on", baseline="off")
     assert report.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    assert "read: bytes of keys and values that a step reads" in text
+    assert "of Full's" not in text
     [head] = [line for line in text.splitlines() if line.startswith("decode step")]
     assert head.split() == ["decode", "step", "budget", "step", *PARTS]
     assert "T: traced" in text
     assert "TPOT" not in text
     assert show.main([str(made.folder)]) == 0
     assert "decode step, median of" in capsys.readouterr().out
+
+
+def test_reports_show_what_a_step_reads_and_its_share_of_full(tmp_path: Path) -> None:
+    made = run(tmp_path, trace="on")
+    assert made.full_folder is not None
+    full = load(made.full_folder)
+    [table] = comparisons([full, load(made.folder)])
+    shares = []
+    for whole, part in zip(full.records, made.records, strict=True):
+        shares.append((part.read_bytes_per_step or 0) / (whole.read_bytes_per_step or 1))
+        size = (whole.read_bytes_per_step or 0) / (whole.attended_total or 0)  # of a token, in all layers
+        index = (part.read_bytes_per_step or 0) - size * (part.attended_total or 0)
+        assert 0 < index < 0.1 * (whole.read_bytes_per_step or 0)
+    columns = {column.head: column.values for column in score_table(table)}
+    assert columns["read"] == [fmean(one.read_bytes_per_step or 0 for one in run.records) for run in (full, made)]
+    assert columns["read\nof Full's"] == [None, fmean(shares)]
 
 
 def test_an_answer_that_ends_early_is_profiled_as_far_as_it_goes(tmp_path: Path) -> None:
