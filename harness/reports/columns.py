@@ -208,6 +208,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
         )
     yield from turns.notes(comparison.entries)
     yield from legend(comparison)
+    yield from map(_copies, (entry for entry in comparison.entries if entry.copies))
     unfinished: dict[str, list[str]] = {}
     for entry in comparison.entries:
         if entry.summary["status"] != "complete":
@@ -230,6 +231,12 @@ def _power(comparison: Comparison) -> Iterator[str]:
         yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
     if few := ", ".join(entry.title for entry, size in found if size is None):
         yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
+
+
+def _copies(entry: Entry) -> str:
+    folders = ", ".join(str(run.folder.parent) for run in (entry.run, *entry.copies))
+    times = 1 + len(entry.copies)
+    return f"found {times} times with the same answers, shown once, as in the first: {entry.title} ({folders})"
 
 
 def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from harness.results.records import StoreError
 from harness.results.store import StoredRun, load
 from harness.results.summary import detectable
 from harness.results.summary_file import ONE_TABLE, combination, current_summary, method_of, reference
+from harness.results.twins import merged
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Entry:
     full: StoredRun | None
     summary: dict[str, Any]
     label: str
+    copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
 
     @property
     def title(self) -> str:
@@ -97,11 +99,12 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
 
 
 def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
-    entries = []
-    for run, label in zip(runs, labels(runs), strict=True):
+    entries, found = [], merged(runs)
+    runs = [group[0] for group in found]
+    for (run, *copies), label in zip(found, labels(runs), strict=True):
         full = reference(run, runs)
         summary = current_summary(run, full)
-        entries.append(Entry(run, full or _beside(run, summary), summary, label))
+        entries.append(Entry(run, full or _beside(run, summary), summary, label, tuple(copies)))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"

@@ -15,6 +15,7 @@ from harness.reports.compare import Comparison, Entry
 from harness.results.pairs import FULL, paired
 from harness.results.summary import against
 from harness.results.summary_file import method_of
+from harness.results.twins import round_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,7 @@ class Pair:
 
 
 def pairs(comparison: Comparison) -> list[Pair]:
-    """Every two rows of Full, but for one run that is there twice, or was made twice with the same answers: nothing of
-    its arithmetic differed."""
+    """Every two rows of Full that differ in something that rounding depends on; two that do not measure nothing."""
     full = [entry for entry in comparison.entries if method_of(entry.run) == FULL and entry.run.records]
     return [pair for a, b in combinations(full, 2) for pair in _pair(a, b)]
 
@@ -38,7 +38,7 @@ def pairs(comparison: Comparison) -> list[Pair]:
 def _pair(a: Entry, b: Entry) -> Iterator[Pair]:
     shared, beside = paired(a.run.records, b.run.records), against(a.run.records, b.run.records)
     changed = sum(ours.answer != theirs.answer for ours, theirs in shared)
-    if beside and (changed or a.run.folder.name != b.run.folder.name):
+    if beside and not round_alike(a.run, b.run):
         yield Pair((a.title, b.title), beside["diff"], tuple(beside["ci95"]), len(shared), changed)
 
 
@@ -58,8 +58,8 @@ def sentence(found: list[Pair]) -> str:
     """What a reader is told of the floor."""
     if not found:
         return (
-            "noise floor: unknown, for there is one run of Full at most; run Full again with another dtype, batch or "
-            "device to see what arithmetic alone changes"
+            "noise floor: unknown, for no two runs of Full differ in dtype, batch, device or machine; run Full again "
+            "with another to see what arithmetic alone changes"
         )
     largest = max(found, key=lambda pair: abs(pair.diff))
     low, high = (100 * end for end in largest.ci95)

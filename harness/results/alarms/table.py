@@ -6,11 +6,12 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
-from harness.results import bands
+from harness.results import bands, twins
 from harness.results.alarms.alarm import Alarm, Row, named, titles
 from harness.results.alarms.budgets import budgets_differ, off_budget, windows_differ
 from harness.results.alarms.times import shared
@@ -24,7 +25,7 @@ MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
 def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> list[Alarm]:
     """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
     known = bands.stored() if known is None else known
-    checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs)
+    checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs, _made_twice)
     cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated, shared)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
@@ -88,6 +89,17 @@ def _same_outputs(rows: Sequence[Row]) -> Iterator[Alarm]:
             count = len(same[0].run.records)
             text = f"{', '.join(titles(same))}: the same {count} outputs at partial budgets; were all of them applied?"
             yield Alarm("same_outputs", text, titles(same), red=True)
+
+
+def _made_twice(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """One run by identity and conditions, with other answers the second time; with the same it is one row."""
+    for a, b in combinations(rows, 2):
+        if twins.same(a.run, b.run) and (count := twins.changed(a.run, b.run)):
+            text = (
+                f"{a.title} and {b.title} are the same run, and {count} of {len(paired(a.run.records, b.run.records))} "
+                "answers or scores differ: shared code changed without its CORE_VERSION, or something is not repeatable"
+            )
+            yield Alarm("made_twice", text, (a.title, b.title), red=True)
 
 
 def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:

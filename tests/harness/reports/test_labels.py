@@ -11,6 +11,7 @@ import pytest
 from harness.config.catalogue import entries
 from harness.reports.compare import comparisons
 from harness.reports.labels import spelled
+from harness.results.files import read_json, write_json
 from harness.results.store import find, load
 from tests.fake_records import records, write_run
 
@@ -77,16 +78,25 @@ def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:
     }
 
 
+def used_other_kernels(*folders: Path) -> None:
+    """So that none is a copy."""
+    for number, folder in enumerate(folders):
+        path = folder / "run.json"
+        write_json(path, read_json(path) | {"backends": {"attention": [number]}})
+
+
 def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path: Path) -> None:
     folder = quest(tmp_path)
     other = folder.with_name("niah-quest-0123abcd")  # of other sources
     shutil.copytree(folder, other)
+    used_other_kernels(folder, other)
     assert set(rows(tmp_path)) == {f"quest #{folder.name[-8:-4]} 10%", "quest #0123 10%"}
 
 
 def test_the_same_run_twice_bears_its_place(tmp_path: Path) -> None:
     folder = quest(tmp_path / "one" / "runs")
-    shutil.copytree(folder, tmp_path / "two" / "runs" / folder.name)
+    other = shutil.copytree(folder, tmp_path / "two" / "runs" / folder.name)
+    used_other_kernels(folder, other)
     assert set(rows(tmp_path)) == {f"quest #{folder.name[-8:-4]} {place}/runs 10%" for place in ("one", "two")}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.reports import noise
+from harness.reports.columns import notes
 from harness.reports.compare import Comparison, comparisons
 from harness.results.store import find, load
 from tests.fake_records import records, write_run
@@ -45,13 +47,61 @@ def test_one_full_gives_no_floor_and_neither_does_its_copy(tmp_path: Path) -> No
     assert noise.pairs(table(tmp_path)) == []
 
 
-def test_a_run_made_twice_is_an_a_a_pair_only_where_an_answer_changed(tmp_path: Path) -> None:
+def test_a_run_made_twice_is_one_row_and_measures_nothing(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", records([1.0] * 10))
     again = write_run(tmp_path / "b", records([1.0] * 10, token_s=[2.0, 2.5, 2.6, 2.7]))
     assert first.name == again.name
+    found = table(tmp_path)
+    assert noise.pairs(found) == []
+    assert [entry.title for entry in found.entries] == ["full"]
+    said = (
+        f"found 2 times with the same answers, shown once, as in the first: full ({tmp_path / 'a'}, {tmp_path / 'b'})"
+    )
+    assert said in list(notes(found))
+    assert found.alarms == []
+
+
+def test_a_run_that_did_not_repeat_itself_is_an_alarm_and_no_noise(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", records([1.0] * 10))
+    write_run(tmp_path / "b", records([1.0] * 9 + [0.0]))
+    found = table(tmp_path)
+    assert noise.pairs(found) == []
+    assert len(found.entries) == 2
+    [alarm] = [alarm for alarm in found.alarms if alarm.kind == "made_twice"]
+    assert alarm.red
+    assert "1 of 10 answers or scores differ" in alarm.text
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"backends": {"attention": ["reference"]}},
+        {"provenance": {"versions": {"torch": "3.0"}, "machine": {"cpu": "A", "threads": 2}}},
+        {"provenance": {"versions": {"torch": "2.0"}, "machine": {"cpu": "B", "threads": 2}}},
+        {"provenance": {"versions": {"torch": "2.0"}, "machine": {"cpu": "A", "threads": 4}}},
+    ],
+)
+def test_the_same_full_elsewhere_is_an_a_a_pair(tmp_path: Path, facts: dict[str, Any]) -> None:
+    here = {"versions": {"torch": "2.0"}, "machine": {"cpu": "A", "threads": 2}}
+    write_run(tmp_path / "a", records([1.0] * 10), facts={"backends": {"attention": ["cpu"]}, "provenance": here})
+    write_run(tmp_path / "b", records([1.0] * 9 + [0.0]), facts=facts)
+    [pair] = noise.pairs(table(tmp_path))
+    assert (pair.changed, pair.n) == (1, 10)
+    assert not [alarm for alarm in table(tmp_path).alarms if alarm.kind == "made_twice"]
+
+
+def test_fulls_of_other_settings_measure_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 10))
+    write_run(tmp_path, records([1.0] * 10), trace="on")
     assert noise.pairs(table(tmp_path)) == []
-    write_run(tmp_path / "c", records([1.0] * 9 + [0.0]))
-    assert {pair.changed for pair in noise.pairs(table(tmp_path))} == {1}
+    assert "no two runs of Full differ" in noise.sentence([])
+
+
+def test_a_copy_that_was_cut_short_is_the_same_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", records([1.0] * 4), "full", "interrupted")
+    write_run(tmp_path / "b", records([1.0] * 10))
+    [entry] = table(tmp_path).entries
+    assert len(entry.run.records) == 10
 
 
 def test_what_is_within_the_noise(tmp_path: Path) -> None:
