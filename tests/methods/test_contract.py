@@ -190,6 +190,9 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
         assert [later for _, later in step.attended] == [count] * 3
         for (read, _), positions in zip(step.attended, step.read, strict=True):
             _check_positions(method, positions, read, length)
+    for (read, _), positions, layer in zip(steps[-1].attended, steps[-1].read, cache.layers, strict=True):
+        found, excess = read if positions is None else int((positions >= 0).sum()) / 2, layer.union_excess()
+        assert found - read == (0 if excess is None else excess.item())
 
 
 @methods
