@@ -23,6 +23,8 @@ MEANINGS = {
     "KV disk": "the same in files",
     "moved": "bytes copied between host and device per step, mean",
     "from disk": "those of them that a file gave",
+    "read": "keys, values and index that a step read, mean (traced runs)",
+    "read\nof Full's": "of what Full read on the same examples",
     "hits": "share of the rows asked of a method's device cache that were there",
     "found in": "tier in which a turn found its history",
     "reused": "tokens of its history that a turn found",
