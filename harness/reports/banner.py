@@ -21,15 +21,15 @@ def shows_colour(stream: TextIO) -> bool:
 def banner(table: Comparison, width: int, colour: bool) -> Iterator[str]:
     """For a terminal: a paragraph per alarm."""
     for alarm in table.alarms:
-        text = textwrap.fill(f"{_word(alarm)}: {alarm.text}", width, initial_indent="  ", subsequent_indent="    ")
+        text = textwrap.fill(f"{word(alarm)}: {alarm.text}", width, initial_indent="  ", subsequent_indent="    ")
         yield f"{RED if alarm.red else YELLOW}{text}{PLAIN}" if colour else text
 
 
 def markdown_banner(table: Comparison) -> Iterator[str]:
     """A quote per alarm; red ones stand out without colour too."""
     for alarm in table.alarms:
-        yield f"> {'🟥' if alarm.red else '🟨'} **{_word(alarm)}:** {alarm.text}\n"
+        yield f"> {'🟥' if alarm.red else '🟨'} **{word(alarm)}:** {alarm.text}\n"
 
 
-def _word(alarm: Alarm) -> str:
+def word(alarm: Alarm) -> str:
     return "ALARM" if alarm.red else "caution"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from harness.reports import needles, noise, pareto
-from harness.reports.banner import banner, markdown_banner
+from harness.reports.banner import banner, markdown_banner, word
 from harness.reports.beside import costs
 from harness.reports.beside.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table
@@ -86,22 +87,36 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
 
 
 def as_latex(tables: Sequence[Comparison]) -> str:
-    """A float per table, to be \\input into a paper; conditions and notes stand below it in small print."""
+    """A float per table, to be \\input into a paper. In small print below the main one: alarms, conditions, notes, and
+    what its stamps point to; advice to whoever makes the table is a comment."""
     parts = ["% \\usepackage{booktabs,graphicx}"]
     for table in tables:
-        told = [*conditions(table), *(note for note in remarks(table) if not note.startswith("! "))]
-        parts += latex_table(score_table(table), f"{SCORES.caption}: {table.title}", _sentences(told))
-        for block in BESIDE:
-            parts += latex_table(
-                block.columns(table), f"{block.caption}: {table.title}", _sentences([block.below(table)])
-            )
-        told = [*(alarm.text for alarm in table.alarms), *(note for note in remarks(table) if note.startswith("! "))]
-        parts += [f"% {' '.join(text.split())}" for text in told]
+        for block in (SCORES, *BESIDE):
+            below = list(_below(table)) if block is SCORES else [_sentences([block.below(table)])]
+            caption, label = f"{block.caption}: {table.title}", f"tab:{_slug(f'{block.name} {table.title}')}"
+            parts += latex_table(block.columns(table), caption, label, below)
+        if table.tested and not noise.pairs(table):
+            parts.append(f"% {noise.sentence([])}")
     return "\n".join(parts) + "\n"
 
 
+def _below(table: Comparison) -> Iterator[str]:
+    """The paragraphs below the main table."""
+    said, pairs = list(notes(table)), noise.pairs(table)
+    warned = [note.removeprefix("! ") for note in said if note.startswith("! ")]
+    yield from (_sentences([f"{word(alarm).capitalize()}: {alarm.text}"]) for alarm in table.alarms)
+    yield _sentences(list(conditions(table)))
+    floor = [noise.sentence(pairs)] if pairs and table.tested else []
+    yield _sentences([*(note for note in said if not note.startswith("! ")), *floor])
+    yield f"!: {'; '.join(warned)}." if warned else ""
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 def _sentences(told: Sequence[str]) -> str:
-    return " ".join(f"{text[0].upper()}{text[1:]}." for text in told if text)
+    return " ".join(f"{text[0].upper()}{text[1:].rstrip('.')}." for text in told if text)
 
 
 def remarks(table: Comparison) -> Iterator[str]:

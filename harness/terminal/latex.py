@@ -14,9 +14,9 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def latex_table(columns: Sequence[Column], caption: str, below: str = "") -> list[str]:
+def latex_table(columns: Sequence[Column], caption: str, label: str, below: Sequence[str] = ()) -> list[str]:
     """Lines of a float no wider than the text; columns without any value are left out, and without any all of it.
-    `below`: small print under the table."""
+    `below`: paragraphs of small print under the table."""
     kept = [column for column in columns if not column.empty]
     if not kept:
         return []
@@ -28,6 +28,7 @@ def latex_table(columns: Sequence[Column], caption: str, below: str = "") -> lis
         r"\begin{table}",
         r"\centering",
         rf"\caption{{{escaped(caption)}}}",
+        rf"\label{{{label}}}",
         r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{''.join('l' if column.left else 'r' for column in kept)}}}",
         r"\toprule",
@@ -37,9 +38,13 @@ def latex_table(columns: Sequence[Column], caption: str, below: str = "") -> lis
         *(_row([cell(text) for text in row]) for row in rows),
         r"\bottomrule",
         r"\end{tabular}}",
-        *([rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\raggedright {escaped(below)}}}"] if below else []),
+        *(_paragraph(text) for text in below if text),
         r"\end{table}",
     ]
+
+
+def _paragraph(text: str) -> str:
+    return rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\raggedright {escaped(text)}}}"
 
 
 def cell(text: str) -> str:

@@ -29,11 +29,11 @@ def test_cells_have_a_real_minus_and_small_intervals() -> None:
 
 def test_empty_columns_and_tables_are_left_out() -> None:
     columns = [Column("method", "", ["a", "b"], left=True), Column("x", "%", ["", ""]), Column("y", "ms", ["1", "2"])]
-    text = "\n".join(latex_table(columns, "50 % & more"))
+    text = "\n".join(latex_table(columns, "50 % & more", "tab:a-b", ["one", "", "100 %"]))
     assert r"\begin{tabular}{lr}" in text
     assert r"\caption{50 \% \& more}" in text
     assert "a & 1 \\\\" in text
-    assert latex_table(columns[1:2], "nothing") == []
+    assert latex_table(columns[1:2], "nothing", "tab:c") == []
 
 
 def test_a_report_in_latex_is_whole(tmp_path: Path) -> None:
