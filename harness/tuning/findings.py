@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from evals.stats import ALPHA
+from harness.results.alarms.run import at_chance
 from harness.results.pairs import mean_score
 from harness.results.provenance import git
 from harness.terminal.tables import BYTES, percent, probability, scaled, text_table
@@ -67,6 +68,19 @@ class Findings:
             f"well ({needed})."
         )
 
+    @property
+    def cautions(self) -> Iterator[str]:
+        """What a run of these examples would be noted for, beside the verdict."""
+        if self.plan.setting.model.describe().weights == "random":
+            yield "Random weights, so scores mean nothing."
+        chance = self.plan.setting.task.chance
+        if at_chance(self.held_out.full, chance):
+            full = percent(mean_score(self.held_out.full))
+            yield f"Full scores {full}, near the {percent(chance, 0)} of guessing: values cannot be told apart here."
+        row = self.reported[self.best != START]
+        if row.detectable is None:
+            yield f"Too few examples: no difference, however large, reaches p < {ALPHA:g} on the {row.n} held out."
+
     def lines(self) -> Iterator[str]:
         yield f"Chosen by {self.plan.examples.choosing} examples:"
         yield text_table(columns(self.rows))
@@ -74,7 +88,7 @@ class Findings:
             yield f"  left out: {self.plan.space.label(point)}: {reason}"
         yield f"\nHeld out, {len(self.plan.examples.held_out)} other examples:"
         yield text_table(columns(self.reported))
-        yield f"\n{self.verdict}"
+        yield "\n" + " ".join([self.verdict, *self.cautions])
 
     def provenance(self) -> Iterator[str]:
         """For the comment of the preset."""
@@ -90,7 +104,7 @@ class Findings:
         )
         scores = ", ".join(f"{row.label} {row.score}" for row in self.reported)
         yield f"Held out, {self.reported[0].n} other examples: {scores}."
-        yield self.verdict
+        yield " ".join([self.verdict, *self.cautions])
         if self.best != START:
             yield self._cost(*self.reported[:2])
 

@@ -67,6 +67,10 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     assert "planted_tuned" not in text.splitlines()[0]
     assert "Held out, 4 other examples: planted " in text
     assert "gain=1.0 100.0 [" in text
+    for told in (out, text):
+        words = " ".join(told.replace("\n# ", " ").split())
+        assert "Random weights, so scores mean nothing." in words
+        assert "Too few examples: no difference, however large, reaches p < 0.05 on the 4 held out." in words
     assert all((tmp_path / "runs" / f"planted_tuned.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
     chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose-", "held-out"))
     assert len(chosen) == len(held) == 4
