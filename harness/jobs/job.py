@@ -22,6 +22,7 @@ from harness.jobs.planning.effective import (
     effective,
     method_of,
     with_contexts,
+    with_own_limit,
     with_turns,
     without_effect,
 )
@@ -91,7 +92,7 @@ class Job:
             say_once(SLOW_FP16)
         budget = budget_of(settings, method, info)
         items = list(items or prepare(task, model, settings))
-        settings = with_contexts(settings, items)
+        settings = with_contexts(with_own_limit(settings, items), items)
         check_turns(items, settings)
         check_overflow(items, task, settings, info.limit)
         settings = with_turns(settings, items)

@@ -63,6 +63,18 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     return replace(settings, **changes)
 
 
+def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
+    """generation.max_new_tokens is left out where it says what every turn has of itself, so that the run is the same.
+    A text that is given in place of answers has no limit but that one."""
+    asked = settings.generation.max_new_tokens
+    turns = [turn for item in items for turn in item.example.turns]
+    if asked is None or any(turn.max_new_tokens != asked for turn in turns):
+        return settings
+    if any(turn.forced for item in items for turn in item.turns):
+        return settings
+    return replace(settings, generation=replace(settings.generation, max_new_tokens=None))
+
+
 def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
     """questions=shared is left out where no context has two questions, and said to be."""
     if settings.questions == "separate" or any(len(group) > 1 for group in by_context(items)):

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.config.settings import Results, Settings, SettingsError
+from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.jobs import group
 from harness.jobs.job import Evaluation, Job
+from harness.jobs.planning.effective import with_own_limit
 from harness.jobs.run import evaluate
 from harness.models.base import ModelError
 from harness.results.files import read_json, write_json
@@ -226,6 +227,18 @@ def test_a_run_is_known_by_the_device_and_dtype_that_auto_chose(
     assert (chosen.config["device"], chosen.config["dtype"]) == (device, dtype)
     assert chosen.identity == named.identity
     assert Job.plan(PQ, niah(), model, Settings(results=results, dtype="fp16")).config["dtype"] == "fp16"
+
+
+def test_a_limit_that_is_the_examples_own_is_no_other_run() -> None:
+    own, same, other = (
+        Job.plan(PQ, niah(), MODEL, Settings(generation=GenerationSettings(max_new_tokens=limit)))
+        for limit in (None, 6, 5)
+    )
+    assert own.identity == same.identity != other.identity
+    assert [item.new_tokens for item in same.items] == [6] * 4
+    given = [replace(item, forced=(1, 2)) for item in same.items]  # texts in place of answers, which it would cut
+    typed = Settings(generation=GenerationSettings(max_new_tokens=6))
+    assert with_own_limit(typed, given) == typed
 
 
 @pytest.mark.parametrize("wrong", [{"device": "cuda"}, {"device": "cuda:7"}])
