@@ -82,10 +82,15 @@ class Probe(KVCache):
 
     def _read(self, layer: KVLayer, stored: int) -> Tensor:
         """Which tokens each head read in this step. -> bool [1 G 1|g N]"""
-        groups, rows = layer.spec.num_kv_heads, layer.selected_positions()
-        heads = groups if rows is None else rows.shape[1]
-        read = torch.ones(1, heads, stored + 1, dtype=torch.bool, device=self.needle.device)
-        if rows is not None:  # -1, where a head read fewer, is the place behind the last token
-            read[..., : self.prompt] = False
-            read.scatter_(2, rows % (stored + 1), True)
-        return read[..., :stored].view(1, groups, heads // groups, stored)
+        prompt = self._among(layer, stored, slice(0, self.prompt), layer.selected_positions())
+        return prompt & self._among(layer, stored, slice(self.prompt, stored), layer.generated_positions())
+
+    def _among(self, layer: KVLayer, stored: int, part: slice, positions: Tensor | None) -> Tensor:
+        """Of this part of the tokens those at `positions`, None for all; and all others. -> bool [1 G 1|g N]"""
+        groups = layer.spec.num_kv_heads
+        heads = groups if positions is None else positions.shape[1]
+        found = torch.ones(1, heads, stored + 1, dtype=torch.bool, device=self.needle.device)
+        if positions is not None:  # -1, where a head read fewer, is the place behind the last token
+            found[..., part] = False
+            found.scatter_(2, positions % (stored + 1), True)
+        return found[..., :stored].view(1, groups, heads // groups, stored)

@@ -84,21 +84,18 @@ class Fidelity:
         weights = softmax((q @ k.transpose(-1, -2)).float() * spec.scale, spec.sink_logits)  # [B G g N]
         exact = (weights @ v.float()).flatten(2)
         error = (out.view(*k.shape[:2], -1).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        read = layer.selected_positions()
-        if read is None:
+        read, kept = layer.selected_positions(), layer.generated_positions()
+        if read is None and kept is None:
             return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
-        own = weights.view(len(weights), read.shape[1], -1, weights.shape[3]).mean(2)  # [B G|H N] of those that share
+        heads = next(x.shape[1] for x in (read, kept) if x is not None)
+        own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)  # [B G|H N] of those that share
         if spec.sink_logits is not None:  # of what the tokens get, without the sink
             own = own / own.sum(-1, keepdim=True)
         before, after = own.split([prompt.length, since.length], -1)
-        spare = before.new_zeros(*before.shape[:2], 1)  # where the padding of uneven reads goes
-        is_read = torch.cat([torch.zeros_like(before), spare], -1).scatter(-1, read % (prompt.length + 1), 1.0)
-        is_read, count = is_read[..., :-1], (read >= 0).sum(-1, keepdim=True)
-        best = before.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
-        counted = torch.arange(read.shape[-1], device=read.device) < count
-        recall = (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1)
-        mass = (before * is_read).sum(-1) + after.sum(-1)
-        recall, mass = (x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for x in (recall, mass))
+        if kept is not None:
+            after = after * _marked(kept.repeat_interleave(heads // kept.shape[1], 1) - prompt.length, after)
+        recall, mass = _of_the_prompt(before, read)
+        recall, mass = (x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for x in (recall, mass + after.sum(-1)))
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -136,3 +133,19 @@ class Fidelity:
             found["kl"] = round(kl[place, asked : asked + len(mine)].mean().item(), 6) if mine else None
             found["first_difference"] = differ[0] if differ else None
         return found
+
+
+def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Recall, and the mass that was read. weights [B G|H N] of the prompt's tokens, read [B G|H K] or None for all."""
+    if read is None:
+        return torch.ones_like(weights[..., 0]), weights.sum(-1)
+    is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)
+    best = weights.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
+    counted = torch.arange(read.shape[-1], device=read.device) < count
+    return (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1), (weights * is_read).sum(-1)
+
+
+def _marked(places: Tensor, like: Tensor) -> Tensor:
+    """1 at `places` [B heads K], -1 for none, and 0 elsewhere. like [B heads N]"""
+    spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one behind the last, for the padding of uneven reads
+    return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

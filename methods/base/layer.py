@@ -98,6 +98,11 @@ class KVLayer(ABC):
         however many of its query heads read it. None where the layer does not say."""
         return None
 
+    def generated_positions(self) -> Tensor | None:
+        """Positions since the seal that the last step read, [B G K], or [B H K] where query heads keep their own; None
+        for all."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """End the turn: all that a further one needs of this layer, as tensors on the device. Views of what the layer
         holds: copy what is to outlive it."""

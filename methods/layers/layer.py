@@ -111,6 +111,9 @@ class Layer(Storage, capturable=True):
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
         return tokens * size + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
 
+    def generated_positions(self) -> Tensor | None:
+        return None if self.later is None else self.later_positions()
+
     def state(self) -> dict[str, Tensor]:
         self._reopen()
         own = {f"{number}.{name}": x for number, one in enumerate(self.policies) for name, x in one.state().items()}

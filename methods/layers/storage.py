@@ -187,9 +187,13 @@ class Storage(KVLayer):
     def stored_positions(self) -> Tensor:
         """Where every stored token stood in the sequence. -> [B heads S], -1 where a head has fewer"""
         prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
-        known = [prompt] if self.later is None else [prompt, self.later]
-        new = self.store.length - self.prompt_rows - (0 if self.later is None else self.later.shape[2])
-        return torch.cat([*known, self._consecutive(self.seen - new, self.seen)], -1)
+        return torch.cat([prompt, self.later_positions()], -1)
+
+    def later_positions(self) -> Tensor:
+        """The same of those behind the sealed prompt."""
+        kept = [] if self.later is None else [self.later]
+        new = self.store.length - self.prompt_rows - sum(one.shape[2] for one in kept)
+        return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)
 
     def _consecutive(self, start: int, end: int) -> Tensor:
         return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)

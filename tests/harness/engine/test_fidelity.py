@@ -14,10 +14,11 @@ from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.fidelity import Fidelity
-from methods.base import AttnInput, Method
+from methods.base import AttnInput, Budget, Method
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.quest import Quest
+from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
@@ -136,8 +137,19 @@ def test_a_head_that_reads_fewer_is_asked_for_as_many_as_it_reads() -> None:
     weights = (q @ k.mT * text.specs[0].scale).softmax(-1).unflatten(1, (2, 2)).mean(2)[0, :, 0, :40]
     best = weights.argsort(-1, descending=True)[:, :4]
     read = torch.stack([torch.stack([best[0, 3], best[0, 0], *[torch.tensor(-1)] * 2]), best[1]])[None]
-    layer: Any = SimpleNamespace(spec=text.specs[0], selected_positions=lambda: read)
+    layer: Any = SimpleNamespace(spec=text.specs[0], selected_positions=lambda: read, generated_positions=lambda: None)
     watch.decode(layer, text.at(0, 40, 41), torch.zeros(1, 4, 1, 32))
     report = watch.report(tiny("llama"), 0, [1], compare=False)
     assert report is not None
     assert report["recall_per_head"] == [[0.5, 1.0]]
+
+
+@pytest.mark.parametrize("method", [ORACLE, SnapKV(window=4, kernel=3, select_per="query_head")])
+def test_generated_tokens_that_were_dropped_hold_no_mass(method: Method) -> None:
+    """All of the prompt is read, and what is missing of the weights is what dropped tokens would have had."""
+    with attached(tiny("llama"), method, budget=Budget(1.0, generated=4)) as kv:
+        report = found(Engine(kv, fidelity=23).generate(prompt(90), max_new_tokens=24))
+        assert (report["steps"], report["mass"]) == (1, 1)  # nothing is dropped in the first step
+        report = found(Engine(kv, fidelity=1).generate(prompt(90), max_new_tokens=24))
+    assert report["recall"] == 1
+    assert report["mass"] < 0.99
