@@ -52,8 +52,8 @@ class InfLLM(Method):
         index_cost="one key per block and query head, the mean of {repr_topk}",
         budget="sinks, window, unfinished block and selected blocks",
         deviations=(
-            "blocks for small budgets, which {repr_topk} of {block} tokens represent, in the paper 4 of 128; no cache "
-            "of recent blocks, every block read is moved; generated tokens enter blocks with a further turn only"
+            "blocks for small budgets, which {repr_topk} of {block} tokens represent, in the paper 4 of 128; no LRU "
+            "cache (what it saves is unknown here); generated tokens enter blocks with a further turn only"
         ),
     )
 

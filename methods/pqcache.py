@@ -51,9 +51,10 @@ class PQCache(Windowed):
             "k-means rounds are limited to {iterations}, so that tokens can be reproduced; the paper's number follows "
             "the machine's speed, to hide the clustering behind the prefill (iterations=auto; here the seal still "
             "comes after it). Codes stay on the device, so scoring moves nothing. Generated tokens are always "
-            "read and get no code before a further turn. No cache of blocks unless cache_tokens is set: one that holds "
-            "the whole prompt would offload nothing. It begins with the last blocks, and few are offered per step, for "
-            "the released code's 32 move more than they save"
+            "read and get no code before a further turn. No cache of blocks unless cache_tokens is set, where the "
+            "paper has one of 4096 tokens (LRU or LFU; here LFU): of a short prompt it would leave little to offload. "
+            "It begins with the last blocks, and few are offered per step, for the released code's 32 move more than "
+            "they save"
         ),
     )
 
