@@ -26,17 +26,19 @@ def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
 
 
 def table_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """A line per run: its summary, its method's parameters as `parameters.NAME`, where and how it ran."""
-    return [_row(entry, table) for table in tables for entry in table.entries]
+    """A line per run: its summary, its p after the table's correction (`full.p_holm`), its method's parameters as
+    `parameters.NAME`, where and how it ran."""
+    return [_row(place, entry, table) for table in tables for place, entry in enumerate(table.entries)]
 
 
-def _row(entry: Entry, table: Comparison) -> dict[str, Any]:
+def _row(place: int, entry: Entry, table: Comparison) -> dict[str, Any]:
     info = entry.run.info
     known = {key: value for key, value in entry.summary.items() if value is not None}
     parameters = {name: value for name, value in entry.run.config["method"].items() if name != TARGET}
     return dict(_cells(known | {"parameters": parameters})) | {
         "label": entry.label,
         "stamps": stamps(entry, table),
+        "full.p_holm": table.adjusted.get(place),
         "folder": entry.run.folder.name,
         "started": info.get("started"),
         "ended": info.get("ended"),

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evals import stats
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, Entry, comparisons
-from harness.results.store import StoredRun, load
+from harness.reports.spreadsheet import table_rows
+from harness.results.store import StoredRun, find, load
 from harness.results.summary import summarise
 from harness.terminal.tables import probability
 from tests.fake_records import config, record, records, write_run
@@ -97,3 +99,15 @@ def test_a_summary_of_older_statistics_is_made_again(tmp_path: Path) -> None:
     path, fresh = table.entries[0].run.folder / "summary.json", table.entries[0].summary
     files.write_json(path, fresh | {"schema": 4, "score": fresh["score"] | {"ci95": [0.9, 1.0]}})
     assert table_of(tmp_path).entries[0].summary == fresh
+
+
+def test_the_spreadsheet_has_p_as_the_table_corrects_it(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 20))
+    for budget, lost in ((0.1, 12), (0.2, 5), (0.3, 1)):
+        scores = [0.0] * lost + [1.0] * (20 - lost)
+        write_run(tmp_path, records(scores, attended_prompt=10.0), "quest", budget=budget)
+    tables = comparisons([load(run) for run in find([tmp_path])])
+    lines = table_rows(tables)
+    assert lines[0]["full.p_holm"] is None  # Full itself
+    assert [line["full.p_holm"] for line in lines[1:]] == stats.holm([line["full.p"] for line in lines[1:]])
+    assert lines[1]["full.p_holm"] == pytest.approx(3 * lines[1]["full.p"])
