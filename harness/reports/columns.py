@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from harness.reports import edited
 from harness.reports.beside import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
@@ -208,6 +209,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
         )
     yield from turns.notes(comparison.entries)
     yield from legend(comparison)
+    yield from edited.notes(comparison.entries)
     yield from map(_copies, (entry for entry in comparison.entries if entry.copies))
     unfinished: dict[str, list[str]] = {}
     for entry in comparison.entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from harness.config.catalogue import entries
+from harness.reports import edited
 from harness.reports.compare import comparisons
 from harness.reports.labels import spelled
-from harness.results.files import read_json, write_json
+from harness.results.files import read_json, write_json, write_lines
+from harness.results.meaning import meaning_now
 from harness.results.store import find, load
 from tests.fake_records import records, write_run
 
@@ -154,3 +157,23 @@ def test_a_key_that_only_a_null_shares_is_short(tmp_path: Path) -> None:
     for sinks in (0, 4):
         quest(tmp_path, method=MANY | {"sinks": sinks}, windows={"sinks": None, "recent_ratio": None})
     assert set(rows(tmp_path)) == {"quest sinks=0 10%", "quest sinks=4 10%"}
+
+
+def test_rows_of_edited_code_say_which_is_todays(tmp_path: Path) -> None:
+    today = meaning_now("methods.quest")
+    folders = [quest(tmp_path), tmp_path / "niah-quest-0123abcd"]
+    shutil.copytree(*folders)
+    for folder, code, hour in zip(folders, (today, "edited since"), (9, 8), strict=True):
+        known = read_json(folder / "run.json")
+        facts = {"identity_sha256": folder.name, "sealed": False, "started": f"2026-01-01T0{hour}:30:00+00:00"}
+        write_json(folder / "run.json", known | facts | {"identity": {"code": {"methods.quest": code}, "core": 2}})
+        lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+        bare = [{key: line[key] for key in line if key not in ("run", "sha256")} for line in lines]
+        write_lines(folder / "examples.jsonl", bare)
+    [table] = comparisons([load(folder) for folder in folders])
+    [said] = edited.notes(table.entries)
+    assert said.startswith("quest: versions of its code (methods.quest): ")
+    mark = folders[0].name[-8:-4]
+    assert f"quest #{mark} 10% began 2026-01-01 09:30 with the code of today" in said
+    assert "quest #0123 10% began 2026-01-01 08:30" in said
+    assert said.count("of today") == 1
