@@ -12,10 +12,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from harness.diagnosis.difference import apart
 from harness.diagnosis.failure import failure
 from harness.diagnosis.next_steps import with_root
 from harness.reports.command import command
-from harness.results.difference import apart
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
 from harness.terminal.tables import digits
