@@ -119,6 +119,17 @@ class Score:
     details: Mapping[str, float | str] = field(default_factory=dict)
 
 
+# What names of `Task.averages` do not say. Not in the tasks' modules: a word changed there would re-run results.
+AVERAGES = {
+    "leading_digits_share": "of the numbers asked for, the share of digits that came out before the first wrong one",
+    "weighted_rising": "mean over lengths with weights 1, 2, ... from the shortest to the longest",
+    "weighted_falling": "the same from the longest to the shortest",
+    "effective_length": "the longest prompts, in tokens, that score above RULER's threshold",
+    "avg_leaderboard": "LongBench's leaderboard: mean over its six categories",
+    "perplexity": "of all windows or replies together",
+}
+
+
 class Task(ABC):
     """Subclasses are frozen dataclasses; their defaults are the values of their yaml, which lists every field."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from evals.base import AVERAGES
 from harness.reports import edited
 from harness.reports.beside import turns
 from harness.reports.compare import Comparison, Entry, asked
@@ -179,6 +180,12 @@ def average_table(comparison: Comparison) -> list[Column]:
         values = [run.get(name) for name in listed]
         columns.append(Column(entry.label, budget(entry.summary), cells, values=values))
     return columns
+
+
+def average_meanings(comparison: Comparison) -> str:
+    """The note below that table: what its names do not say."""
+    shown = {name for entry in comparison.entries for name in entry.summary["score"]["averages"]}
+    return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
 
 
 def notes(comparison: Comparison) -> Iterator[str]:

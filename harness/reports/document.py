@@ -13,7 +13,7 @@ from harness.reports import needles, noise, pareto
 from harness.reports.banner import banner, markdown_banner, word
 from harness.reports.beside import costs
 from harness.reports.beside.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
-from harness.reports.columns import average_table, by_column, by_run, group_table, notes, score_table
+from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.stamps import caution
@@ -62,8 +62,8 @@ BESIDE = (
     Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows", timed=True),
     Block("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
     Block("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
-    Block("averages", "The task's own averages", partial(by_column, average_table), 1, "columns"),
-    Block("averages", "The task's own averages", partial(by_run, average_table), 2, "rows"),
+    Block("averages", "The task's own averages", partial(by_column, average_table), 1, "columns", average_meanings),
+    Block("averages", "The task's own averages", partial(by_run, average_table), 2, "rows", average_meanings),
 )
 
 

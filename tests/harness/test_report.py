@@ -232,6 +232,8 @@ def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytes
     table = text[text.index("perplexity\n") :]  # one average of two runs: a row per run
     assert row(table, "full").split() == ["full", "7.39"]
     assert row(table, "quest").split() == ["quest", "10%", "12.2"]
+    assert "perplexity: of all windows or replies together" in table
+    assert "leading_digits_share:" not in table
 
 
 def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
