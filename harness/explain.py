@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explanation(one: Subject) -> str:
     """A paragraph on the score, one on the times, and the commands that would tell more."""
     paragraphs = [" ".join(quality.sentences(one)), " ".join(speed.sentences(one))]
-    filled = [textwrap.fill(text, WIDTH, break_on_hyphens=False) for text in paragraphs if text]
+    filled = [textwrap.fill(text, WIDTH, break_on_hyphens=False, break_long_words=False) for text in paragraphs if text]
     steps = [f"{what}:\n    {line}" for what, line in next_steps(one, command(one.run))]
     commands = ["Next,\n" + "\n".join(steps)] if steps else []
     return "\n\n".join([_head(one), *filled, *commands])

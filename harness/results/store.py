@@ -142,7 +142,8 @@ class Run:
             self.info |= {"status": status, "ended": now(), "load_average_ended": load_average(), "error": error}
         elif status != "complete" or self._before["status"] != "complete":
             ended = self._before.get("ended") or self._last_written()
-            self.info = self._before | {"status": status, "ended": ended, "error": error}
+            load = self._before.get("load_average_ended")
+            self.info = self._before | {"status": status, "ended": ended, "load_average_ended": load, "error": error}
         else:
             self.info = self._before
         try:
