@@ -161,7 +161,8 @@ def test_columns_are_sorted_both_ways(opened: Opened) -> None:
 
 def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
     page = opened.page
-    page.wait_for_function("window.Plotly && document.querySelector('.chart .main-svg')")
+    # a function each time: the page's policy forbids what an expression would be evaluated by
+    page.wait_for_function("() => window.Plotly && document.querySelector('.chart .main-svg')")
     menu = page.locator('[data-menu="methods"]')
     menu.locator("summary").focus()
     page.keyboard.press("Enter")
@@ -172,7 +173,7 @@ def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
     page.keyboard.press("Escape")
     opened.draw_all()
     page.wait_for_function(
-        "![...document.querySelectorAll('.chart')].some((one) => one.textContent.includes('pqcache'))"
+        "() => ![...document.querySelectorAll('.chart')].some((one) => one.textContent.includes('pqcache'))"
     )
     assert all("quest" in one.text_content() for one in page.locator(".chart").all())
     assert menu.get_attribute("open") is None
@@ -207,7 +208,9 @@ def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
     assert "method=quest" in details.locator("code").inner_text()
     assert "float32, cpu, 1, 0" in details.inner_text()
     details.get_by_label("Copy the command of quest 10%").click()
-    opened.page.wait_for_function("document.querySelector('tr.details:not([hidden]) .copy').textContent === 'Copied'")
+    opened.page.wait_for_function(
+        "() => document.querySelector('tr.details:not([hidden]) .copy').textContent === 'Copied'"
+    )
     opened.sort("score")
     assert "method=quest" in details.locator("code").inner_text()  # still open
     assert opened.page.locator("tr.details:not([hidden])").count() == 1
@@ -215,7 +218,7 @@ def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
 
 def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
     page = opened.page
-    page.wait_for_function("window.Plotly")
+    page.wait_for_function("() => window.Plotly")
     opened.draw_all()
     kinds = page.evaluate("[...document.querySelectorAll('.chart')].map((node) => node.data[0].type)")
     assert kinds.count("heatmap") == 1
@@ -229,7 +232,7 @@ def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
 
 def test_a_dark_phone_needs_no_sideways_scrolling(browser: Any, path: Path) -> None:
     found = Opened(browser, path, viewport={"width": 380, "height": 800}, color_scheme="dark")
-    found.page.wait_for_function("document.querySelector('.chart .main-svg')")
+    found.page.wait_for_function("() => document.querySelector('.chart .main-svg')")
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert found.page.locator("#theme").inner_text() == "Light"
     score = found.page.locator('.sort[data-column="score"]').first.bounding_box()
@@ -246,7 +249,7 @@ def test_heads_and_names_stay_in_sight(browser: Any, path: Path) -> None:
     found.page.evaluate("document.querySelector('.scroll').scrollLeft = 300")
     middle = grid.locator("tbody tr:not(.details)").nth(3)
     middle.evaluate("(node) => scrollTo(0, node.getBoundingClientRect().top + scrollY - 180)")
-    found.page.wait_for_function("document.querySelector('.grid thead').style.transform")
+    found.page.wait_for_function("() => document.querySelector('.grid thead').style.transform")
     head, bar = grid.locator("thead").bounding_box(), found.page.locator("#filters").bounding_box()
     assert head["y"] == pytest.approx(bar["y"] + bar["height"], abs=1)
     assert names.bounding_box()["x"] <= before[0]
@@ -296,7 +299,7 @@ def test_few_runs_make_a_page_too(
     assert len(found.names()) == len(methods)
     texts = "[...document.querySelector('section.table').childNodes].filter((one) => one.nodeType === 3)"
     assert found.page.evaluate(f"{texts}.map((one) => one.data.trim()).filter(Boolean)") == []
-    found.page.wait_for_function("window.Plotly")
+    found.page.wait_for_function("() => window.Plotly")
     found.check()
     found.page.context.close()
 
@@ -353,7 +356,7 @@ def test_many_runs_are_still_told_apart(browser: Any, tmp_path: Path) -> None:
             some = lines(8 + place, budget, 0.1 + budget, lengths=1)
             write_run(tmp_path, some, "quest", budget=budget, method={"_target_": "methods.quest.Q", "page": place})
     found = Opened(browser, page_of(tmp_path))
-    found.page.wait_for_function("window.Plotly")
+    found.page.wait_for_function("() => window.Plotly")
     found.draw_all()
     charts = found.page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.data)")
     maps = [chart[0] for chart in charts if chart[0]["type"] == "heatmap"]
@@ -376,7 +379,7 @@ def test_many_runs_are_still_told_apart(browser: Any, tmp_path: Path) -> None:
 
 
 def test_filled_marks_are_the_pareto_front(opened: Opened, path: Path) -> None:
-    opened.page.wait_for_function("window.Plotly")
+    opened.page.wait_for_function("() => window.Plotly")
     opened.draw_all()
     marked = "(one) => one.data.flatMap((t) => (t.text ?? []).map((name, i) => [name, t.marker.symbol[i]]))"
     [table] = data_of(path)["tables"]
@@ -412,7 +415,7 @@ def test_scores_fill_their_charts_however_low(browser: Any, tmp_path: Path) -> N
         some = [record(f"e{i}", score=score, attended_prompt=100.0 if method == "full" else 10.0) for i in range(9)]
         write_run(tmp_path, some, method)
     found = Opened(browser, page_of(tmp_path))
-    found.page.wait_for_function("window.Plotly")
+    found.page.wait_for_function("() => window.Plotly")
     found.draw_all()
     axis = found.page.locator(".panels .chart").first.evaluate("(one) => one.layout.yaxis")
     low, high = axis["range"]
