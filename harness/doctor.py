@@ -16,7 +16,7 @@ from harness.models.embedded import cache_root, installed
 from harness.results import provenance
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
-OPTIONAL = ("triton", "wandb", "tensorboard", "jieba", "datasets")
+OPTIONAL = ("triton", "wandb", "tensorboard", "jieba")
 HUB = "https://huggingface.co"
 GIB = 2**30
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "kernels": {"kernels", "torch", "triton", "flash_attn"},
     "methods": {"methods", "kernels", "torch"},
     "evals": {
-        "evals", "numpy", "scipy", "datasets", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
+        "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
         "wonderwords", "tokenizers",
     },
 }  # fmt: skip

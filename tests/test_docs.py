@@ -99,6 +99,18 @@ def test_the_files_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if name not in own and not (ROOT / name).is_file()] == []
 
 
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_command_is_on_its_page() -> None:
+    """Each file at the top of harness/, and each room with a command of its own."""
+    tops = {file.stem for file in (ROOT / "harness").glob("*.py") if not file.stem.startswith("__")}
+    rooms = {file.parent.name for file in (ROOT / "harness").glob("*/__main__.py")}
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `harness\.(\w+)` \|", page, re.M)) == tops | rooms
+
+
 @of_kind("python")
 def test_python_runs(block: CodeBlock) -> None:
     """With a tiny model in place of the embedded one."""

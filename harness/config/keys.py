@@ -37,7 +37,7 @@ _FLAGS = """Flags
 _TITLE = """# Settings
 
 Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
-by commas. `python -m harness --help` prints the same list.
+by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
 
 Written by `python -m harness.list settings --markdown`: change the comments in conf/, not this page."""
 
@@ -124,7 +124,7 @@ def settings_page() -> str:
     for title, rows in _sections():
         lines = [(code(row.given), row.values, row.meaning) for row in rows]
         parts += [f"## {title}", table(("key", "values", "meaning"), lines)]
-    for group in GROUPS:
+    for group in ("task", "model"):  # those of methods are on their cards
         lines = [row for entry in entries(group) for row in _rows(group, entry)]
         parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
     return "\n\n".join(parts) + "\n"

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "methods", "kernels", "evals")
 SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
-DISTRIBUTIONS = ("torch", "transformers", "triton", "datasets", "numpy", "scipy", "gguf", "hydra-core", "kv-harness")
+DISTRIBUTIONS = ("torch", "transformers", "triton", "pyarrow", "numpy", "scipy", "gguf", "hydra-core", "kv-harness")
 
 
 def now() -> str:

@@ -13,7 +13,7 @@ from harness.config.catalogue import GROUPS, entries, plain
 from harness.config.keys import settings, settings_page
 from harness.config.overrides import settings as settable
 from harness.config.settings import CHOICES
-from harness.list import main
+from harness.list import main, markdown
 from harness.terminal.markup import code
 
 ROOT = Path(__file__).parents[3]
@@ -36,15 +36,17 @@ def test_defaults_and_values_are_those_of_the_schema() -> None:
         assert LISTED[name].values == ", ".join(map(plain, choices))
 
 
-def test_the_page_lists_every_parameter() -> None:
-    page = settings_page()
+def test_each_parameter_stands_on_one_page() -> None:
+    pages = {"method": markdown(entries("method")), "task": settings_page(), "model": settings_page()}
+    assert "`method.m=" not in settings_page()
     for group in GROUPS:
+        page, prefix = pages[group], "" if group == "method" else f"{group}."
         whole = {entry.target: entry for entry in reversed(entries(group))}  # the first of each class
         for entry in whole.values():
             for name, _, comment in entry.parameters():
-                assert f"{group}.{name}=" in page
+                assert f"`{prefix}{name}=" in page
                 assert comment.replace("|", "\\|") in page
-    assert "| `llama-3.1-8b` | `model.name=meta-llama/Llama-3.1-8B-Instruct` | Llama-3.1-8B-Instruct," in page
+    assert "| `llama-3.1-8b` | `model.name=meta-llama/Llama-3.1-8B-Instruct` | Llama-3.1-8B-Instruct," in pages["model"]
 
 
 def test_the_page_in_docs_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
