@@ -57,6 +57,7 @@ class Placement:
         self.items: OrderedDict[str, Item] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(tier.capacity for tier in self.tiers if tier.name != DEVICE)
         self._ticks = self._bytes = 0
+        self._farthest = 0  # the window's end, where it was farthest since ranks were last put right
 
     def tier(self, session: str) -> str | None:
         item = self.items.get(session)
@@ -128,8 +129,20 @@ class Placement:
         return [self._out(item, tier.name)]
 
     def rank(self, item: Item) -> Rank:
-        horizon = self.queue.head + self.policy.window(self._waiting_capacity, self.mean_size)
+        horizon = self._horizon()
+        self._farthest = max(self._farthest, horizon)
         return self.policy.rank(item, self.queue.ticket(item.session), horizon)
+
+    def _horizon(self) -> int:
+        return self.queue.horizon(self.policy.window(self._waiting_capacity, self.mean_size))
+
+    def _note_fallen(self) -> None:
+        """Sessions that have grown shrink the window: those whose jobs it has lost rank lower than their tiers know."""
+        horizon = self._horizon()
+        for session in self.queue.between(horizon, self._farthest):
+            if item := self.items.get(session):
+                self.tiers[item.level].push(item, self.rank(item))
+        self._farthest = horizon
 
     def _touch(self, item: Item, now_s: float) -> None:
         self._ticks += 1
@@ -166,6 +179,7 @@ class Placement:
         before = item.entered
         if level != item.level:
             item.entered = self._ticks = self._ticks + 1
+        self._note_fallen()
         while tier.free < item.size:
             victim = tier.lowest(self.rank)
             if self.rank(victim) > self.rank(item):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from harness.history.placement import DISK, HOST, Move, Placement
-from harness.history.policies import FIFO, LRU, POLICIES, Policy, SchedulerAware
+from harness.history.policies import FIFO, LRU, POLICIES, Item, Policy, Rank, SchedulerAware
+from harness.history.tier import Tier
 
 
 def placed(placement: Placement) -> dict[str, str | None]:
@@ -129,7 +131,7 @@ def test_of_several_jobs_of_a_session_the_first_one_counts() -> None:
     assert (placement.queue.ticket("a"), placement.queue.ticket("b")) == (0, 1)
     placement.queue.leave("a")
     placement.use("a", 1)
-    assert (placement.queue.ticket("a"), placement.queue.head) == (2, 1)
+    assert placement.queue.ticket("a") == 2
     assert list(placement.queue) == ["b", "a"]
     placement.queue.join("c")
     placement.save("c", 1, 2)  # its job is beyond the window of two
@@ -147,6 +149,22 @@ def test_the_window_counts_what_host_and_disk_hold() -> None:
         placement.save(session, 1, 0)
         placement.queue.join(session)
     assert [placement.rank(placement.items[session])[0] for session in "abcd"] == [1, 1, 1, 0]
+
+
+def test_the_window_counts_jobs_that_wait_not_those_that_started_out_of_turn() -> None:
+    """The jobs of x to z came before b's and c's and have left: both are among the next three."""
+    placement = Placement({DISK: 3}, SchedulerAware())
+    for session in "cbd":  # c is the longest unused, then b
+        placement.save(session, 1, 0)
+    for session in "axyzbc":
+        placement.queue.join(session)
+    for session in "xyz":
+        placement.queue.leave(session)
+    assert placement.queue.horizon(3) == 6
+    placement.save("a", 1, 1)
+    assert set(placement.items) == {"a", "b", "c"}
+    placement.queue.leave("b")
+    assert (list(placement.queue), placement.queue.ticket("b")) == (["a", "c"], None)
 
 
 def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
@@ -191,19 +209,32 @@ def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], 
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
-def test_the_heap_finds_the_smallest_rank(policy: type[Policy]) -> None:
-    rng = random.Random(1)
-    placement = Placement({DISK: 30}, policy())
+@pytest.mark.parametrize(("in_turn", "seed"), [(True, 16), (False, 14)], ids=["in turn", "out of turn"])
+def test_who_makes_way_has_the_smallest_rank(
+    policy: type[Policy], in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions that grow shrink the window, and a tier's heap knows ranks of before. With these seeds that matters."""
+    asked: list[bool] = []
+    from_heap = Tier.lowest
+
+    def lowest(tier: Tier, rank: Callable[[Item], Rank]) -> Item:
+        found = from_heap(tier, rank)
+        asked.append(found is min(tier.items.values(), key=rank))
+        return found
+
+    monkeypatch.setattr(Tier, "lowest", lowest)
+    rng = random.Random(seed)
+    placement = Placement({HOST: 60, DISK: 200}, policy())
     for now in range(1500):
-        session = str(rng.randrange(50))
-        if len(placement.queue) > 12:
-            placement.queue.leave(session := next(placement.queue.first(1)))
+        session = str(rng.randrange(80))
+        if len(placement.queue) > 20:
+            waiting = list(placement.queue)
+            placement.queue.leave(session := waiting[0] if in_turn else rng.choice(waiting))
             if session in placement.items:
                 placement.use(session, now)
         elif placement.queue.ticket(session) is None:
             placement.queue.join(session)
         if placement.queue.ticket(session) is None:
-            placement.save(session, 1, now)
-        items = placement.tiers[0].items.values()
-        if items:
-            assert placement.tiers[0].lowest(placement.rank) is min(items, key=placement.rank)
+            placement.save(session, rng.choice((1, 2, 3, 30)), now)
+    assert len(asked) > 500
+    assert all(asked)
