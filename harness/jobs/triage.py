@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from harness.diagnosis.ladder import Rungs, cause
 from harness.diagnosis.needles import Needle, missing, needles, plain
@@ -31,9 +33,9 @@ from methods.full import Full
 
 MORE = 32  # tokens that an answer gets on top, where it ran into the limit
 COLUMNS = 32  # tokens of an answer whose shares are stored
-KEPT = 1000  # of Full's answers, for the other methods of a sweep
+KEPT = 1000  # of Full's answers under a model, for the other methods of a sweep
 
-_full_answers: dict[tuple[Any, ...], Replayed] = {}
+_full_answers: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Replayed]] = WeakKeyDictionary()
 
 
 def triage(job: Job) -> None:
@@ -151,14 +153,16 @@ class Case:
         return max(0, min(MORE, self.runner.loaded.window - len(self.item.prompt.ids) - self.item.new_tokens))
 
     def _full(self) -> Replayed:
-        """Full's answer, once for all methods of a command."""
-        settings = self.runner.settings
-        key = (id(self.full.model), self.item.sha256, self.item.new_tokens, self.positions, settings.protocol)
-        if key not in _full_answers:
-            if len(_full_answers) >= KEPT:
-                _full_answers.clear()
-            _full_answers[key] = self.replay.under(self.full).answer()
-        return _full_answers[key]
+        """Full's answer, once for all methods of a command, as long as its model is there."""
+        known = _full_answers.setdefault(self.full.model, {})
+        replay, example, force = self.replay, self.item.example, self.runner.settings.generation.force_length
+        ends = (replay.new_tokens, force, example.stop, example.min_new_tokens)
+        key = (self.item.sha256, replay.context, replay.needle, replay.prefill_chunk, *ends)
+        if key not in known:
+            if len(known) >= KEPT:
+                known.clear()
+            known[key] = replay.under(self.full).answer()
+        return known[key]
 
     def _score(self, tokens: Sequence[int]) -> float:
         return self.runner.task.score(self.item.example, self.runner.output(self.item, tokens)).value

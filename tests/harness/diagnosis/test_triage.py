@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.diagnosis.ladder import Rungs, cause
 from harness.engine import attach
+from harness.jobs import runner
+from harness.jobs import triage as triage_job
 from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import prepare
 from harness.jobs.run import evaluate
@@ -49,6 +52,7 @@ class Planted(Task):
     short: bool = False
     cut: int | None = None
     new_tokens: int = 12
+    stop: tuple[str, ...] = ()
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         filler = [" ".join(f"{(7 * i * i + k) % 89:02d}" for i in range(80)) for k in range(2)]
@@ -63,6 +67,7 @@ class Planted(Task):
             max_new_tokens=self.new_tokens,
             max_prompt_tokens=self.cut,
             chat=False,
+            stop=self.stop,
             data={"needle": needle},
         )
 
@@ -140,10 +145,10 @@ def test_an_answer_that_the_scorer_does_not_see() -> None:
     """Nothing is run for it."""
     item = prepare(niah(), MODEL, Settings())[0]
     (answer,) = item.example.references
-    runner: Any = SimpleNamespace(loaded=SimpleNamespace(tokenizer=MODEL.tokenizer()))
+    alone: Any = SimpleNamespace(loaded=SimpleNamespace(tokenizer=MODEL.tokenizer()))
     for output, name in ((f"It is {answer[:1]},{answer[1:4]},{answer[4:]}.", "format"), ("", None)):
         wrong = record(item.example.id, score=0.0, output=output)
-        assert Case(runner, SimpleNamespace(), item, wrong).seen() == name  # type: ignore[arg-type]
+        assert Case(alone, SimpleNamespace(), item, wrong).seen() == name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,25 @@ def test_a_method_that_prepares_itself_is_followed_in_a_fresh_process(tmp_path: 
     assert wrong.records[0].score == 0, "choose another text: this one needs no needle"
     attach._prepared.clear()
     assert only(run(tmp_path, method, task, triage="on"))["repeated"]
+
+
+def test_fulls_answers_are_known_as_long_as_their_model_is_there(tmp_path: Path) -> None:
+    """A model that is loaded later may lie where this one lay."""
+    runner._loaded.clear()
+    gc.collect()
+    run(tmp_path, PQ, Planted(right="no such answer"), triage="on")
+    assert [len(answers) for answers in triage_job._full_answers.values()] == [1]
+    runner._loaded.clear()
+    gc.collect()
+    assert not triage_job._full_answers
+
+
+def test_fulls_answer_under_another_stop_is_another_answer(tmp_path: Path) -> None:
+    """Of the same prompt, in one command."""
+    task = Planted(right="no such answer")
+    said = run(tmp_path / "full", Full(), task).records[0].output
+    whole, cut = (only(run(tmp_path, PQ, replace(task, stop=stop), triage="on")) for stop in ((), (said[2],)))
+    assert len(cut["full_mass"][0]) < len(whole["full_mass"][0]) == task.new_tokens - 1
 
 
 def test_right_answers_are_left_alone(tmp_path: Path) -> None:
