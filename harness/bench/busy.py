@@ -22,7 +22,6 @@ import torch
 
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.measure import DTYPES, estimate, seconds
-from harness.bench.common.synthetic import Shape
 from harness.bench.layer import Decoding
 from harness.terminal.tables import Column
 
@@ -86,10 +85,10 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench busy", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=int, default=[131072])
+    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[131072])
     made.add_argument("--budget", type=arguments.budget, default=2048)
     made.add_argument("--dtype", default="bf16", choices=DTYPES)
-    made.add_argument("--rounds", type=int, default=4)
+    made.add_argument("--rounds", type=arguments.count, default=4)
     arguments.add_shape(made)
     arguments.add_method(made)
     made.add_argument("--out", type=Path, help="folder for the table and the figures")
@@ -99,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     chosen = methods.chosen(options.methods or ["full", "pqcache", "quest", "sparq", "shadowkv"])
-    shape = Shape(options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], torch.device("cpu"))
+    shape = arguments.shape(options)
     title = f"One decode step of one layer alone and beside a busy process, on {torch.get_num_threads()} threads"
     report = output.Report("busy", title, options, table)
     with busy_process() as switch:

@@ -96,7 +96,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench calibrate", description=__doc__)
     parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=arguments.positive, default=5.0)
     parser.add_argument("--out", type=Path, help="folder for the table and the figures")
     options = parser.parse_args(words)
     report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, table)

@@ -179,11 +179,11 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench decode", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=int, default=[2048, 4096, 7936], help="of the prompt")
-    made.add_argument("--new", type=int, default=16, help="tokens of a turn")
+    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[2048, 4096, 7936], help="of the prompt")
+    made.add_argument("--new", type=arguments.count, default=16, help="tokens of a turn")
     made.add_argument("--budget", type=arguments.budget, default=0.2)
     models.add_shape(made)
-    made.add_argument("--layers", type=int, help="of the random weights; all by default")
+    made.add_argument("--layers", type=arguments.count, help="of the random weights; all by default")
     made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
     made.add_argument("--graphs", action="store_true", help="capture decode steps as CUDA graphs, where that can be")
     arguments.add_method(made)

@@ -180,10 +180,10 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench generate", description=__doc__)
-    parser.add_argument("--tokens", nargs="*", type=int, default=[4096], help="prompt lengths")
-    parser.add_argument("--new", type=int, default=64, help="new tokens")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=DTYPES)
+    parser.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096], help="prompt lengths")
+    parser.add_argument("--new", type=arguments.count, default=64, help="new tokens")
+    parser.add_argument("--rounds", type=arguments.count, default=5)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=arguments.device)
     models.add_shape(parser)
     arguments.add_out(parser)

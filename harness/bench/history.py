@@ -166,7 +166,7 @@ def _measure(
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench history", description=__doc__)
     made.add_argument(
-        "--tokens", nargs="*", type=arguments.count, default=[512, 1024, 2048, 4096], help="lengths of the history"
+        "--tokens", nargs="+", type=arguments.count, default=[512, 1024, 2048, 4096], help="lengths of the history"
     )
     made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
     made.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")

@@ -225,13 +225,13 @@ def ruler(options: argparse.Namespace) -> Task:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench kvpress", description=__doc__)
     made.add_argument("--python", required=True, help="of an environment that has kvpress")
-    made.add_argument("--presses", nargs="*", default=list(PRESSES), choices=PRESSES)
-    made.add_argument("--tasks", nargs="*", default=["niah_single_1", "niah_single_2", "niah_multikey_1"])
-    made.add_argument("--length", type=int, default=2048, help="tokens of prompt and answer")
-    made.add_argument("--samples", type=int, default=3, help="per task")
-    made.add_argument("--budget", type=float, default=0.2, help="share of the prompt that is kept")
-    made.add_argument("--dtypes", nargs="*", default=["fp32", "bf16"], choices=("fp32", "bf16"))
-    made.add_argument("--new", type=int, help="tokens of every answer, whatever would end it")
+    made.add_argument("--presses", nargs="+", default=list(PRESSES), choices=PRESSES)
+    made.add_argument("--tasks", nargs="+", default=["niah_single_1", "niah_single_2", "niah_multikey_1"])
+    made.add_argument("--length", type=arguments.count, default=2048, help="tokens of prompt and answer")
+    made.add_argument("--samples", type=arguments.count, default=3, help="per task")
+    made.add_argument("--budget", type=arguments.share, default=0.2, help="share of the prompt that is kept")
+    made.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    made.add_argument("--new", type=arguments.count, help="tokens of every answer, whatever would end it")
     made.add_argument(
         "--data-root", type=arguments.folder, help="a folder with RULER's essays; else Python's own help text"
     )

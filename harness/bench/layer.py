@@ -18,7 +18,7 @@ import torch
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.measure import DTYPES, Seconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.measure import Seconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
 from harness.engine.step_parts import PHASES
@@ -125,9 +125,7 @@ def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
 
 
 def run(options: argparse.Namespace, report: output.Report) -> None:
-    shape = Shape(
-        options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], torch.device(options.device)
-    )
+    shape = arguments.shape(options, options.device)
     for tokens in options.tokens:
         full = Decoding(Full(), shape, tokens, options)
         for name, method in methods.chosen(options.methods).items():
@@ -169,7 +167,7 @@ def table(rows: Sequence[output.Row], limit_gb_s: float) -> list[Column]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench layer", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384, 32768, 65536, 131072])
+    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096, 16384, 32768, 65536, 131072])
     made.add_argument("--budget", type=arguments.budget, default=2048)
     arguments.add_shape(made)
     arguments.add_method(made)
@@ -179,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    methods.chosen(options.methods)  # a wrong name is found now
+    methods.chosen(options.methods), arguments.shape(options)  # what is wrong is found now
     limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
     title = (

@@ -50,6 +50,20 @@ class Inputs:
     prefill: int  # tokens of a prompt: its attention grows with their square
     inner: int | None = None  # channels of the MLP; None: as many times the model's as in Llama 3
 
+    def __post_init__(self) -> None:
+        least, parts = 2 * SINKS + 1, max(parts for parts, _ in CODES)
+        if self.budget < least:
+            raise ValueError(
+                f"--budget {self.budget} leaves nothing beside sinks and recent tokens: give {least} or more."
+            )
+        if self.tokens < self.budget:
+            raise ValueError(f"--tokens {self.tokens} is less than the --budget {self.budget} that is chosen of them.")
+        if self.shape.head_dim < CHANNELS or self.shape.head_dim % parts:
+            raise ValueError(
+                f"--head-dim {self.shape.head_dim} does not suit SparQ's {CHANNELS} channels and PQCache's {parts} "
+                f"parts: give a multiple of {parts} from {CHANNELS} on."
+            )
+
     def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(size, device=self.shape.device).to(dtype or self.shape.dtype)
 

@@ -8,7 +8,7 @@ calls of an operation run in turn, with nothing of their inputs in a cache; rati
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,15 +72,20 @@ def _run(op: Op, backend: str, case: OpCase) -> Any:
 
 
 def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Report) -> None:
-    dtype, device = DTYPES[options.dtype], torch.device(options.device)
-    shape = Shape(options.heads, options.kv_heads, options.head_dim, dtype, device)
-    for tokens in options.tokens:
-        torch.manual_seed(tokens)
-        for case in cases(Inputs(shape, tokens, options.budget, options.prefill, options.inner)):
+    for inputs in wanted(options):
+        torch.manual_seed(inputs.tokens)
+        for case in cases(inputs):
             if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
                 continue
-            for row in measure(case, shape, limits, options.rounds, options.compile):
+            for row in measure(case, inputs.shape, limits, options.rounds, options.compile):
                 report.add(row, _progress(row))
+
+
+def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
+    """Raises `ValueError` for sizes that do not go together."""
+    shape = arguments.shape(options, options.device)
+    for tokens in options.tokens:
+        yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)
 
 
 def _progress(row: dict[str, Any]) -> str:
@@ -103,10 +108,12 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench ops", description=__doc__)
     made.add_argument("--ops", nargs="*", default=[], choices=sorted(OPS), metavar="OP", help="all by default")
-    made.add_argument("--tokens", nargs="*", type=int, default=[32768], help="of the prompt")
-    made.add_argument("--budget", type=int, default=2048, help="tokens chosen of them")
-    made.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt whose attention is quadratic")
-    made.add_argument("--inner", type=int, help="channels of the MLP; 3.5 times the model's by default")
+    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[32768], help="of the prompt")
+    made.add_argument("--budget", type=arguments.count, default=2048, help="tokens chosen of them")
+    made.add_argument(
+        "--prefill", type=arguments.count, default=2048, help="tokens of a prompt whose attention is quadratic"
+    )
+    made.add_argument("--inner", type=arguments.count, help="channels of the MLP; 3.5 times the model's by default")
     made.add_argument("--compile", action="store_true", help="torch.compile as the rival of the model's own parts")
     arguments.add_shape(made)
     arguments.add_run(made)
@@ -115,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
+    list(wanted(options))  # what is wrong is found now
     limits = calibrate.calibrate(arguments.current(options.device))
     print(calibrate.line(limits), flush=True)
     title = (

@@ -205,10 +205,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--window", type=arguments.count, default=2048, help="tokens of history and turn together, at most"
     )
-    made.add_argument("--ratio", type=float, default=0.5, help="share of the history that stays")
+    made.add_argument("--ratio", type=arguments.share, default=0.5, help="share of the history that stays")
     made.add_argument("--new", type=arguments.count, default=1024, help="tokens of a text behind the first overflow")
     made.add_argument("--turn", type=arguments.count, default=512, help="tokens of a turn")
-    made.add_argument("--sinks", type=int, default=4, help="first tokens that stay, in one of the rows")
+    made.add_argument("--sinks", type=arguments.natural, default=4, help="first tokens that stay, in one of the rows")
     made.add_argument("--dtype", default="fp32", choices=DTYPES)
     made.add_argument("--device", default="cpu", type=arguments.device)
     made.add_argument("--data-root", type=arguments.folder, help="folder with data sets")

@@ -224,15 +224,17 @@ def _measure(report: output.Report, measured: Measured, rounds: int) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overlap", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=arguments.count, default=[4096], help="lengths of the history")
+    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096], help="lengths of the history")
     made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
     made.add_argument(
         "--beside", type=arguments.count, default=256, help="tokens of the job before a turn, behind a save"
     )
     made.add_argument(
-        "--prompts", nargs="*", type=arguments.count, default=[1024, 1312, 1600], help="lengths of a turn's prompt"
+        "--prompts", nargs="+", type=arguments.count, default=[1024, 1312, 1600], help="lengths of a turn's prompt"
     )
     made.add_argument("--steps", type=arguments.count, default=20, help="tokens that such a turn decodes")
-    made.add_argument("--buffers", nargs="*", type=int, default=[5, 10, 15, 30], help="layers of the read buffer")
+    made.add_argument(
+        "--buffers", nargs="*", type=arguments.natural, default=[5, 10, 15, 30], help="layers of the read buffer"
+    )
     models.add_run(made)
     return made

@@ -12,7 +12,8 @@ from kernels.cpu.ffi.library import load
 class GroupWeights(Struct):
     logits = floats("pairs * heads * count")
     out = floats("pairs * count", written=True)
-    pairs = heads = count = largest = integer()
+    pairs = heads = count = integer()
+    largest = integer(0)  # whether it is that, and not the sum
     scale = real()
 
 
@@ -27,7 +28,8 @@ class GroupMargins(Struct):
 class TopK(Struct):
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
-    rows = count = stride = k = integer()
+    rows = count = k = integer()
+    stride = integer(0)
 
 
 _library = load(
@@ -60,11 +62,12 @@ def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | No
 
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
     batch, groups, heads, count = logits.shape
-    out, counts = logits.new_empty((batch, groups, candidates)), logits.new_empty((batch, groups), dtype=torch.int64)
-    _library.group_margins(
-        logits=logits.contiguous(), out=out, counts=counts, pairs=batch * groups, heads=heads, count=count,
-        candidates=candidates, reach=reach,
-    )  # fmt: skip
+    out, counts = logits.new_empty((batch, groups, candidates)), logits.new_zeros((batch, groups), dtype=torch.int64)
+    if candidates:
+        _library.group_margins(
+            logits=logits.contiguous(), out=out, counts=counts, pairs=batch * groups, heads=heads, count=count,
+            candidates=candidates, reach=reach,
+        )  # fmt: skip
     return out, counts
 
 
@@ -79,7 +82,7 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     out = torch.empty((*scores.shape[:-1], count), dtype=torch.int64)
     rows = scores.numel() // size if size else 0
     stride = scores.stride(-2) if scores.dim() > 1 else size
-    if count:
+    if out.numel():
         _library.top_k(scores=scores, out=out, rows=rows, count=size, stride=stride, k=count)
     return out
 

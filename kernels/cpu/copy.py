@@ -25,7 +25,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """As in kernels/reference.py. Rows of pinned memory come in pinned memory: a GPU copies them without waiting."""
     out = torch.empty((*rows.shape, x.shape[3]), dtype=x.dtype, pin_memory=x.is_pinned())
     rows = rows.long().contiguous()
-    _library.gather_rows(x=x, rows=rows, block=out, **_sizes(x, rows))
+    if out.numel():
+        _library.gather_rows(x=x, rows=rows, block=out, **_sizes(x, rows))
     return out
 
 
@@ -37,7 +38,8 @@ def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
-    _library.put_rows(x=x, rows=rows, block=values, **_sizes(x, rows))
+    if values.numel():
+        _library.put_rows(x=x, rows=rows, block=values, **_sizes(x, rows))
 
 
 def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:

@@ -73,17 +73,19 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
     groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
     packed, kept = [], []  # kept: alive until the call is over
     for k, v, rows, _ in segments:
-        count, rows_share = k.shape[2], 1
+        count, rows_share = (k if rows is None else rows).shape[2], 1
+        if not count:
+            continue
         if rows is not None:
             rows = rows.long().contiguous()
             kept.append(rows)
-            count, rows_share = rows.shape[2], groups // rows.shape[1]
+            rows_share = groups // rows.shape[1]
         k_share = groups // k.shape[1]
         packed.append(PackedSegment.pack(k=k, v=v, rows=rows, count=count, k_share=k_share, rows_share=rows_share))
     q = q.contiguous()
     out = torch.empty_like(q)
     _library.segment_attention(
-        b"".join(packed), q=q, out=out, lse=lse, num_segments=len(segments), batch=batch, groups=groups,
+        b"".join(packed), q=q, out=out, lse=lse, num_segments=len(packed), batch=batch, groups=groups,
         heads=heads // groups, dim=dim, scale=scale,
     )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ class KMeans(Struct):
     x = floats("problems * points * dim")
     centroids = floats("problems * clusters * dim", written=True)  # the initial ones, which are moved
     codes = int32s("problems * points", written=True)
-    problems = points = dim = clusters = iterations = integer()
+    problems = points = dim = clusters = integer()
+    iterations = integer(0)
     tolerance = real()
 
 

@@ -20,7 +20,8 @@ class PrefillAttention(Struct):
     lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # of each query's softmax
     given = floats("batch * groups * heads * fresh", optional=True)  # lse that divides what is summed, or its own
     batch = groups = heads = fresh = stored = dim = integer()  # heads of a group; fresh: queries
-    first = window = integer()  # query t sees the last `window` keys up to place first + t
+    first = integer(None)
+    window = integer()  # query t sees the last `window` keys up to place first + t
     scale = real()
 
 

@@ -29,10 +29,11 @@ def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: 
     batch, groups, rank, dim = basis.shape
     basis, positions = basis.contiguous(), positions.long().contiguous()
     out = u.new_empty((batch, groups, positions.shape[2], dim))
-    _library.rebuild_keys(
-        u=u, basis=basis, cos=cos, sin=sin, positions=positions, out=out, batch=batch, groups=groups,
-        count=positions.shape[2], rank=rank, dim=dim,
-    )  # fmt: skip
+    if out.numel():
+        _library.rebuild_keys(
+            u=u, basis=basis, cos=cos, sin=sin, positions=positions, out=out, batch=batch, groups=groups,
+            count=positions.shape[2], rank=rank, dim=dim,
+        )  # fmt: skip
     return out
 
 

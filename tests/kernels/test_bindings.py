@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pkgutil
+import signal
 import subprocess
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from struct import unpack
 from types import SimpleNamespace
@@ -11,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import cpu
 from kernels.cpu.ffi.bindings import Function, Group, Struct, elements, floats, header, int64s, integer, real
+from tests.forks import Forked, script
+
+NO_SIZES = {"largest", "first", "iterations", "stride"}  # a flag, a place, rounds, and the stride of a repeated row
 
 
 class Example(Struct):
@@ -102,3 +110,51 @@ def test_what_cpp_reads_is_what_python_describes(tmp_path: Path) -> None:
     assert compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = (float)e.x_row * e.scale; }") == ""
     assert "gone" in compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = e.gone; }")
     assert "conflicting" in compiled(tmp_path, "EXPORT void run(const Example& e, int64_t more) {}")
+
+
+def test_sizes_are_checked_before_tensors() -> None:
+    with pytest.raises(ValueError, match=r"Example: sizes are too small \(rows=0, at least 1; count=-5, at least 1\)"):
+        Example.pack(**fields(rows=0, count=-5, out=None))
+
+
+def bindings() -> Iterator[type[Struct]]:
+    for module in pkgutil.iter_modules(cpu.__path__):
+        try:
+            import_module(f"kernels.cpu.{module.name}")
+        except ImportError as error:
+            pytest.skip(str(error))
+    yield from (one for one in Struct.__subclasses__() if one.__module__.startswith("kernels.cpu."))
+
+
+def test_no_binding_takes_an_empty_or_a_negative_size() -> None:
+    tried = []
+    for struct in bindings():
+        sizes = [name for name, field in struct.fields.items() if field.type == "int64_t" and name not in NO_SIZES]
+        for name in sizes:
+            for value in (0, -5):
+                given = {other: 1 for other in struct.fields} | {name: value}
+                with pytest.raises(ValueError, match=rf"{struct.__name__}: sizes .*{name}={value}, at least 1"):
+                    struct.pack(**given)
+        tried += sizes
+    assert {"tokens", "count", "bytes", "num_segments", "head_dim", "clusters"} <= set(tried)
+
+
+EMPTY = """
+import torch
+from kernels import ops
+from kernels.reference import Segment
+q, none = torch.zeros(1, 4, 1, 64), torch.zeros(1, 2, 0, 64)
+try:
+    ops.segment_attention(q, [Segment(none, none)], 1.0)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_attention_over_nothing_is_an_error_and_ends_no_process() -> None:
+    next(bindings())
+    process = Forked(script, EMPTY)
+    code = process.wait()
+    assert code != -signal.SIGFPE, "a division by zero in C++"
+    assert (code, process.err) == (0, "")
+    assert "num_segments=0, at least 1" in process.out

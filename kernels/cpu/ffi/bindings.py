@@ -10,8 +10,8 @@
     library.row_scores(q=q, x=x, out=out, batch=1, ...)
 
 The build writes `struct RowScores` and the prototype of `row_scores` into the header calls.hpp, which the C++ file
-includes: neither can differ from what Python packs. A call checks every tensor (dtype, device, size, layout).
-docs/kernels.md says why it is not torch's extension mechanism.
+includes: neither can differ from what Python packs. A call checks every size (none is empty or negative) and every
+tensor (dtype, device, size, layout). docs/kernels.md says why it is not torch's extension mechanism.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Field:
     size: str | None = None  # entries of a contiguous tensor, an expression in the other fields
     strides: tuple[str, ...] = ()  # names of the dimensions before the last: their strides in bytes become fields
     optional: bool = False  # None is a null pointer
+    least: int | None = None  # that a number may be
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class Group:
     fields: dict[str, Field]
 
 
-def integer() -> Field:
-    return Field("int64_t")
+def integer(least: int | None = 1) -> Field:
+    """A size, unless `least` is lower; None: any number. C++ divides by sizes, and a division by zero would end the
+    process without a word."""
+    return Field("int64_t", least=least)
 
 
 def real() -> Field:
@@ -182,6 +185,8 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
     lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # which keeps the tensors alive until C++ is done
+    if small := [f"{part} < {field.least}" for part, field in fields.items() if field.least is not None]:
+        lines.append(f"if {' or '.join(small)}: raise too_small(locals())")
     lines += [f"dtype = {typed}.dtype"] if typed else []
     values = ["dtype is bfloat16"] if typed else []
     for part, field in fields.items():
@@ -194,6 +199,7 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
         "entry": entry,
         "packed": Packer("q" * bool(typed) + codes).pack,
         "refused": _refusal(struct.__name__, fields),
+        "too_small": _smallness(struct.__name__, fields),
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "int32": torch.int32,
@@ -229,6 +235,17 @@ def _values(name: str, field: Field) -> list[str]:
     values = [f"{name}.data_ptr()"]
     values += [f"{name}_strides[{i}] * {name}_bytes" for i in range(len(field.strides))]
     return [f"0 if {name} is None else {value}" for value in values] if field.optional else values
+
+
+def _smallness(struct: str, fields: dict[str, Field]) -> Callable[[dict[str, Any]], ValueError]:
+    """The error that names the sizes that are empty or negative."""
+
+    def too_small(given: dict[str, Any]) -> ValueError:
+        leasts = {name: field.least for name, field in fields.items() if field.least is not None}
+        wrong = [f"{name}={given[name]}, at least {least}" for name, least in leasts.items() if given[name] < least]
+        return ValueError(f"{struct}: sizes are too small ({'; '.join(wrong)})")
+
+    return too_small
 
 
 def _refusal(struct: str, fields: dict[str, Field]) -> Callable[[str, dict[str, Any]], ValueError]:

@@ -156,3 +156,44 @@ def test_an_mlp_has_the_channels_it_is_told() -> None:
 def test_every_case_has_a_limit() -> None:
     for one in cases(INPUTS):
         assert bench_ops.limit_s(one, SHAPE, LIMITS) > 0, str(one[:2])
+
+
+WRONG = [
+    (["ops", "--tokens", "0"], "argument --tokens: 0 should be a whole number, at least 1"),
+    (["layer", "--tokens", "-5"], "argument --tokens: -5 should be a whole number, at least 1"),
+    (["layer", "--tokens"], "argument --tokens: expected at least one argument"),
+    (["ops", "--heads", "0"], "argument --heads: 0 should be"),
+    (["ops", "--prefill", "-1"], "argument --prefill: -1 should be"),
+    (["ops", "--inner", "0"], "argument --inner: 0 should be"),
+    (["busy", "--rounds", "0"], "argument --rounds: 0 should be"),
+    (["decode", "--new", "0"], "argument --new: 0 should be"),
+    (["generate", "--rounds", "0"], "argument --rounds: 0 should be"),
+    (["layer", "--reuse-steps", "-1"], "argument --reuse-steps: -1 should be a whole number, at least 0"),
+    (["layer", "--budget", "abc"], "argument --budget: abc should be a share above 0 and up to 1"),
+    (["layer", "--budget", "-5"], "argument --budget: -5 should be a share"),
+    (["layer", "--minutes", "nan"], "argument --minutes: nan should be a number above 0"),
+    (["calibrate", "--seconds", "0"], "argument --seconds: 0 should be a number above 0"),
+    (["overflow", "--ratio", "2"], "argument --ratio: 2 should be a share above 0 and up to 1"),
+    (["ops", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
+    (["layer", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
+    (["busy", "--head-dim", "3"], "error: --head-dim 3: a rotation turns the channels of a head in pairs"),
+    (["ops", "--budget", "64"], "error: --budget 64 leaves nothing beside sinks and recent tokens: give 65 or more."),
+    (["ops", "--tokens", "99", "--budget", "100"], "error: --tokens 99 is less than the --budget 100"),
+    (["ops", "--head-dim", "8"], "error: --head-dim 8 does not suit SparQ's 16 channels"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_sizes_that_nothing_can_be_measured_at_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr("harness.bench.calibrate.calibrate", refuse)
+    try:
+        code = bench.main(words)
+    except SystemExit as end:  # argparse's
+        code = end.code
+    assert code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
