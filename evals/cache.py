@@ -1,7 +1,8 @@
 """Generated data on disk, under a hash of everything that shapes it.
 
-A file is JSON lines: a head with the key and the number of rows, then the rows. It is written beside its place and
-renamed, so a reader sees a whole file or none; two processes that make the same rows replace each other's equal file.
+A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is written beside its
+place and renamed, so a reader sees a whole file or none; two processes that make the same rows replace each other's
+equal file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def load_or_make(folder: Path | None, name: str, key: Mapping[str, Any], make: C
     rows = _read(path, key)
     if rows is None:
         rows = make()
-        _write(path, key, rows)
+        try:
+            _write(path, key, rows)
+        except OSError as error:  # a full disk costs time, not the run
+            log.warning("%s cannot be written (%s): it is made again next time", path, error.strerror)
     return rows
 
 
@@ -42,16 +46,15 @@ def _dumps(value: Any) -> str:
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> list[Row] | None:
-    """None where the file is absent, holds another key, or is not whole."""
+    """None where the file is absent, holds another key, or is not what was written."""
     try:
-        with path.open(encoding="utf-8") as file:
-            head = json.loads(file.readline())
-            rows = [json.loads(line) for line in file]
-        if head["key"] == json.loads(_dumps(key)) and head["rows"] == len(rows):
-            return rows
-    except FileNotFoundError:
+        head, _, body = path.read_bytes().partition(b"\n")
+        known = json.loads(head)
+        if known["key"] == json.loads(_dumps(key)) and known["sha256"] == hashlib.sha256(body).hexdigest():
+            return [json.loads(line) for line in body.split(b"\n")[:-1]]
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass  # cut short, or no text at all: the same as another key
     log.warning("%s is damaged or holds other data: made again", path)
     return None
@@ -59,11 +62,12 @@ def _read(path: Path, key: Mapping[str, Any]) -> list[Row] | None:
 
 def _write(path: Path, key: Mapping[str, Any], rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    body = "".join(_dumps(row) + "\n" for row in rows).encode()
+    head = _dumps({"key": key, "sha256": hashlib.sha256(body).hexdigest()}).encode()
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            for line in ({"key": key, "rows": len(rows)}, *rows):
-                file.write(_dumps(line) + "\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(head + b"\n" + body)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from harness.config.clashes import clashes
-from harness.models.embedded import cache_root, installed
+from harness.models.base import ModelError
+from harness.models.embedded import cache_root, installed, verify
 from harness.results import provenance
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
@@ -48,10 +49,19 @@ def _versions() -> Iterator[Check]:
             yield Check("bad", name, "missing: run `make setup`")
         else:
             yield Check("note", name, "not installed, and only some features need it")
-    there = installed()
-    yield Check(
-        "ok" if there else "bad", "smollm2", "embedded model installed" if there else "missing: run `make setup`"
-    )
+    yield _embedded_model()
+
+
+def _embedded_model() -> Check:
+    if not installed():
+        return Check("bad", "smollm2", "missing: run `make setup`")
+    try:
+        fault = verify()
+    except ModelError as error:
+        return Check("bad", "smollm2", str(error))
+    if fault:
+        return Check("bad", "smollm2", f"converted anew, since {fault}: repeat what ran with it since the last check")
+    return Check("ok", "smollm2", "embedded model installed, its checksums hold")
 
 
 def _machine() -> Iterator[Check]:

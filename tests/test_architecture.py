@@ -31,7 +31,7 @@ ALLOWED = {
 ROOMS = {
     "terminal": set(),
     "config": {"terminal"},
-    "models": set(),
+    "models": {"terminal"},
     "prompts": set(),
     "engine": {"models", "prompts"},
     "results": {"terminal", "config", "engine"},

@@ -183,15 +183,13 @@ def _generated(loaded: LoadedModel, record: Record) -> list[int]:
 NEEDLES = ("task=niah", "task.lengths=[512,1024]", "task.depths=5")
 RULER = ("task=ruler", "task.tasks=[niah_single_2,niah_multivalue]", "task.lengths=[1024]", "task.samples=5")
 CHECKS: tuple[Check, ...] = (
-    Score("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}, then empty the "
-          "cache of models (KV_HARNESS_CACHE, ~/.cache/kv-harness)"),
+    Score("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}"),
     Score("Full on RULER", ("method=full", *RULER), f"prompts or scorer differ: {VERSIONS}; "
           "`python -m harness.lint task=ruler --show 1` shows a prompt"),
     Score("PQCache on needles", ("method=pqcache", "budget=0.2", *NEEDLES), "if Full is right above, a kernel "
           "is wrong here: run `python -m pytest tests/kernels tests/methods`, and report what fails"),
     SameTokens("Full is generate", ("method=full", *NEEDLES), f"this engine and transformers part: {VERSIONS}"),
-    Perplexity("perplexity, fp32", "fp32", f"the model's numbers differ: {VERSIONS}, then empty the cache of models",
-               within=0.002),
+    Perplexity("perplexity, fp32", "fp32", f"the model's numbers differ: {VERSIONS}", within=0.002),
     Perplexity("perplexity, bf16", "bf16", "bf16 rounds otherwise here than where it was recorded: use dtype=fp32, and "
                "compare no bf16 run with one from another machine", within=0.01),
 )  # fmt: skip

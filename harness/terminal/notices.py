@@ -18,7 +18,7 @@ def say_once(message: str) -> None:
 
 class _Builds(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say_once(BUILDING)
+        say_once(record.getMessage() if record.levelno > logging.INFO else BUILDING)
 
 
 def tell_of_builds() -> None:

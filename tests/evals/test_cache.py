@@ -47,6 +47,26 @@ def test_a_file_cut_short_is_made_again(tmp_path: Path, keep: int) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("place", [5, 60, -12, -20, -60])
+def test_a_changed_byte_is_not_read_as_a_prompt(tmp_path: Path, place: int) -> None:
+    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[place] ^= 1
+    path.write_bytes(changed)
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("head", [b"[]", b"5", b"null", b'{"key": 5}'])
+def test_a_head_of_another_kind_is_made_again(tmp_path: Path, head: bytes) -> None:
+    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(head + b"\n" + path.read_bytes().partition(b"\n")[2])
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+
+
 def test_a_file_that_lost_its_last_row_is_made_again(tmp_path: Path) -> None:
     load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
     (path,) = tmp_path.iterdir()
@@ -58,6 +78,13 @@ def test_failing_to_make_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         load_or_make(tmp_path, "vt", KEY, lambda: [{"context": object()}])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_nothing_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert load_or_make(tmp_path / "file", "vt", KEY, lambda: ROWS) == ROWS
+    (said,) = caplog.messages
+    assert "cannot be written (File exists): it is made again next time" in said
 
 
 def test_without_a_folder_nothing_is_kept() -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +53,8 @@ def team() -> ctypes.CDLL:
 
 def _load(name: str, calls: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
     compiler = _compiler()
-    built = _folder() / f"{name}-{_key(name, calls, compiler)}.so"
-    if not built.exists():
-        _build(SOURCES / f"{name}.cpp", calls, built, compiler)
+    stem = f"{name}-{_key(name, calls, compiler)}"
+    built = _cached(stem) or _build(SOURCES / f"{name}.cpp", calls, stem, compiler)
     try:
         return ctypes.CDLL(str(built), mode)
     except OSError as error:
@@ -83,18 +83,34 @@ def _key(name: str, calls: str, compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(source: Path, calls: str, target: Path, compiler: str) -> None:
+def _cached(stem: str) -> Path | None:
+    """The library as it was built. A damaged one, whose content is not what its name says, would compute wrongly or
+    kill the process; it stays until the build puts the same file in its place."""
+    for file in _folder().glob(f"{stem}-*.so"):
+        with suppress(OSError):
+            if file.name == _named(stem, file):
+                return file
+        log.warning("%s is damaged and is built again", file)
+    return None
+
+
+def _named(stem: str, file: Path) -> str:
+    """Its name in the cache, which ends in the hash of its content."""
+    return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
     """Build into a temporary file and rename it: concurrent processes each build, and none loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            fresh = Path(folder) / target.name
+        _folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+            fresh = Path(folder) / source.with_suffix(".so").name
             Path(folder, "calls.hpp").write_text(calls)
             _run([compiler, *FLAGS, f"-march={march()}", f"-I{folder}", str(source), "-o", str(fresh)])
-            fresh.replace(target)
+            return fresh.replace(_folder() / _named(stem, fresh))
     except OSError as error:
-        raise ImportError(f"cannot write {target}: {error.strerror}; set KV_HARNESS_CACHE") from error
+        raise ImportError(f"cannot write into {_folder()}: {error.strerror}; set KV_HARNESS_CACHE") from error
 
 
 def _run(command: list[str]) -> str:

@@ -419,35 +419,6 @@ def test_unpermute_undoes_llama_cpp() -> None:
     assert np.array_equal(gguf_file.unpermute(interleaved, 6), rows)
 
 
-def test_a_conversion_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "cache" / "model"
-
-    def crash(file: Path, folder: Path) -> None:
-        folder.mkdir()
-        raise KeyError("half way")
-
-    monkeypatch.setattr(embedded, "convert", crash)
-    with pytest.raises(KeyError):
-        embedded.converted(tmp_path, target)
-    assert list(target.parent.iterdir()) == []
-
-    def overtaken(file: Path, folder: Path) -> None:
-        for made, by in ((folder, "us"), (target, "another process")):
-            made.mkdir()
-            (made / "by").write_text(by)
-
-    monkeypatch.setattr(embedded, "convert", overtaken)
-    assert embedded.converted(tmp_path, target) == target
-    assert (target / "by").read_text() == "another process"
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="set KV_HARNESS_CACHE to another folder"):
-        embedded.converted(tmp_path, tmp_path / "file" / "model")
-
-
 @pytest.mark.model
 @needs_wheel
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,0 +1,58 @@
+"""Compiled libraries in the cache: a damaged one is built again, never loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+library = pytest.importorskip("kernels.cpu.ffi.library")
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 123456789; }\n'
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Of a small library in a cache of its own."""
+    try:
+        library._compiler()
+    except ImportError as error:
+        pytest.skip(str(error))
+    (tmp_path / "small.cpp").write_text(SOURCE)
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    return lambda: int(library._load("small", "").answer())
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "another number": lambda held: held.replace((123456789).to_bytes(4, "little"), (7).to_bytes(4, "little")),
+    "cut short": lambda held: held[: len(held) // 2],
+    "empty": lambda held: b"",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_library_is_built_again(
+    name: str, answer: Callable[[], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert answer() == 123456789
+    (file,) = (tmp_path / "cache" / "kernels").iterdir()
+    sound = file.read_bytes()
+    damaged = tmp_path / "damaged"  # not written in place, where this process has it mapped
+    damaged.write_bytes(DAMAGES[name](sound))
+    assert damaged.read_bytes() != sound
+    os.replace(damaged, file)
+    assert answer() == 123456789
+    assert [one.read_bytes() for one in file.parent.iterdir()] == [sound]
+    assert f"{file} is damaged and is built again" in caplog.messages
+
+
+def test_a_library_is_built_once(answer: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 123456789
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(library, "_build", refuse)
+    assert answer() == 123456789
