@@ -13,7 +13,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.history import index
 from harness.history.block import Block
 from harness.history.file import write
-from harness.history.index import Entry, Index, OtherFormat
+from harness.history.index import Entry, Index
 from harness.history.policies import Policy
 from harness.history.tier import Files
 from harness.results.lock import FolderInUse, FolderLock
@@ -62,11 +62,12 @@ def check_folder(folder: Path) -> None:
         raise HistoryError(f"the store cannot use {folder}: {there} is not writable; name another folder")
 
 
-def _make(folder: Path) -> None:
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise HistoryError(f"the store cannot use {folder.parent} ({error.strerror}): name another folder") from error
+        raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
 
 
 class Disk:
@@ -74,9 +75,10 @@ class Disk:
 
     def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
         self.folder, self.files, self._wall = folder, Files[str](capacity), wall
-        _make(folder / "blocks")
         try:
-            self._lock = FolderLock(folder, wait=wait)
+            with _usable(folder):
+                (folder / "blocks").mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(folder, wait=wait)
         except FolderInUse as error:
             raise HistoryError(
                 f"{folder} is in use by another store: name another folder, or wait until that is closed (wait=True)"
@@ -93,26 +95,31 @@ class Disk:
 
     def _opened(self) -> tuple[Index, dict[str, Entry]]:
         try:
-            return _read_index(self.folder)
-        except sqlite3.OperationalError as error:
-            raise HistoryError(f"cannot open {self.folder}: {error}") from error
-        except (sqlite3.DatabaseError, TypeError, ValueError) as error:
-            what = "of another version" if isinstance(error, OtherFormat) else "damaged"
-            _warn(f"the index of {self.folder} is {what} ({error}): all its sessions are dropped")
-            index.remove(self.folder)
-            return Index(self.folder), {}
+            found, sound = index.opened(self.folder)
+        except (sqlite3.Error, OSError) as error:
+            raise HistoryError(
+                f"the store cannot keep an index in {self.folder} ({error}): free some space there, or name another "
+                "folder"
+            ) from error
+        if found.fresh and not sound.damage and any(self._files()):
+            _warn(f"the index of {self.folder} is missing: all its sessions are dropped")
+        elif sound.damage:
+            stay = f"{len(sound.entries)} of its sessions stay" if sound.entries else "all its sessions are dropped"
+            _warn(f"the index of {self.folder} {sound.damage}: {stay}")
+        return found, sound.entries
 
     def _sweep(self) -> None:
         """Removes what a crash left: files that no session names, sessions that lack a file."""
-        found = {path: path.stat().st_size for path in (self.folder / "blocks").glob("*/*")}
+        found = {path: path.lstat().st_size for path in self._files()}
         for key, entry in list(self.entries.items()):
             if any(found.get(self.path(block)) != block.file.bytes for block in entry.blocks if block.file):
                 _warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
-                self._index.drop(key)
                 del self.entries[key]
+                with suppress(sqlite3.Error):  # a full disk: it is dropped again when the folder is opened again
+                    self._index.drop(key)
         named = {self.path(block) for entry in self.entries.values() for block in entry.blocks}
         for path in found.keys() - named:
-            path.unlink()
+            _unlink(path)
 
     def restored(self, now: float, wall: float) -> list[tuple[str, Entry, float]]:
         """What an earlier process left, the least recently used first, each with when that was on the clock that says
@@ -184,19 +191,19 @@ class Disk:
 
     def _remove(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            self.path(block).unlink(missing_ok=True)
+            _unlink(self.path(block))
+
+    def _files(self) -> Iterator[Path]:
+        return (self.folder / "blocks").glob("*/*")
 
     def path(self, block: Block) -> Path:
         return self.folder / "blocks" / block.name[:2] / f"{block.name}.safetensors"
 
 
-def _read_index(folder: Path) -> tuple[Index, dict[str, Entry]]:
-    found = Index(folder)
-    try:
-        return found, dict(found.entries())
-    except BaseException:
-        found.close()
-        raise
+def _unlink(path: Path) -> None:
+    """What cannot be removed now is named by no session, and goes when the folder is opened again."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _sizes(blocks: Sequence[Block]) -> dict[str, int]:

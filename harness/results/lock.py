@@ -47,8 +47,9 @@ class FolderLock:
                         "again to resume"
                     ) from None
         _held.add(self.folder)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def _wait(self) -> None:
         """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
