@@ -20,6 +20,7 @@ from harness.results import files, triage
 from harness.results.records import StoreError
 from harness.results.store import find
 from harness.terminal.tables import text_table
+from harness.terminal.visible import visible
 
 WIDTH = 100
 
@@ -28,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         subjects = [subject(folder) for folder in find(options.folders)]
-        print("\n\n".join(explanation(one) for one in subjects))
+        print(visible("\n\n".join(explanation(one) for one in subjects)))
         for table in comparisons([one.run for one in subjects]):
             if columns := cause_table(table):
-                print(f"\n{table.title}\n\n{text_table(columns)}")
+                print(visible(f"\n{table.title}\n\n{text_table(columns)}"))
         if options.plots:
             print(*(f"drew {path}" for one in subjects for path in _draw(one)), sep="\n")
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)

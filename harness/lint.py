@@ -17,6 +17,7 @@ from harness.config.errors import is_known, sentence
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
 from harness.jobs.planning.effective import budget_of, effective, with_contexts
 from harness.jobs.planning.items import Item, prepare
+from harness.terminal.visible import visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     settings = effective(wanted, method, info)
     items = prepare(task, model, settings, strict=False)
     for item in items[:shown]:
-        print(f"--- {item.example.id}\n{_marked(item)}\n")
+        print(visible(f"--- {item.example.id}\n{_marked(item)}\n"))
     lengths = [len(item.prompt.ids) for item in items]
     print(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
     check_turns(items, with_contexts(settings, items))

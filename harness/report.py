@@ -18,6 +18,7 @@ from harness.reports.spreadsheet import write_csv
 from harness.results import files
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load
+from harness.terminal.visible import visible
 
 # name on the command line -> key in summary.json, best first
 SORTS = {
@@ -50,21 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = find(options.folders)
         runs, unreadable = _load(found)
         if found_at := _places(found, options.folders):
-            print(found_at, file=sys.stderr)
+            print(visible(found_at), file=sys.stderr)
         shown = [run for run in runs if not run.is_empty]
         tables = [_sorted(table, options.sort) for table in comparisons(shown)]
         left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-        print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *left_out]))
+        print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out)]))
         for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
             print(f"wrote {path}")
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
         return 2
     for message in unreadable:
-        print(f"left out: {message}", file=sys.stderr)
+        print(visible(f"left out: {message}"), file=sys.stderr)
     return 2 if unreadable else 0
 
 

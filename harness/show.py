@@ -19,6 +19,7 @@ from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
 from harness.terminal.tables import digits
+from harness.terminal.visible import visible
 
 FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = load(options.run)
         lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
         for line in lines:
-            print(line)
+            print(visible(line))
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
 
@@ -128,10 +129,9 @@ def _breakdown(trace: Mapping[str, Any]) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> Iterator[str]:
-    """Lines of the text stay lines; control characters are shown, not obeyed."""
+    """Lines of the text stay lines."""
     for line in text.split("\n"):
-        visible = "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in line)
-        for part in textwrap.wrap(visible.expandtabs(4), max(10, width), drop_whitespace=False) or [""]:
+        for part in textwrap.wrap(visible(line).expandtabs(4), max(10, width), drop_whitespace=False) or [""]:
             yield indent + part
 
 

@@ -19,6 +19,7 @@ from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.config.plugins import spell, suggestion
 from harness.config.settings import NESTED, Settings
+from harness.terminal.visible import visible
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("evals", "harness", "kernels", "methods")
@@ -33,6 +34,10 @@ def is_known(error: BaseException) -> bool:
 
 def sentence(error: BaseException, data_root: str = "data.root=FOLDER") -> str:
     """What to print in place of a traceback. `data_root`: how the command names the folder of the data."""
+    return visible(_sentence(error, data_root))
+
+
+def _sentence(error: BaseException, data_root: str) -> str:
     if is_memory(error):
         return (
             f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "

@@ -15,6 +15,7 @@ from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
 from harness.results.alarms.run import alike
 from harness.results.store import find, load
+from harness.terminal.visible import visible
 from methods.base import Method
 
 SHOWN = 2  # prompts printed
@@ -31,7 +32,8 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
     for item in job.items[:SHOWN]:
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
-        print(f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}\n{cut}\n")
+        head = f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}"
+        print(visible(f"{head}\n{cut}\n"))
     lengths = [sum(len(turn.prompt.ids) for turn in item.turns) for item in job.items]
     contexts = list(by_context(job.items))
     info = model.describe()

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from harness.reports.compare import Comparison
 from harness.results.alarms.alarm import Alarm
+from harness.terminal.visible import visible
 
 RED, YELLOW, PLAIN = "\033[1;31m", "\033[33m", "\033[0m"
 
@@ -21,7 +22,8 @@ def shows_colour(stream: TextIO) -> bool:
 def banner(table: Comparison, width: int, colour: bool) -> Iterator[str]:
     """For a terminal: a paragraph per alarm."""
     for alarm in table.alarms:
-        text = textwrap.fill(f"{word(alarm)}: {alarm.text}", width, initial_indent="  ", subsequent_indent="    ")
+        said = visible(f"{word(alarm)}: {alarm.text}")
+        text = textwrap.fill(said, width, initial_indent="  ", subsequent_indent="    ")
         yield f"{RED if alarm.red else YELLOW}{text}{PLAIN}" if colour else text
 
 

@@ -19,6 +19,7 @@ from harness.reports.conditions import conditions
 from harness.reports.stamps import caution
 from harness.terminal.latex import latex_table
 from harness.terminal.tables import Column, markdown_table, text_table
+from harness.terminal.visible import visible
 
 WIDTH = 160
 
@@ -72,7 +73,7 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
     render = markdown_table if markdown else text_table
     parts = []
     for table in tables:
-        parts += [f"### {table.title}\n" if markdown else table.title]
+        parts += [f"### {table.title}\n" if markdown else visible(table.title)]
         parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
@@ -140,4 +141,4 @@ def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:
 
 
 def _wrapped(note: str) -> str:
-    return textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return textwrap.fill(visible(note), WIDTH, initial_indent="  ", subsequent_indent="    ")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
+from harness.terminal.visible import visible
+
 Units = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
@@ -38,7 +40,7 @@ class Column:
 
 def text_table(columns: Sequence[Column], width: int = 160) -> str:
     """Columns without any value are left out; where the line is too long the first column wraps. Nothing is cut."""
-    kept = [column for column in columns if not column.empty]
+    kept = [_visible(column) for column in columns if not column.empty]
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
         kept[0] = _wrapped(kept[0], max(8, kept[0].width - excess))
@@ -132,6 +134,10 @@ def probability(p: float | None) -> str:
     if p is None:
         return ""
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
+
+
+def _visible(column: Column) -> Column:
+    return replace(column, head=visible(column.head), cells=list(map(visible, column.cells)))
 
 
 def _wrapped(column: Column, width: int) -> Column:

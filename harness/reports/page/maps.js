@@ -110,8 +110,8 @@ function partsPlot(table, shown, width) {
   const greys = [colour("soft"), colour("line")];
   const names = shown.map((one) => plain(titleIn(table.rows[one.row], width < NARROW ? 18 : 36)));
   const traces = Object.keys(shown[0].ms).map((part) => ({
-    type: "bar", orientation: "h", name: part, y: shown.map((_, i) => i), x: shown.map((one) => one.ms[part]),
-    marker: { color: part in PARTS ? data.colours[PARTS[part]] : greys[part === "model" ? 1 : 0] }, hovertemplate: `${part}: %{x:.3~g} ms<extra></extra>`,
+    type: "bar", orientation: "h", name: plain(part), y: shown.map((_, i) => i), x: shown.map((one) => one.ms[part]),
+    marker: { color: part in PARTS ? data.colours[PARTS[part]] : greys[part === "model" ? 1 : 0] }, hovertemplate: `${plain(part)}: %{x:.3~g} ms<extra></extra>`,
   }));
   const y = axis("", { tickvals: shown.map((_, i) => i), ticktext: names, showgrid: false, tickfont: { size: 12, color: colour("ink") } });
   const longest = Math.max(...names.map((name) => name.length));

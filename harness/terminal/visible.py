@@ -1,0 +1,18 @@
+"""Text of a model, a data set or a run's folder, before a terminal sees it: a terminal obeys control characters."""
+
+from __future__ import annotations
+
+from unicodedata import category
+
+KEPT = "\n\t\u200c\u200d"  # line ends, tabs, and the joiners that scripts and emoji are spelled with
+
+
+def visible(text: str) -> str:
+    """Control characters, and those that turn the direction of writing, as escapes: ESC becomes the four characters
+    \\x1b."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    harmless = char.isprintable() or char in KEPT or category(char) == "Zs"
+    return char if harmless else char.encode("unicode_escape").decode()
