@@ -55,7 +55,8 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     from harness.tuning.plan import Plan
 
     names = {group: entry.name for group, entry in asked.chosen.items()}
-    out, name = options.out or Path(settings.results.root), options.name or f"{names['method']}_tuned"
+    out = options.out or Path(settings.results.root)
+    name = f"{names['method']}_tuned" if options.name is None else options.name
     path = preset.place(out, name)
     preset.refuse_other(path, command)
     plan = Plan.of(method, task, model, settings, names, asked.values)

@@ -25,6 +25,7 @@ from harness.sweeps.session import PATIENCE, Session
 from harness.terminal.notices import say_once
 
 MEMORY = ", as the system sends where memory runs out"
+CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: as Ray is there, it listens on the loopback address alone
 SETTLE_S = 20.0  # that workers get to write down that they were stopped
 KILLED = (
     "Its process was killed {times} times before it had finished another example, as happens where memory runs out: "
@@ -43,6 +44,8 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         plan, own = plan_for(sweep, _composed(words))
+        if plan.launcher == "ray" and not plan.is_remote:
+            os.environ.setdefault(CLUSTER, "0")
         session = Session.begin(sweep, command, **plan._asdict(), cwd=os.getcwd(), path=sys.path)
         jobs, groups = len(sweep.jobs), len(sweep.groups)
         say_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,17 @@ from harness.results.files import write_atomically
 from methods.base import Method
 
 WIDTH = 118
+NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 DOCUMENT_END = "\n..."  # what yaml writes behind a single word
 
 
 def place(folder: Path, name: str) -> Path:
+    """Its file. Raises `SettingsError` for a name that is no word of a command line, or would lead elsewhere."""
+    if not NAME.fullmatch(name):
+        raise SettingsError(
+            f"--name {name!r} is no name for a preset, which method=NAME is to find: give letters, digits, - and _, "
+            "and choose the folder with --out."
+        )
     return folder / "method" / f"{name}.yaml"
 
 

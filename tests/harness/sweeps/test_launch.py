@@ -140,6 +140,30 @@ def test_workers_gpus_and_threads(
     assert facts["threads"] == (None if "slurm" in launcher else 8 // says[1])
 
 
+@pytest.mark.parametrize(
+    ("words", "cluster"),
+    [
+        (["hydra/launcher=ray"], "0"),
+        (["hydra/launcher=ray", "hydra.launcher.ray.init.address=auto"], None),
+        (["hydra/launcher=joblib"], None),
+    ],
+)
+def test_ray_is_told_to_stay_on_this_machine_where_we_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, played: Any, words: list[str], cluster: str | None
+) -> None:
+    monkeypatch.setenv(launch.CLUSTER, "")  # for it to be as it was, afterwards
+    monkeypatch.delenv(launch.CLUSTER)
+
+    def play(session: Session, *_: int) -> None:
+        for group in session.open_groups():
+            attempt(session, group, dies=False)
+
+    played(play)
+    start(sweep(tmp_path), "the command", words)
+    assert os.environ.get(launch.CLUSTER) == cluster
+    assert "ray" not in sys.modules  # which reads it once
+
+
 def test_each_worker_gets_a_gpu_and_its_share_of_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # as in a process that has not imported it

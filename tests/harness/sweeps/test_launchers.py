@@ -36,6 +36,19 @@ def runs(root: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def reachable(process: int) -> set[str]:
+    """Addresses beyond the loopback at which it or a descendant listens, as the kernel writes them."""
+    found, inodes = [process], set()
+    for one in found:  # which grows
+        found += [
+            int(child) for file in Path(f"/proc/{one}/task").glob("*/children") for child in file.read_text().split()
+        ]
+        inodes |= {os.readlink(fd).removeprefix("socket:[").rstrip("]") for fd in Path(f"/proc/{one}/fd").iterdir()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
+    return {address for address in listening if not address.rpartition(":")[0].endswith(("0100007F", "00000001000000"))}
+
+
 def ledger(root: Path) -> Sweep:
     (found,) = sweeps_in(root)
     return found
@@ -99,8 +112,10 @@ def test_workers_stop_with_their_command_and_leave_what_they_had(
     while not (tmp_path / "was-here").exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
+    beyond = reachable(process.pid)
     process.send_signal(sent)
     _, err = process.communicate()
+    assert beyond == set()
     sweep = ledger(tmp_path / "runs")
     while any(sweep.is_running(group) for group in range(len(sweep.groups))):
         time.sleep(0.2)

@@ -156,6 +156,13 @@ def test_wrong_input_is_told_in_a_sentence(run: Tune, words: list[str], said: st
     assert said in err
 
 
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "a,b", "", "..", "a b", "-x"])
+def test_a_preset_stays_in_its_folder(run: Tune, tmp_path: Path, name: str) -> None:
+    code, _, err = run("--out", str(tmp_path / "out" / "deep"), f"--name={name}", "dry_run=true")
+    assert code == 2
+    assert err.startswith(f"error: --name {name!r} is no name for a preset")
+
+
 def test_a_preset_of_another_search_is_not_overwritten(run: Tune, tmp_path: Path) -> None:
     path = tmp_path / "runs" / "method" / "planted_tuned.yaml"
     path.parent.mkdir(parents=True)
