@@ -36,9 +36,9 @@ from harness.sweeps.worker import work_here
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once, tell_of_builds
 from harness.terminal.progress import forget
+from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Trackers
 
-INTERRUPTED = 130
 NAMED = 3  # failed jobs, at the end
 
 
@@ -105,8 +105,8 @@ class Command:
             if words.launcher:  # a worker cannot say it here
                 print(f"error: {self.failed[-1]}", file=sys.stderr)
 
-    def report(self) -> None:
-        """The table at the end."""
+    def report(self) -> int:
+        """Prints the table at the end; the exit code."""
         if self.finished:
             from harness.report import print_report
 
@@ -114,6 +114,7 @@ class Command:
             self.trackers.publish(list(dict.fromkeys(self.finished)))
         if len(self.failed) > 1 or (self.failed and self.finished):
             print(self._failures(), file=sys.stdout if self.finished else sys.stderr)
+        return 1 if self.failed else 0
 
     def _failures(self) -> str:
         """What the table above it says nothing of, in a line."""
@@ -182,17 +183,15 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     ConfigStore.instance().store("schema", RunConfig)
     command = Command(arguments)
-    try:
-        command.run()
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; to go on: {command.line}", file=sys.stderr)
-        return INTERRUPTED
-    except HydraException as error:
-        command.fail(explain(error))
-    except (ValueError, MarkedYAMLError) as error:
-        command.fail(sentence(error))
-    command.report()
-    return 1 if command.failed else 0
+    with Stoppable(f"to go on: {command.line}") as stop:
+        try:
+            command.run()
+        except HydraException as error:
+            command.fail(explain(error))
+        except (ValueError, MarkedYAMLError) as error:
+            command.fail(sentence(error))
+        code = command.report()
+    return stop.code or code
 
 
 if __name__ == "__main__":

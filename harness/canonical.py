@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
+from harness.terminal.lasting import lasting_output
+from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
     from harness.gates.canonical import Verdict
 
 
+@lasting_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    with Stoppable("the same command begins anew") as stop:
+        code = _checked(options.record)
+    return stop.code or code
+
+
+def _checked(record: bool) -> int:
     try:
         find_gguf()
     except ModelError as error:
@@ -32,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with TemporaryDirectory() as folder:
         subject = canonical.Subject(SmolLM2(), Path(folder))
-        if options.record:
+        if record:
             files.write_json(canonical.EXPECTED, canonical.measured(subject))
             print(f"recorded in {canonical.EXPECTED}")
             return 0

@@ -20,6 +20,8 @@ from harness.config.errors import is_known, sentence
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
+from harness.terminal.lasting import lasting_output
+from harness.terminal.stopping import Stoppable
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
@@ -31,8 +33,15 @@ OBSERVATIONS = {
 READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data", "results")  # of a run's keys
 
 
+@lasting_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
+    with Stoppable("the same command begins anew") as stop:
+        code = _observe_or_say_why(options)
+    return stop.code or code
+
+
+def _observe_or_say_why(options: argparse.Namespace) -> int:
     try:
         return _observe(options.what, options.overrides, options.config_dir)
     except Exception as error:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from harness.config.errors import is_known, sentence
 from harness.config.settings import SettingsError
 from harness.results.files import canonical, write_atomically, write_json
+from harness.terminal.lasting import lasting_output
+from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
     from harness.history.simulation.costs import Costs
@@ -27,8 +29,15 @@ SCHEMA = 1
 ROOT = Path("results/runs/simulations")
 
 
+@lasting_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
+    with Stoppable("the same command begins anew") as stop:
+        code = _simulate_or_say_why(options)
+    return stop.code or code
+
+
+def _simulate_or_say_why(options: argparse.Namespace) -> int:
     try:
         _simulate(options)
     except Exception as error:

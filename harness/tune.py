@@ -22,8 +22,8 @@ from harness.config.settings import Results
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
 from harness.terminal.progress import forget
+from harness.terminal.stopping import Stoppable
 
-INTERRUPTED = 130
 ROOT = "results/tuning"  # beside results/runs, so that no report takes one for the other
 
 
@@ -33,11 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(given)
     say_once.cache_clear()
     forget()
+    line = f"python -m harness.tune {shlex.join(given)}"
+    with Stoppable(f"to go on: {line}") as stop:
+        code = _tune_or_say_why(options, line)
+    return stop.code or code
+
+
+def _tune_or_say_why(options: argparse.Namespace, command: str) -> int:
     try:
-        _tune(options, f"python -m harness.tune {shlex.join(given)}")
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; to go on: python -m harness.tune {shlex.join(given)}", file=sys.stderr)
-        return INTERRUPTED
+        _tune(options, command)
     except Exception as error:
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         return 2 if is_known(error) else 1

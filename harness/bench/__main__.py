@@ -5,22 +5,29 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from harness.terminal.lasting import lasting_output
+from harness.terminal.stopping import Stoppable
+
 KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate")
 
 
+@lasting_output()
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
         print(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
+    with Stoppable("the rows so far are written, and marked as partial; the same command measures all anew") as stop:
+        code = _bench(*arguments)
+    return stop.code or code
+
+
+def _bench(kind: str, *words: str) -> int:
     try:
-        made: int = import_module(f"harness.bench.{arguments[0]}").main(arguments[1:])
+        code: int = import_module(f"harness.bench.{kind}").main(list(words))
     except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("Stopped: the rows so far are written, and marked as partial.", file=sys.stderr)
-        return 130
-    return made
+    return code
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from harness.history.index import Entry, Index
 from harness.history.policies import Policy
 from harness.history.tier import Files
 from harness.results.lock import FolderInUse, FolderLock
+from harness.terminal.stopping import whole
 
 Wall = Callable[[], float]
 
@@ -130,6 +131,7 @@ class Disk:
             found.append((key, entry, youngest))
         return found[::-1]
 
+    @whole()
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
         """Makes `blocks` of `lineage` the session. -> bytes written, which are those of blocks that it had not yet;
         all blocks, as they lie on disk"""
@@ -162,6 +164,7 @@ class Disk:
         """The session lies in memory now."""
         self.files.spare(key)
 
+    @whole()
     def drop(self, key: str) -> None:
         """Also where the disk is too full to say so in the index: a session without files is dropped on opening."""
         entry = self.entries.pop(key, None)

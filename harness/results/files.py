@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from harness.results.records import RecordError, StoreError
+from harness.terminal.stopping import whole
 
 RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
 ADVICE = "restore the line, or delete it to have the example run again"
@@ -64,11 +65,12 @@ def write_yaml(path: Path, plain: Mapping[str, Any]) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    with whole():
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
 
 
 def drop_temporary(folder: Path) -> None:
@@ -102,7 +104,7 @@ def append_line(path: Path, plain: Mapping[str, Any]) -> None:
     """On disk when this returns. The caller holds the folder's lock."""
     drop_half_line(path)
     line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    with writing(path.parent), open(path, "ab") as file:
+    with writing(path.parent), whole(), open(path, "ab") as file:
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

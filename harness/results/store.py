@@ -25,6 +25,7 @@ from harness.results.files import seal
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now, when
 from harness.results.records import Record, StoreError
+from harness.terminal.stopping import whole
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
 
@@ -100,7 +101,7 @@ class Run:
         line = self._line(record)
         if not self._begun:
             self._begin()
-        with files.writing(self.folder):
+        with files.writing(self.folder), whole():
             end = os.fstat(self._file.fileno()).st_size
             try:
                 while line:
@@ -109,7 +110,7 @@ class Run:
             except OSError:  # a full disk: what comes next must not grow onto half a line
                 self._file.truncate(end)
                 raise
-        self._ids.add(record.id)
+            self._ids.add(record.id)
 
     def _line(self, record: Record) -> bytes:
         plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
@@ -162,10 +163,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
-        """Who leaves without `close` did not finish."""
+        """Who leaves without `close` did not finish. submitit and Ray end a process by SystemExit at their signals."""
         if self._file.closed:
             return
-        if raised is None or isinstance(raised, KeyboardInterrupt):
+        if raised is None or isinstance(raised, (KeyboardInterrupt, SystemExit)):
             self.close("interrupted")
         else:
             self.fail(raised)

@@ -17,8 +17,8 @@ from pathlib import Path
 from harness.config.errors import is_known, one_sentence
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
+from harness.terminal.stopping import Stoppable
 
-INTERRUPTED = 130
 OUT = Path("results/runs/serving")
 
 
@@ -26,11 +26,14 @@ OUT = Path("results/runs/serving")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
+    with Stoppable("the same command goes on behind the runs that are finished") as stop:
+        code = _serve_or_say_why(options)
+    return stop.code or code
+
+
+def _serve_or_say_why(options: argparse.Namespace) -> int:
     try:
         _serve(options)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on behind the runs that are finished", file=sys.stderr)
-        return INTERRUPTED
     except Exception as error:
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         return 2 if is_known(error) else 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -16,13 +18,15 @@ from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from harness.config.catalogue import CONF
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.plan import plan_for
+from harness.sweeps.plan import Plan, plan_for
 from harness.sweeps.remote import work_on
 from harness.sweeps.session import PATIENCE, Session
 from harness.terminal.notices import say_once
+from harness.terminal.stopping import Stopped, before_stopping, take_again
 
 MEMORY = ", as the system sends where memory runs out"
 CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: as Ray is there, it listens on the loopback address alone
@@ -53,15 +57,26 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
             f"see `python -m harness.status {sweep.root}`"
         )
         with session:
+            stop = partial(_stop, session, plan)
             try:
-                _run(session, [*own, *words], plan.workers)
-            except BaseException:
-                session.stop()
-                _settle(session)
+                with before_stopping(stop):
+                    if plan.launcher == "ray":
+                        _start_ray([*own, *words])
+                    _run(session, [*own, *words], plan.workers)
+            except BaseException as error:
+                stop(error.number if isinstance(error, Stopped) else signal.SIGINT)
                 raise
             finally:
                 _end_ray()
     return session
+
+
+def _stop(session: Session, plan: Plan, number: int) -> None:
+    """Ends the workers, and waits until they have let go. Those of a cluster's queue go on where their command is gone:
+    Ctrl-C alone, or an error of the launcher, ends them."""
+    if plan.launcher != "submitit_slurm" or number == signal.SIGINT:
+        session.stop()
+        _settle(session)
 
 
 def _run(session: Session, words: Sequence[str], workers: int) -> None:
@@ -113,6 +128,15 @@ def _round(session: Session, words: Sequence[str], workers: int, patience: int) 
     place = {"sweep": session.sweep.folder.resolve(), "session": session.folder.resolve(), "patience": patience}
     given = [f"{key}='{value}'" for key, value in place.items()]
     _hydra().multirun("worker", work_on, [*given, *words, f"worker={numbers}"])
+
+
+def _start_ray(words: Sequence[str]) -> None:
+    """Starts or joins Ray before the launcher would, for Ray takes SIGTERM for itself and ends without a word."""
+    import ray
+
+    settings: Any = OmegaConf.to_container(_composed(words).ray.init, resolve=True)
+    ray.init(**settings)
+    take_again()
 
 
 def _settle(session: Session) -> None:

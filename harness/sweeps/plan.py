@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from harness.config.launchers import PACKAGES
 from harness.sweeps.ledger import Sweep
 
+RAY_STORE_BYTES = 78_643_200  # the least that Ray takes, as the launcher would set it: nothing of ours is stored there
+
 
 class Plan(NamedTuple):
     """`gpus`: one for each worker in turn; empty where the launcher hands them out, or there are none. `threads`: of
@@ -47,6 +49,7 @@ def _words(launcher: str, workers: int, gpus: int, is_remote: bool) -> list[str]
     if launcher == "ray":
         # as many GPUs as are named: one that Ray does not find would be waited for without end
         here = [f"init.num_cpus={workers}", f"init.num_gpus={gpus}", "init.include_dashboard=false"]
+        here.append(f"init.object_store_memory={RAY_STORE_BYTES}")
         gpu = [f"remote.num_gpus={min(1, gpus / workers):g}"] if gpus else []
         return [f"++hydra.launcher.ray.{word}" for word in (*([] if is_remote else here), *gpu)]
     return []

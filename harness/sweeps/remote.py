@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.session import Session
 from harness.terminal.lasting import lasting_output
+from harness.terminal.stopping import Stoppable, interrupt
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 LOOK_S = 1.0  # between two looks whether to stop
-INTERRUPTED = 130
 
 
 @lasting_output()
@@ -29,12 +30,11 @@ def work_on(config: DictConfig) -> None:
     settle_in(session, int(config.worker))
     from harness.sweeps.worker import work
 
-    try:
-        with _stopping(session):
-            work(session, patience=int(config.patience), wait=False, aloud=False)
-    except KeyboardInterrupt:  # the ledger says so
-        if not session.is_held:  # nobody is left to answer: joblib's processes would wait for more, with their memory
-            os._exit(INTERRUPTED)
+    with _stopping(session) as stop:
+        work(session, patience=int(config.patience), wait=False, aloud=False)
+    if stop.code and not session.is_held:  # nobody is left to answer: joblib's processes would wait, with their memory
+        gc.collect()  # the files of what was under way
+        os._exit(stop.code)
 
 
 def settle_in(session: Session, worker: int) -> None:
@@ -51,19 +51,22 @@ def settle_in(session: Session, worker: int) -> None:
 
 
 @contextmanager
-def _stopping(session: Session) -> Iterator[None]:
-    """Ctrl-C for this worker as soon as its command asks for it, or is gone from this machine."""
+def _stopping(session: Session) -> Iterator[Stoppable]:
+    """Ctrl-C for this worker as soon as its command asks for it, or is gone from this machine. The ledger says of it,
+    and of a signal that came to this process alone."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK_S):
             if session.is_stopped or not (session.is_held or session.facts["is_remote"]):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                interrupt()
                 return
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it in its workers
     threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
+    with Stoppable() as stop:
+        try:
+            yield stop
+        finally:
+            over.set()

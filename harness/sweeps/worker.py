@@ -51,9 +51,8 @@ class _Attempt:
             with numbered(self.jobs[0] + 1, len(self.sweep.jobs) if len(self.jobs) == 1 else 1, aloud):
                 group.run(self._plan)
         except BaseException as error:
-            words = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
             for job in self.jobs:
-                self._end(job, status="interrupted", reason=words)
+                self._end(job, status="interrupted", reason=_reason(error))
             raise
         for place, job in enumerate(self.jobs):
             self._end(job, **self._became(place, group))
@@ -85,3 +84,9 @@ class _Attempt:
 
     def _end(self, job: int, **facts: Any) -> None:
         self.claim.note("ended", job=job, seconds=round(monotonic() - self._began, 1), **facts)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted"
+    return f"{type(error).__name__}: {error}"

@@ -100,7 +100,7 @@ def test_an_interrupted_benchmark_says_where_it_is(
 
     monkeypatch.setattr("harness.bench.calibrate.speeds", interrupted)
     assert bench.main(["calibrate", "--out", str(tmp_path)]) == 130
-    assert "the rows so far are written" in capsys.readouterr().err
+    assert "interrupted; the rows so far are written" in capsys.readouterr().err
 
 
 def test_disturbed_samples_are_marked_in_row_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

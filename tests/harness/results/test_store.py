@@ -340,3 +340,12 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path, writer: subprocess.Popen) -> None:
 def test_no_process_waits_for_itself(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(FolderInUse):
         Run.open(tmp_path, config("quest"), {"x": 1}, "niah", "quest", wait=True)
+
+
+def test_a_run_that_a_launcher_ends_has_not_failed(tmp_path: Path) -> None:
+    """submitit queues its job again by `sys.exit`, in the middle of whatever runs; Ray does so at SIGTERM."""
+    with pytest.raises(SystemExit), opened(tmp_path) as run:
+        run.append(record("a"))
+        sys.exit(-1)
+    assert load(run.folder).info["status"] == "interrupted"
+    assert not (run.folder / "error.txt").exists()

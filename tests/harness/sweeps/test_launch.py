@@ -17,7 +17,9 @@ from harness.config.settings import SettingsError
 from harness.sweeps import launch, plan, remote
 from harness.sweeps.launch import launch as start
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.session import Session
+from harness.sweeps.session import Session, sessions_of
+from tests import signals
+from tests.forks import Forked
 from tests.harness.sweeps.test_ledger import PARTIAL, job
 
 Play = Callable[[Session, int, int], None]
@@ -100,12 +102,13 @@ def test_a_worker_stops_with_its_command(tmp_path: Path, monkeypatch: pytest.Mon
     before = signal.getsignal(signal.SIGINT)
     session = Session.begin(sweep(tmp_path), "the command", is_remote=False)
     try:
-        with session, pytest.raises(KeyboardInterrupt), remote._stopping(session):
+        with session, remote._stopping(session) as stop:
             if how == "stopped":
                 session.stop()
             else:
                 session.__exit__()
             threading.Event().wait(60)
+        assert stop.code == 130
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -217,3 +220,73 @@ Detailed tracebacks of the workers should have been printed to stderr."""
 )
 def test_a_lost_worker_is_told_in_whole_words(said: str, told: str) -> None:
     assert launch.lost(RuntimeError(said)) == f"RuntimeError: {told}".strip()
+
+
+STARTING = """
+import signal, sys
+from pathlib import Path
+from harness.sweeps import launch
+from harness.sweeps.session import Session
+from harness.terminal.stopping import Stoppable
+from tests import signals
+from tests.harness.sweeps.test_launch import sweep
+
+def play(session, *_):
+    try:
+        signals.send(int(sys.argv[3]))
+    except KeyboardInterrupt:
+        print(session.is_stopped)  # before joblib, here, could kill anyone
+        raise
+
+signals.from_a_terminal()
+launch._round = play
+with Stoppable() as stop:
+    launch.launch(sweep(Path(sys.argv[1])), "the command", [f"hydra/launcher={sys.argv[2]}"])
+sys.exit(stop.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "stops"),
+    [("joblib", signal.SIGTERM, True), ("slurm", signal.SIGINT, True), ("slurm", signal.SIGHUP, False)],
+)
+def test_workers_are_stopped_before_the_launcher_hears_of_a_signal(
+    tmp_path: Path, launcher: str, number: signal.Signals, stops: bool
+) -> None:
+    """Those in a cluster's queue outlive a terminal."""
+    command = Forked(signals.script, STARTING, str(tmp_path), launcher, str(int(number)))
+    assert command.wait() == 128 + number, command.err
+    assert command.out == f"{stops}\n"
+    [stopped] = [session.is_stopped for session in sessions_of(sweep(tmp_path))]
+    assert stopped == stops
+
+
+WORKING = """
+import signal, sys
+from pathlib import Path
+from harness.sweeps import remote
+from harness.sweeps.session import Session
+from tests import signals
+from tests.harness.sweeps.test_launch import sweep
+
+def bypass(*_):
+    print("bypassed")
+
+signals.from_a_terminal()
+if sys.argv[2] == "submitit":
+    signal.signal(signal.SIGTERM, bypass)
+with Session.begin(sweep(Path(sys.argv[1])), "the command", is_remote=False) as session:
+    with remote._stopping(session) as stop:
+        signals.send(signal.SIGTERM)
+        print("goes on")
+print(stop.code)
+"""
+
+
+@pytest.mark.parametrize(("who", "told"), [("joblib", "143\n"), ("submitit", "bypassed\ngoes on\n0\n")])
+def test_a_worker_is_stopped_by_sigterm_unless_its_launcher_has_a_use_for_that(
+    tmp_path: Path, who: str, told: str
+) -> None:
+    worker = Forked(signals.script, WORKING, str(tmp_path), who)
+    assert worker.wait() == 0, worker.err
+    assert worker.out == told

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from harness.results.files import read_json
 from harness.results.store import load
 from harness.status import main as status
 from harness.sweeps.ledger import Sweep, sweeps_in
 from tests.crash_points import TIMES
 from tests.fast import MODEL_ARGS, TASK_ARGS
+from tests.harness.terminal.test_stopping import WORDS
+from tests.signals import from_a_terminal
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
@@ -95,7 +98,7 @@ def test_a_launchers_sweep_equals_that_of_one_process_though_a_worker_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
 def test_workers_stop_with_their_command_and_leave_what_they_had(
     tmp_path: Path, mortal: str, launcher: str, sent: signal.Signals
 ) -> None:
@@ -107,7 +110,7 @@ def test_workers_stop_with_their_command_and_leave_what_they_had(
     environment = os.environ | {"PYTHONPATH": path}
     process = subprocess.Popen(
         waiting, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=from_a_terminal,
     )  # fmt: skip
     while not (tmp_path / "was-here").exists():
         assert process.poll() is None, process.communicate()[1]
@@ -119,7 +122,10 @@ def test_workers_stop_with_their_command_and_leave_what_they_had(
     sweep = ledger(tmp_path / "runs")
     while any(sweep.is_running(group) for group in range(len(sweep.groups))):
         time.sleep(0.2)
-    if sent == signal.SIGINT:
-        assert process.returncode == 130, err
-        assert "interrupted; to go on: python -m harness" in err
+    if sent != signal.SIGKILL:
+        assert process.returncode == 128 + sent, err
+        assert f"{WORDS[sent]}; to go on: python -m harness" in err
+        assert {event["reason"] for event in events(sweep, "ended")} == {"interrupted"}  # no worker was killed
+        for file in tmp_path.glob("runs/*/run.json"):
+            assert read_json(file)["status"] == "interrupted"
     assert status([str(tmp_path / "runs")]) == 3

@@ -1,0 +1,252 @@
+"""Whatever ends a command, it finishes its write, says how to go on, and leaves no file that nobody wants."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.results.files import read_json
+from harness.results.store import load
+from tests import forks, signals
+from tests.fast import MODEL_ARGS, TASK_ARGS
+from tests.forks import Forked
+from tests.talks import configured
+
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
+APPEND, CLOSE = "harness.results.store:Run.append", "harness.results.store:Run.close"
+OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0", "progress=false")
+STREAMING = ("method=streaming", *OF_RUNS, *TASK_ARGS)
+ROWS = ("method=pqcache", "placement=disk", *TASK_ARGS)
+STORE = ("method=full", "task=talks", "history=store", "store.disk=1GB")
+
+
+def only_run(root: Path) -> Path:
+    (found,) = (file.parent for file in root.glob("*/run.json"))
+    return found
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names of temporary files and folders, wherever they lie in it."""
+    found = [path.name for path in folder.rglob("*") if path.name.startswith((".", "kv-"))]
+    return [name for name in found if name != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGINT, STORE), (signal.SIGTERM, ROWS), (signal.SIGHUP, STORE)],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value[0],
+)
+def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
+    tmp_path: Path, number: signal.Signals, words: tuple[str, ...]
+) -> None:
+    words = (*OF_RUNS, *words, f"results.root={tmp_path / 'runs'}", f"--config-dir={configured(tmp_path / 'conf')}")
+    stopped = Forked(signals.at, APPEND, 3, (number,), tmp_path / "temporary", "harness", *words)
+    assert stopped.wait() == 128 + number, stopped.err
+    assert stopped.err.endswith(f"\n{WORDS[number]}; to go on: python -m harness {shlex.join(words)}\n")
+    run = only_run(tmp_path / "runs")
+    assert read_json(run / "run.json")["status"] == "interrupted"
+    before = (run / "examples.jsonl").read_bytes()
+    assert before.count(b"\n") == 2
+    assert leftovers(tmp_path) == []
+    again = Forked(forks.module, "harness", *words)
+    assert again.wait() == 0, again.err
+    assert (run / "examples.jsonl").read_bytes().startswith(before)
+    assert load(run).status == "complete"
+
+
+COMMANDS = {
+    "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
+    "harness.serve": ("harness.serve.run:figures", "the same command goes on behind the runs that are finished"),
+    "harness.bench": ("harness.bench.calibrate:speeds", "the rows so far are written, and marked as partial"),
+    "harness.observe": ("harness.observations.record:observe", "the same command begins anew"),
+    "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
+    "harness.canonical": ("harness.gates.canonical:verdicts", "the same command begins anew"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None:
+    root, out = f"results.root={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}"
+    talks = ["method=full", "task=talks", f"--config-dir={configured(tmp_path / 'conf')}"]
+    words = {
+        "harness.tune": [*STREAMING, root],
+        "harness.serve": [*talks, *MODEL_ARGS, "clock=busy", out],
+        "harness.bench": ["calibrate", out],
+        "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
+        "harness.simulate": ["sessions=20", out],
+        "harness.canonical": [],
+    }
+    place, go_on = COMMANDS[name]
+    stopped = Forked(signals.at, place, 1, (signal.SIGTERM,), tmp_path / "temporary", name, *words[name])
+    assert stopped.wait() == 143, stopped.err
+    assert f"\nstopped by SIGTERM; {go_on}" in stopped.err
+    assert "Traceback" not in stopped.err
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_write_is_finished_first(tmp_path: Path, call: int) -> None:
+    """Ctrl-C at a sync, which lies in the middle of a write: of the config, of run.json."""
+    words = (*STREAMING, f"results.root={tmp_path}")
+    stopped = Forked(signals.at, "os:fsync", call, (signal.SIGINT,), tmp_path / "temporary", "harness", *words)
+    assert stopped.wait() == 130, stopped.err
+    assert leftovers(tmp_path) == []
+    assert len([*tmp_path.glob("*/config.yaml"), *tmp_path.glob("*/run.json")]) == call
+
+
+@pytest.mark.parametrize(("echo_s", "status"), [(0.0, "running"), (1e9, "interrupted")], ids=["second", "echo"])
+def test_a_second_signal_ends_at_once_unless_it_is_an_echo_of_the_first(
+    tmp_path: Path, echo_s: float, status: str
+) -> None:
+    words = (*STREAMING, f"results.root={tmp_path}")
+    stopped = Forked(signals.twice, APPEND, CLOSE, echo_s, tmp_path / "temporary", "harness", *words)
+    assert stopped.wait() == 143, stopped.err
+    assert stopped.err.count("stopped by SIGTERM; to go on: python -m harness") == 1
+    assert read_json(only_run(tmp_path) / "run.json")["status"] == status
+
+
+def test_a_second_signal_waits_for_the_end_of_a_write(tmp_path: Path) -> None:
+    words = (*STREAMING, f"results.root={tmp_path}")
+    stopped = Forked(signals.twice, APPEND, "os:fsync", 0.0, tmp_path / "temporary", "harness", *words)
+    assert stopped.wait() == 143, stopped.err
+    assert leftovers(tmp_path) == []
+    assert read_json(only_run(tmp_path) / "run.json")["status"] == "interrupted"
+
+
+def test_under_nohup_a_terminal_may_hang_up(tmp_path: Path) -> None:
+    words = (*STREAMING, f"results.root={tmp_path / 'runs'}")
+    going_on = Forked(signals.under_nohup, APPEND, tmp_path / "temporary", "harness", *words)
+    assert going_on.wait() == 0, going_on.err
+    assert load(only_run(tmp_path / "runs")).status == "complete"
+
+
+APPENDING = """
+import os, signal, sys
+from pathlib import Path
+from harness.results.files import append_line
+from harness.terminal.stopping import Stoppable
+from tests import signals
+from tests.fake_records import record
+from tests.harness.results.test_store import opened
+
+signals.from_a_terminal()
+run = opened(Path(sys.argv[1]))
+signals.before("os:fsync", lambda: signals.send(signal.SIGTERM))
+with Stoppable("to go on: again") as stop:
+    with run:
+        run.append(record("a"))
+        print("behind the write")
+assert run.contains("a")
+sys.exit(stop.code)
+"""
+
+SWALLOWING = """
+import os, signal, sys
+from pathlib import Path
+from harness.results.files import write_json
+from harness.terminal.stopping import Stoppable
+from tests import signals
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signals.from_a_terminal()
+with Stoppable("to go on: again") as stop:
+    Dying()
+    print("goes on")
+    write_json(Path(sys.argv[1]) / "a.json", {})
+    print("behind a write")
+sys.exit(stop.code)
+"""
+
+
+def started(text: str, *words: str) -> Forked:
+    return Forked(signals.script, text, *words)
+
+
+def test_a_record_is_on_disk_and_known_before_its_run_is_stopped(tmp_path: Path) -> None:
+    stopped = started(APPENDING, str(tmp_path))
+    assert stopped.wait() == 143, stopped.err
+    assert (stopped.out, stopped.err) == ("", "\nstopped by SIGTERM; to go on: again\n")
+    stored = load(only_run(tmp_path))
+    assert ([record.id for record in stored.records], stored.info["status"]) == (["a"], "interrupted")
+
+
+def test_a_signal_that_a_destructor_swallowed_is_not_forgotten(tmp_path: Path) -> None:
+    stopped = started(SWALLOWING, str(tmp_path))
+    assert stopped.wait() == 143, stopped.err
+    assert stopped.out == "goes on\n"
+    assert stopped.err.endswith("\nstopped by SIGTERM; to go on: again\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+OTHERS = """
+import signal, sys
+from harness.terminal.stopping import SIGNALS, Stoppable
+from tests import signals
+
+def bypass(*_): print("bypassed")
+
+signals.from_a_terminal()
+signal.signal(signal.SIGTERM, bypass)
+signal.signal(signal.SIGUSR2, bypass)
+with Stoppable("to go on: again") as stop:
+    signals.send(signal.SIGTERM, signal.SIGUSR2)
+assert stop.code == 0
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+with Stoppable("to go on: again") as stop:
+    signals.send(signal.SIGHUP)
+sys.exit(stop.code)
+"""
+
+
+def test_handlers_of_others_stay_and_all_are_given_back() -> None:
+    """As submitit has one for SIGTERM and one for SIGUSR2, by which it queues its job again."""
+    stopped = started(OTHERS)
+    assert stopped.wait() == 129, stopped.err
+    assert stopped.out == "bypassed\nbypassed\n"
+
+
+HANGING_UP = """
+import fcntl, os, sys, termios
+from tests import signals
+
+os.setsid()
+fd = os.open(sys.argv[1], os.O_RDWR)
+fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+for stream in (0, 1, 2):
+    os.dup2(fd, stream)
+os.close(fd)
+signals.from_a_terminal()
+
+def wait():
+    print("here", flush=True)
+    signal.pause()
+
+import signal
+from pathlib import Path
+signals.before(sys.argv[2], wait)
+signals.forks.module("harness", *sys.argv[3:])
+"""
+
+
+def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path) -> None:
+    """The kernel's own SIGHUP; nothing can be printed any more."""
+    master, slave = os.openpty()
+    name = os.ttyname(slave)
+    words = (*STREAMING[:-1], "progress=true", f"results.root={tmp_path}")
+    closed = started(HANGING_UP, name, APPEND, *words)
+    told = b""
+    while b"here" not in told:
+        told += os.read(master, 4096)
+    os.close(slave)
+    os.close(master)
+    assert closed.wait() == 129, closed.err
+    assert read_json(only_run(tmp_path) / "run.json")["status"] == "interrupted"
+    assert leftovers(tmp_path) == []
