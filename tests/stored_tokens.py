@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from harness.config.catalogue import entries
 from harness.config.nested import flatten
 from harness.config.plugins import build
-from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.results.identity import CORE_VERSION
@@ -179,7 +179,7 @@ def steady(case: TokenCase, seed: int) -> list[list[int]] | None:
 
 
 def defaults() -> dict[str, Any]:
-    return flatten({key: value for key, value in asdict(Settings()).items() if key not in WITHOUT_EFFECT})
+    return flatten({key: value for key, value in recorded_defaults().items() if key not in WITHOUT_EFFECT})
 
 
 def stored() -> dict[str, Any]:

@@ -23,16 +23,23 @@ class Tape(TorchDispatchMode):
     """`capture` as in harness/engine/graph.py."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        self.begin()
+        try:
+            result = step()
+        finally:
+            self.end()
+        return self.replay, result
+
+    def begin(self) -> None:
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: set[int] = set()  # storages that came up while capturing
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
-        try:
-            with self:
-                result = step()
-        finally:
-            for tensor, held in self.before.values():
-                tensor.copy_(held)
-        return self.replay, result
+        self.__enter__()
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)
+        for tensor, held in self.before.values():
+            tensor.copy_(held)
 
     def replay(self) -> None:
         for func, args, kwargs, results in self.calls:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Union
@@ -43,6 +43,7 @@ __all__ = [
     "TensorBoardSettings",
     "WandbSettings",
     "is_budget",
+    "recorded_defaults",
     "settings_of",
 ]
 CHOICES = {
@@ -59,7 +60,7 @@ CHOICES = {
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
     "memory_check": ("on", "off"),
-    "graphs": ("off", "on"),
+    "graphs": ("auto", "on", "off"),
     "triage": ("off", "on"),
 }
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
@@ -143,7 +144,7 @@ class Settings:
     shared_prefill: bool = False
     fidelity: int = 0
     trace: str = "off"
-    graphs: str = "off"
+    graphs: str = "auto"
     triage: str = "off"
     memory_check: str = "on"
     dry_run: bool = False
@@ -273,6 +274,12 @@ class RunConfig(Settings):
     method: Any = None
     task: Any = None
     model: Any = None
+
+
+def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
+    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs`
+    resolved."""
+    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off"}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

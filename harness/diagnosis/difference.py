@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from harness.config.catalogue import GROUPS, plain
 from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
-from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import PARTS, word
 from harness.results.store import StoredRun
 
@@ -29,7 +28,7 @@ def apart(one: StoredRun, other: StoredRun) -> list[str]:
 
 def _values(run: StoredRun) -> Flat:
     """Its configuration without what changes no result; of an older run, later settings at their defaults."""
-    own = flatten(asdict(Settings())) | flatten(run.config)
+    own = flatten(recorded_defaults()) | flatten(run.config)
     return {key: value for key, value in own.items() if not {key, key.partition(".")[0]} & set(WITHOUT_EFFECT)}
 
 

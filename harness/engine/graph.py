@@ -21,6 +21,7 @@ from harness.engine.forward import BlockForward
 from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
 
+RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
 
 
@@ -29,27 +30,57 @@ class StepCapture(Protocol):
         """Write down what `step` does, without doing it. -> what does it again, and where its result will be"""
 
 
+class CaptureBroke(RuntimeError):
+    """A capture failed in a way that this torch cannot recover from; the message says what to do."""
+
+
 class CudaGraphs:
-    """Graphs of one engine, one alive at a time, so that each takes over the memory of the one before."""
+    """Graphs of one engine, one alive at a time, so that each takes over the memory of the one before.
+
+    Torch gives a pool of memory up with the last graph in it, and asserts where a capture opens it again while blocks
+    are still in use there, as a cuBLAS workspace that was made inside a capture is. An empty graph that lives as long
+    as the pool, the anchor, keeps it open.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
         self._stream: Any = None  # of this device; torch's own for captures is of the one that was current first
+        self._anchor: Any = None
+        self._graph: Any = None  # of the last step
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         with torch.cuda.device(self.device):
-            if self._pool is None:
+            if self._anchor is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            try:
+                self._anchor, _ = self._captured(lambda: torch.zeros(1, device=self.device))
+            if self._graph is not None:
+                self._graph.reset()  # before the next: torch drops the stream's cuBLAS workspace with a graph
+            self._graph, result = self._captured(step)
+        return self._graph.replay, result
+
+    def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        """Not by `torch.cuda.graph`, which empties the caches of device and pinned host memory each time."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
                 # other threads may load and save histories meanwhile, which allocates memory: it is no part of this
-                mode = "thread_local"
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
                     result = step()
-            finally:
-                torch.cuda.set_stream(current)  # where the capture's end fails, torch stays on its stream
-        return graph.replay, result
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            if torch.__version__ < RECOVERS:
+                raise CaptureBroke(
+                    f"capturing a decode step failed ({_first_cause(error)}), and torch {torch.__version__} cannot go "
+                    f"on after that: set graphs=off, or install torch {RECOVERS} or newer."
+                ) from error
+            raise
+        finally:
+            torch.cuda.set_stream(current)  # where the capture's end fails, torch stays on its stream
+        return graph, result
 
 
 class CapturedStep:
@@ -103,6 +134,8 @@ class CapturedStep:
         self._say_capturing(True)
         try:
             self._replay, self._logits = self.graphs.capture(self._step)
+        except CaptureBroke:
+            raise
         except Exception as error:  # whatever it is, plain steps can do without
             self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:

@@ -166,9 +166,14 @@ class Runner:
         """What run.json says of how the engine ran, as far as is known by now."""
         return {
             "own_forward": self.engine.plain_reason,
-            "plain_steps": self.engine.plain_steps,
+            "plain_steps": self.engine.plain_steps or self._uncaptured,
             "backends": {name: sorted(found) for name, found in self._backends.items()},
         }
+
+    @property
+    def _uncaptured(self) -> str | None:
+        """On a GPU, the setting by which no step was to be captured."""
+        return "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
 
     def prompt(self, item: Item) -> tuple[Tensor, int]:
         """Token ids [1 S], and how many of S are prefilled."""

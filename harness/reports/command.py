@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 from harness.config.catalogue import GROUPS, entries
 from harness.config.nested import flatten
 from harness.config.plugins import TARGET
-from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.store import StoredRun
 
 BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
@@ -28,7 +27,7 @@ def command(run: StoredRun) -> str:
     for kind, preset in found.items():
         name, usual = preset or (_typed(run, kind), {})
         words += [f"{kind}={name}", *_changed(run.config.get(kind) or {}, usual, f"{kind}.")]
-    return shlex.join([*words, *_changed(_settings(run), flatten(asdict(Settings())))])
+    return shlex.join([*words, *_changed(_settings(run), flatten(recorded_defaults(str(run.config.get("device")))))])
 
 
 def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
@@ -52,7 +51,7 @@ def _typed(run: StoredRun, kind: str) -> str:
 
 def _settings(run: StoredRun) -> dict[str, Any]:
     """Settings that bear on the result, and where the data were; Full has no budget to name."""
-    own = {key: value for key, value in run.config.items() if key in asdict(Settings())}
+    own = {key: value for key, value in run.config.items() if key in recorded_defaults()}
     kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
     return {key: value for key, value in flatten(kept).items() if not (key == "budget" and value is None)}
 

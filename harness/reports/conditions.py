@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from harness.config.nested import flatten
-from harness.config.settings import Settings
+from harness.config.settings import recorded_defaults
 from harness.reports.compare import Comparison, Entry
 from harness.reports.labels import NOT_NAMED, spelled_out
 from harness.results.records import Record
@@ -85,8 +84,8 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 def _common_settings(runs: Sequence[StoredRun]) -> str:
     """Settings that are no default and that all rows share: labels say the others."""
-    usual = flatten(asdict(Settings()))
-    found = [flatten({key: value for key, value in run.config.items() if key in asdict(Settings())}) for run in runs]
+    usual = flatten(recorded_defaults())
+    found = [flatten({key: value for key, value in run.config.items() if key in recorded_defaults()}) for run in runs]
     left_out = {*NOT_NAMED, *SHOWN_APART}
     keys = [key for key in found[0] if key in usual and key.partition(".")[0] not in left_out]
     shared = [key for key in keys if all(one.get(key) == found[0][key] != usual[key] for one in found)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain, groupby
 from os.path import commonpath, relpath
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from harness.config.catalogue import entries
 from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
-from harness.config.settings import WITHOUT_EFFECT, Settings
+from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import model_name
 from harness.results.store import StoredRun
 from harness.terminal.tables import BYTES, scaled
@@ -120,7 +119,7 @@ def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:
 
     What every table says by itself (harness/reports/conditions.py) is left out.
     """
-    usual = {key: value for key, value in flatten(asdict(Settings())).items() if key not in SAID_BY_TABLE}
+    usual = {key: value for key, value in flatten(recorded_defaults()).items() if key not in SAID_BY_TABLE}
     own = [  # older runs lack some
         {key: mine.get(key, value) for key, value in usual.items() if key in mine or not _of_store(key)}
         for mine in settings

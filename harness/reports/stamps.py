@@ -13,7 +13,7 @@ STAMPS = {
     "L": "load: others used the machine while it ran, so its times mean little",
     "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
     "D": "disk tier beside a CPU: its files were read, if not from the system's cache, and no bus led to a device",
-    "P": "graphs=on, but steps were run one by one: `plain_steps` in run.json says why",
+    "P": "plain steps on a GPU: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
     "C": "continued: times come from more than one session",
     "R": "running",
     "I": "interrupted",

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.config import plugins
 from harness.config.catalogue import GROUPS
 from harness.config.nested import flatten
-from harness.config.settings import NESTED, WITHOUT_EFFECT, Settings
+from harness.config.settings import NESTED, WITHOUT_EFFECT, recorded_defaults
 from harness.results.files import canonical
 from harness.results.meaning import code_of
 
@@ -46,7 +45,7 @@ def identity(config: Values, named: Values, *, revision: str | None, prompts: It
 
 def asked(config: Values, named: Values) -> dict[str, Any]:
     """`config` without what changes no result and without what is at its default."""
-    usual = asdict(Settings()) | {kind: plugins.defaults(plugin) for kind, plugin in named.items()}
+    usual = recorded_defaults() | {kind: plugins.defaults(plugin) for kind, plugin in named.items()}
     found: dict[str, Any] = {}
     for key, value in config.items():
         if key in NESTED or key in GROUPS:

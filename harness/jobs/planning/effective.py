@@ -38,6 +38,8 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
+    if settings.graphs == "auto":
+        changes |= {"graphs": "off" if device == "cpu" else "on"}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
     changes |= {"overflow": settings.overflow.resolved(settings.history)}
     if not method.paper_differs:

@@ -14,7 +14,7 @@ from harness.config.settings import TUNING_SEED
 from harness.results import bands, twins
 from harness.results.alarms.alarm import Alarm, Row, named, titles
 from harness.results.alarms.budgets import budgets_differ, off_budget, windows_differ
-from harness.results.alarms.times import shared
+from harness.results.alarms.times import launched, shared
 from harness.results.pairs import FULL, paired
 from harness.results.records import Record
 from harness.terminal.tables import percent
@@ -26,7 +26,7 @@ def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> li
     """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
     known = bands.stored() if known is None else known
     checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs, _made_twice)
-    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated, shared)
+    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated, shared, launched)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
 

@@ -1,4 +1,4 @@
-"""The caution about times that were taken while others used the processor."""
+"""Cautions about times: others used the processor meanwhile, or a GPU's steps were not captured."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def shared(rows: Sequence[Row]) -> Iterator[Alarm]:
     if told:
         text = f"others used the machine, so times mean little: {'; '.join(told)}"
         yield Alarm(SHARED, text, titles(rows[i] for i in sorted({*crowded, *beside})))
+
+
+def launched(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """Of rows that show times of a GPU: those whose decode steps were launched operation by operation."""
+    plain = [row for row in rows if row.run.info.get("plain_steps") and shows_times(row.summary)]
+    if plain:
+        reasons = dict.fromkeys(str(row.run.info["plain_steps"]) for row in plain)
+        text = (
+            "decode steps were not captured as CUDA graphs, so their times hold the launch of every operation: "
+            f"{named(plain, rows)} ({'; '.join(reasons)})"
+        )
+        yield Alarm("launches", text, titles(plain))
 
 
 def shows_times(summary: Mapping[str, Any]) -> bool:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from harness.config.settings import Settings, SettingsError
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.graph import CapturedStep, CudaGraphs, StepCapture
+from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
 from harness.engine.trace import Tracer
+from harness.jobs.planning.effective import effective
+from harness.models.random import Random
+from harness.results.identity import asked
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
 from methods.base.counters import CaptureError, StepCounters
@@ -26,6 +30,7 @@ from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from methods.pools import IntCodec
 from methods.shadowkv import ShadowKV
+from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny
@@ -310,6 +315,33 @@ def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
     assert counters.tensor(3, device).tolist() == [3]
 
 
+def test_every_example_is_captured_and_not_the_first_alone() -> None:
+    """A pool whose last graph has gone cannot be opened again while a workspace lies in it: an anchor keeps it open."""
+    with attach(capturable("snapkv"), 0.5) as kv, fake_cuda.installed():
+        engine = Engine(kv, graphs=CudaGraphs(torch.device("cpu")))
+        for seed in range(3):
+            ids = prompt(80, seed=seed)
+            wanted, _ = generate(kv, ids, False)
+            with use_backend("torch"):
+                got = engine.generate(ids, max_new_tokens=9)
+            assert engine.plain_steps is None
+            assert got.capture_s is not None
+            assert got.tokens == wanted.tokens
+
+
+def test_a_torch_that_cannot_go_on_after_a_failed_capture_stops_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Tensor:
+        raise ValueError("waits for the device")
+
+    with fake_cuda.installed():
+        graphs = CudaGraphs(torch.device("cpu"))
+        with pytest.raises(ValueError, match="waits for the device"):
+            graphs.capture(fails)
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+        with pytest.raises(CaptureBroke, match=r"waits for the device.*set graphs=off, or install torch 2\.12"):
+            graphs.capture(fails)
+
+
 def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch leaves its capture stream current where the end of a capture raises, and takes the current device's."""
     places, streams = ["cuda:0"], {"cuda:0": "stream 0", "cuda:1": "stream 1"}
@@ -323,32 +355,46 @@ def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest
         finally:
             places.pop()
 
-    class Graph:
-        def __init__(self, graph: object, pool: object, stream: str, capture_error_mode: str) -> None:
-            assert capture_error_mode == "thread_local"  # threads of a history store go on
-            captured_on.append(stream)
+    @contextmanager
+    def stream(wanted: str) -> Iterator[None]:
+        streams[places[-1]] = wanted
+        yield  # and not back where something raises
 
-        def __enter__(self) -> None:
-            streams[places[-1]] = captured_on[-1]
+    class Fails(fake_cuda.Graph):
+        def capture_begin(self, pool: fake_cuda.Pool, capture_error_mode: str) -> None:
+            captured_on.append(streams[places[-1]])
+            super().capture_begin(pool, capture_error_mode)
 
-        def __exit__(self, *_: object) -> None:
+        def capture_end(self) -> None:
+            super().capture_end()
             raise RuntimeError("capture_end")
 
-    fakes = {
-        "device": device,
-        "graph": Graph,
-        "graph_pool_handle": object,
-        "CUDAGraph": object,
-        "Stream": lambda: f"capture stream of {places[-1]}",
-        "current_stream": lambda: streams[places[-1]],
-        "set_stream": lambda stream: streams.update({places[-1]: stream}),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    with pytest.raises(RuntimeError, match="capture_end"):
-        CudaGraphs(torch.device("cuda:1")).capture(lambda: torch.zeros(1))
+    with fake_cuda.installed():
+        fakes = {
+            "device": device,
+            "stream": stream,
+            "CUDAGraph": Fails,
+            "Stream": lambda: f"capture stream of {places[-1]}",
+            "current_stream": lambda: streams[places[-1]],
+            "set_stream": lambda wanted: streams.update({places[-1]: wanted}),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        graphs = CudaGraphs(torch.device("cuda:1"))
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # there is no such device here
+        with pytest.raises(RuntimeError, match="capture_end"):
+            graphs.capture(lambda: torch.ones(1))
     assert captured_on == ["capture stream of cuda:1"]
     assert streams == {"cuda:0": "stream 0", "cuda:1": "stream 1"}
+
+
+def test_graphs_are_on_where_there_is_a_gpu_and_a_cpus_runs_keep_their_identity() -> None:
+    full, info = Full(), Random(shape="tiny").describe()
+    resolved = {device: effective(Settings(device=device), full, info) for device in ("cpu", "cuda")}
+    assert {device: settings.graphs for device, settings in resolved.items()} == {"cpu": "off", "cuda": "on"}
+    identities = {device: asked(asdict(settings), {}) for device, settings in resolved.items()}
+    assert "graphs" not in identities["cpu"]
+    assert identities["cuda"]["graphs"] == "on"
 
 
 def test_graphs_are_refused_on_a_cpu() -> None:

@@ -25,7 +25,7 @@ WORDS = [
 
 def stored(words: list[str], presets: bool = True) -> StoredRun:
     """A run as `words` would leave it."""
-    config = composed(words)
+    config = composed([*words, "graphs=off"])  # as a run on a CPU resolves it
     typed = dict(word.split("=", 1) for word in words)
     named = {kind: typed[kind] for kind in GROUPS if kind in typed}
     return StoredRun(Path(), config, {"presets": named if presets else None}, [], "complete")
@@ -43,7 +43,14 @@ def test_it_composes_to_the_same_configuration(words: list[str], presets: bool) 
     run = stored(words, presets)
     mine, theirs = built(run.config), built(again(run))
     assert mine[:3] == theirs[:3]
-    assert asdict(mine[3]) == asdict(theirs[3])
+    assert asdict(mine[3]) == asdict(theirs[3]) | {"graphs": "off"}
+
+
+def test_steps_that_were_not_captured_on_a_gpu_are_so_again() -> None:
+    on_a_gpu = {graphs: composed(["device=cuda", f"graphs={graphs}"]) for graphs in ("on", "off")}
+    said = {graphs: command(StoredRun(Path(), config, {}, [], "complete")) for graphs, config in on_a_gpu.items()}
+    assert "graphs" not in said["on"]
+    assert "graphs=off" in said["off"]
 
 
 def test_what_is_at_its_default_is_not_said() -> None:

@@ -237,6 +237,14 @@ def test_simulated_cells_are_named() -> None:
     assert not alarms([row("full", host, info={"weights": "embedded"})], [])
 
 
+def test_gpu_steps_that_were_not_captured_are_named() -> None:
+    captured = row("full", records([1.0] * 3))
+    plain = row("quest", records([1.0] * 3), info={"plain_steps": "graphs=off"})
+    [alarm] = [alarm for alarm in alarms([captured, plain], []) if alarm.kind == "launches"]
+    assert alarm.rows == ("quest",)
+    assert "hold the launch of every operation: quest (graphs=off)" in alarm.text
+
+
 def test_a_run_notes_what_its_alarms_need(cli: Callable[..., Any], tmp_path: Path) -> None:
     code, out, err = cli("method=h2o", "windows.sinks=4", "budget=0.5", "task.depths=1")
     assert code == 0, err
