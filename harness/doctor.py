@@ -12,9 +12,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from harness.config.clashes import clashes
+from harness.models import devices
 from harness.models.base import ModelError
 from harness.models.embedded import cache_root, installed, verify
 from harness.results import provenance
+from kernels import toolchain
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
 OPTIONAL = ("triton", "wandb", "tensorboard", "jieba")
@@ -65,7 +67,6 @@ def _embedded_model() -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    import torch
 
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]
@@ -74,8 +75,30 @@ def _machine() -> Iterator[Check]:
     yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
     free = _free_memory()
     yield Check("note" if free < 4 * GIB else "ok", "memory", f"{free / GIB:.1f} GiB free")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield Check("ok" if names else "note", "cuda", ", ".join(names) or "no device; device=cpu works")
+    yield from _gpus()
+
+
+def _gpus() -> Iterator[Check]:
+    """Whether torch can use the GPUs of this machine, and Triton compile for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if devices.gpu_is_there():
+            yield Check("bad", "cuda", f"a GPU ({devices.driver()}) that torch cannot use: {devices.why_unusable()}")
+        else:
+            yield Check("note", "cuda", "no device; device=cpu works")
+        return
+    yield Check("ok", "cuda", f"{devices.driver()}, runtime {torch.version.cuda}")
+    for number in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(number)
+        shared = getattr(card, "shared_memory_per_block_optin", 0) >> 10
+        text = (
+            f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / GIB:.0f} GiB, {shared} KiB shared memory"
+        )
+        yield Check("ok", f"cuda:{number}", text)
+    reason = toolchain.unfit()
+    told = f"kernels run on plain torch: {reason}" if reason else f"launchers are built with {toolchain.compiler()}"
+    yield Check("bad" if reason else "ok", "triton", told)
 
 
 def _places() -> Iterator[Check]:

@@ -2,11 +2,14 @@
 
 A backend is a module that has a function of the operation's name, imported on first use. Beside it may stand
 `<name>_refuses`, with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the
-first backend that does not refuse, `use_backend` insists on one and fails with that reason.
+first backend that does not refuse, `use_backend` insists on one and fails with that reason. A package
+whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next backend
+then takes over.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +31,7 @@ class BackendError(RuntimeError):
 class Backend(NamedTuple):
     run: Callable[..., Any]
     refuses: Callable[..., str | None] | None  # none: it serves every call
+    too_large: tuple[type[Exception], ...] = ()  # raised before anything runs
 
 
 class Op:
@@ -43,14 +47,20 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
         for name in (forced,) if forced in self.targets else self.targets:
-            run, refuses = self._loaded.get(name) or self._import(name)
+            run, refuses, too_large = self._loaded.get(name) or self._import(name)
             reason = None if refuses is None else refuses(*args, **kwargs)
-            if reason is None:
-                self.used.add(name)
-                around = _around.get()
-                return (
+            if reason is not None:
+                continue
+            around = _around.get()
+            try:
+                result = (
                     run(*args, **kwargs) if around is None else around(self.name, args, partial(run, *args, **kwargs))
                 )
+            except too_large as error:
+                reason = str(error).splitlines()[0]
+            else:
+                self.used.add(name)
+                return result
         raise BackendError(f"{self.name}: {forced}: {reason}")
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
@@ -68,7 +78,9 @@ class Op:
         except (ImportError, OSError) as error:
             self._loaded[backend] = _missing(f"import failed: {error}")
         else:
-            self._loaded[backend] = Backend(getattr(module, self.name), getattr(module, f"{self.name}_refuses", None))
+            refuses = getattr(module, f"{self.name}_refuses", None)
+            too_large = getattr(sys.modules.get(module.__package__ or ""), "TOO_LARGE", ())
+            self._loaded[backend] = Backend(getattr(module, self.name), refuses, too_large)
         return self._loaded[backend]
 
 

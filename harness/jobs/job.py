@@ -39,6 +39,7 @@ from harness.results.store import load as load_run
 from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
+from kernels import toolchain
 from methods.base import Budget, Method
 from methods.full import Full
 
@@ -90,6 +91,8 @@ class Job:
         settings = effective(wanted, method, info)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
             say_once(SLOW_FP16)
+        if settings.device.startswith("cuda") and (reason := toolchain.unfit()):
+            say_once(f"Triton's kernels cannot run here, so operations run on plain torch, which is slower: {reason}")
         budget = budget_of(settings, method, info)
         items = list(items or prepare(task, model, settings))
         settings = with_contexts(with_own_limit(settings, items), items)

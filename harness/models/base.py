@@ -5,7 +5,6 @@ Importing this module imports neither torch nor transformers; `describe` and `lo
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from harness.models.architectures import SINK_LOGITS
+from harness.models.devices import check_device
 
 if TYPE_CHECKING:
     import torch
@@ -179,34 +179,6 @@ def own_dtype(config: PreTrainedConfig) -> str:
     """What the checkpoint was saved in; fp32, transformers' own default, where its config names nothing we know."""
     saved = str(config.dtype).removeprefix("torch.")
     return next((name for name, full in DTYPES.items() if full == saved), "fp32")
-
-
-def choose_device(asked: str) -> str:
-    """`asked`, with auto resolved: the GPU where torch sees one."""
-    import torch
-
-    if asked != "auto":
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def check_device(name: str) -> str:
-    """`name`, if this machine has that device."""
-    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    if match is None:
-        raise ModelError(
-            f"device={name} is not supported: a model runs on one device, cpu, cuda or cuda:N (no device_map)."
-        )
-    if name == "cpu":
-        return name
-    import torch
-
-    found = torch.cuda.device_count()
-    if int(match[1] or 0) >= found:
-        raise ModelError(
-            f"device={name} is not available: torch sees {found} CUDA devices; use another, or device=cpu."
-        )
-    return name
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:

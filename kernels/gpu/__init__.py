@@ -1,12 +1,22 @@
 """The Triton backend: one file per group of operations, compiled by Triton on first use.
 
-Without a CUDA device the import fails, and operations fall to another backend, with that as the reason. Tests have
-Triton interpret the kernels on the CPU: TRITON_INTERPRET=1 and `use_backend("triton")`.
+Without a CUDA device, or without what Triton builds its launchers with, the import fails, and operations fall to
+another backend, with that as the reason. Tests have Triton interpret the kernels on the CPU: TRITON_INTERPRET=1 and
+`use_backend("triton")`.
 """
 
 import os
 
 import torch
 
-if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
-    raise ImportError("no CUDA device here, and TRITON_INTERPRET is not set")
+from kernels import toolchain
+
+if not os.environ.get("TRITON_INTERPRET"):
+    if not torch.cuda.is_available():
+        raise ImportError("no CUDA device here, and TRITON_INTERPRET is not set")
+    if reason := toolchain.unfit():
+        raise ImportError(reason)
+
+from triton.runtime.errors import OutOfResources
+
+TOO_LARGE = (OutOfResources,)  # a kernel wants more shared memory than the card has, which is known once it is compiled

@@ -16,7 +16,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 512  # bytes of a head
 _MOST_SHARING = 64  # query heads of one KV head
-_SHARED = 160 << 10  # bytes that the tiles of such heads take: an A100 has that much, and an H100 more
 
 _interpreted = tl.constexpr(INTERPRETED)
 
@@ -27,8 +26,7 @@ def unfit(*tensors: Tensor) -> str | None:
         return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
     if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
         return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
-    found = getattr(_device(), "shared_memory_per_block_optin", 0)
-    return None if found >= _SHARED else f"needs {_SHARED} bytes of shared memory for a block, got {found}"
+    return None
 
 
 def unfit_floats(*tensors: Tensor) -> str | None:

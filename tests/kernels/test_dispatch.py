@@ -41,6 +41,30 @@ def test_forced_backend_runs_or_says_why_not(op: Op) -> None:
     assert op(2) == ("picky", 2)
 
 
+def test_a_kernel_that_does_not_fit_on_the_card_leaves_the_call_to_the_next_backend(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton knows how much shared memory a kernel takes once it is compiled."""
+
+    class OutOfResources(Exception): ...
+
+    def double(x: int) -> None:
+        if x > 100:
+            raise OutOfResources("shared memory, Required: 114688, Hardware limit: 101376")
+
+    package, module = ModuleType("card"), ModuleType("card.kernels")
+    package.TOO_LARGE, module.double = (OutOfResources,), double  # type: ignore[attr-defined]
+    module.__package__ = "card"
+    for part in (package, module):
+        monkeypatch.setitem(sys.modules, part.__name__, part)
+    op = Op("double", card="card.kernels", torch="plain_backend")
+    assert op(2) is None
+    assert op(200) == ("plain", 200)
+    assert op.used == {"card", "torch"}
+    with use_backend("card"), pytest.raises(BackendError, match="double: card: shared memory, Required: 114688"):
+        op(200)
+
+
 def test_forcing_a_backend_an_operation_lacks_leaves_the_choice_free(op: Op) -> None:
     with use_backend("other"):
         assert op(2) == ("picky", 2)

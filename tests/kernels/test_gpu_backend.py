@@ -34,11 +34,11 @@ def python(*arguments: str, **environment: str) -> str:
     ],
     ids=["bf16", "all"],
 )
-def test_every_kernel_compiles_for_hopper_with_the_shared_memory_of_an_a100(dtypes: list[str]) -> None:
+def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     """At usual arguments, and at the largest that are not refused. Triton keeps what it compiled: a kernel that has not
     changed since is not compiled again."""
     pytest.importorskip("triton")
-    printed = python("-m", "tests.kernels.compile_for_hopper", *dtypes)
+    printed = python("-m", "tests.kernels.compile_for_gpus", "90", *dtypes)
     for module in {op.targets["triton"] for op in WITH_TRITON}:
         assert f"{module}._" in printed
 

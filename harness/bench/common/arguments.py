@@ -11,7 +11,7 @@ import torch
 from harness.bench.common.measure import DTYPES
 from harness.bench.common.synthetic import Shape
 from harness.config.settings import is_budget
-from harness.models.base import ModelError, check_device
+from harness.models.devices import DeviceError, check_device
 
 
 def budget(text: str) -> float:
@@ -71,7 +71,7 @@ def device(text: str) -> str:
     """One that this machine has."""
     try:
         return check_device(text)
-    except ModelError as error:
+    except DeviceError as error:
         raise ArgumentTypeError(str(error)) from None
 
 

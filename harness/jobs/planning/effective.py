@@ -11,7 +11,8 @@ from harness.conversations.coding import int_codec
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item
 from harness.jobs.questions import by_context
-from harness.models.base import ModelInfo, choose_device
+from harness.models.base import ModelInfo
+from harness.models.devices import choose_device
 from harness.terminal.notices import say_once
 from methods.base import Budget, Codec, Method, PaperBudget
 

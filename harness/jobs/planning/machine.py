@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from harness.config.settings import Settings, SettingsError
-from harness.models.base import check_device
+from harness.models.devices import check_device
 
 
 def check_machine(settings: Settings) -> None:
-    """Raises `SettingsError` or `ModelError` for threads, a device or a folder that this machine has not."""
+    """Raises `SettingsError` or `DeviceError` for threads, a device or a folder that this machine has not."""
     cpus = os.cpu_count() or 1
     if settings.threads is not None and settings.threads > cpus:
         raise SettingsError(

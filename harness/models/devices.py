@@ -1,0 +1,86 @@
+"""Where a model runs: what `auto` stands for on this machine, and what is said of a device that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
+NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # of a GPU under Linux, and under Windows' Linux
+
+
+class DeviceError(ValueError):
+    """The device that a user asked for cannot be used; the message says what to do instead."""
+
+
+def choose_device(asked: str) -> str:
+    """The device that `asked` stands for; `auto` is the GPU, where there is one.
+
+    Raises `DeviceError` for `auto` where an NVIDIA GPU is there that torch cannot use: a run that silently took the CPU
+    would also take another dtype, and hours.
+    """
+    import torch
+
+    if asked != "auto":
+        return asked
+    if torch.cuda.is_available():
+        return "cuda"
+    if gpu_is_there() and not _hidden():
+        raise DeviceError(
+            f"This machine has an NVIDIA GPU ({driver()}) that torch cannot use: {why_unusable()}. Install a newer "
+            "driver, or a torch built for the one you have (README, Two commands); device=cpu runs without the GPU."
+        )
+    return "cpu"
+
+
+def check_device(name: str) -> str:
+    """Return `name`, if this machine has that device; raise `DeviceError` otherwise."""
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise DeviceError(
+            f"device={name} is not supported: a model runs on one device, cpu, cuda or cuda:N (no device_map)."
+        )
+    if name == "cpu":
+        return name
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(match[1] or 0) >= found:
+        reason = f" ({why_unusable()})" if not found and gpu_is_there() else ""
+        raise DeviceError(
+            f"device={name} is not available: torch sees {found} CUDA devices{reason}; use another, or device=cpu."
+        )
+    return name
+
+
+def gpu_is_there() -> bool:
+    """Whether the system shows an NVIDIA GPU, whatever torch makes of it."""
+    return any(node.exists() for node in (DRIVER, *NODES))
+
+
+def driver() -> str:
+    """The version of NVIDIA's kernel driver, in words."""
+    with suppress(OSError):
+        if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text().splitlines()[0]):
+            return f"driver {found[1]}"
+    return "driver unknown"
+
+
+def why_unusable() -> str:
+    """The reason for which torch has no CUDA device here, in a sentence without its full stop."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for CPUs alone"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} wants CUDA {torch.version.cuda}; {str(error).split('. ')[0].rstrip('.')}"
+    return f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds none"
+
+
+def _hidden() -> bool:
+    """Whether the user has hidden all GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
