@@ -3,8 +3,8 @@
 A backend is a module that has a function of the operation's name, imported on first use. Beside it may stand
 `<name>_refuses`, with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the
 first backend that does not refuse, `use_backend` insists on one and fails with that reason. A package
-whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next backend
-then takes over.
+whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next
+backend then takes over.
 """
 
 from __future__ import annotations
