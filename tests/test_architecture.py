@@ -27,6 +27,7 @@ ALLOWED = {
         "wonderwords", "tokenizers",
     },
 }  # fmt: skip
+LONG: dict[str, str] = {}  # files of more than 300 lines, each with the reason why it is not split
 # room of the harness -> rooms it may import beside itself
 ROOMS = {
     "terminal": set(),
@@ -216,12 +217,13 @@ def test_the_packages_that_run_are_those_of_this_tree(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_files_and_folders_stay_small(package: str) -> None:
+def test_long_files_have_a_reason(package: str) -> None:
     cpp = [file for kind in ("*.cpp", "*.hpp") for file in (ROOT / package).rglob(kind)]
-    for file in [*sources(package), *cpp]:
-        assert len(file.read_text().splitlines()) <= 300, f"{file.relative_to(ROOT)}: split it by duty"
-    for folder in {file.parent for file in sources(package)} - {ROOT / "methods"}:  # there each file is a method
-        assert len(list(folder.glob("*.py"))) <= 15, f"{folder.relative_to(ROOT)}: put some into a folder of their own"
+    long = {
+        str(file.relative_to(ROOT)) for file in [*sources(package), *cpp] if len(file.read_text().splitlines()) > 300
+    }
+    known = {name for name in LONG if name.startswith(f"{package}/")}
+    assert long == known, "split it by subject, or give the reason in LONG; what is short again leaves the list"
 
 
 def test_the_kernels_package_imports_nothing_and_clashes_with_nothing() -> None:
