@@ -1,7 +1,8 @@
 """Where evaluation data comes from: a folder of files first, then plain files of a data set on the hub.
 
 No loading scripts. A file is read whole or not at all: every line has to parse, a zip member has to match its
-checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`).
+checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). What a reader uses of a file has the types
+that the reader says (`misfit`): a number where a text belongs would become a prompt.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
+import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,26 +93,43 @@ def _is_cached(source: Source) -> bool:
     return bool(source.hub_repo) and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
 
 
-Kinds = Mapping[str, str]  # field that every row must hold -> one of KINDS
-ANY: Kinds = {}
+Shape = Any  # what a JSON value should be, as `misfit` explains
+ANY: Shape = {}  # an object of whatever fields
 
 
-def open_rows(source: Source, env: TaskEnv, kinds: Kinds = ANY) -> Rows:
-    """Rows of a .jsonl, .json (one list) or .parquet file; one that lacks a field of `kinds` is refused by number."""
-    return rows_of(open_content(source, env), source.name, kinds)
+def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
+    """Rows of a .jsonl, .json (one list) or .parquet file; one that is not of `shape` is refused by number."""
+    return rows_of(open_content(source, env), source.name, shape)
 
 
-def rows_of(content: Content, name: str, kinds: Kinds = ANY) -> Rows:
-    try:
+def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
+    with _damage(f"{name}: {content.origin}"):
         rows = _parse(content)
-    except ValueError as error:
-        raise TaskError(f"{name}: {content.origin} is cut short or damaged ({error}): fetch it again") from error
+    check(rows, [], f"{name}: {content.origin}")
     if not rows:
         raise TaskError(f"{name}: {content.origin} holds no rows: fetch it again")
     for number, row in enumerate(rows, 1):
-        if wrong := _wrong(row, kinds):
-            raise TaskError(f"{name}: row {number} of {content.origin} {wrong}: correct the file, or fetch it again")
+        check(row, shape, f"{name}: row {number} of {content.origin}")
     return Rows(rows, content.origin, content.sha256)
+
+
+def value_of(data: bytes | str, shape: Shape, place: str) -> Any:
+    """The one JSON value in a file or a line of one, which errors call `place`."""
+    with _damage(place):
+        value = json.loads(data)
+    check(value, shape, place)
+    return value
+
+
+def text_of(data: bytes, place: str) -> str:
+    with _damage(place):
+        return data.decode()
+
+
+def check(value: Any, shape: Shape, place: str) -> None:
+    """Raise `TaskError` where a value of a file is not of `shape`; `place` names the file and where in it."""
+    if wrong := misfit(value, shape):
+        raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
 
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
@@ -128,46 +149,109 @@ def open_content(source: Source, env: TaskEnv) -> Content:
     return Content(data, origin, hashlib.sha256(data).hexdigest())
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: JSON can spell it, and no tokenizer takes it
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and (value.isascii() or not _HALF.search(value))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "text": lambda value: isinstance(value, str),
-    "a list of texts": _is_texts,
-    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "text": _is_text,
+    "text that is not blank": lambda value: _is_text(value) and bool(value.strip()),
+    "a list of texts": lambda value: misfit(value, ["text", ...]) is None,
+    "a number": _is_number,
+    "a number from 0 on": lambda value: _is_number(value) and value >= 0,
+    "a number above 0": lambda value: _is_number(value) and value > 0,
+    "a list of numbers": lambda value: misfit(value, ["a number", ...]) is None,
+    "a whole number": lambda value: type(value) is int,
+    "a whole number above 0": lambda value: type(value) is int and value > 0,
+    "true": lambda value: value is True,
+    "false": lambda value: value is False,
     "an object": lambda value: isinstance(value, dict),
 }
+_ABSENT = object()
 
 
-def _wrong(row: Row, kinds: Kinds) -> str | None:
-    for field, kind in kinds.items():
-        if row.get(field) is None:
-            return f"lacks {field!r}"
-        if not KINDS[kind](row[field]):
-            return f"has {str(row[field])[:40]!r} as {field!r}, which should be {kind}"
-    return None
+def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
+    """What is wrong with a JSON value, to be said behind the place where it stands; None where it is of `shape`.
+
+    A shape is one of KINDS or several ("text or a whole number"), or looks like the value: `{name: shape}`, where a
+    name that ends in "?" may be missing or null, and `str` stands for every name; `[shape]`, a list, and
+    `[shape, ...]`, one that is not empty, `[]`, one of anything; `(shape, shape)`, a list of as many. What it does not
+    name may be anything.
+
+    >>> misfit({"turns": ["Hi", 5]}, {"turns": ["text", ...], "id?": "text or a whole number"})
+    "has 5 as 'turns[1]', which should be text"
+    >>> misfit({}, {"turns": ["text", ...]})
+    "lacks 'turns'"
+    """
+    if value is _ABSENT:
+        return f"lacks {field!r}"
+    kind, fits = _kind(value, shape)
+    if not fits:
+        held = json.dumps(value, default=str)[:40]
+        return f"has {held} as {field!r}, which should be {kind}" if field else f"is {held}, which should be {kind}"
+    parts = () if isinstance(shape, str) else _parts(value, shape, field)
+    return next(filter(None, (misfit(*part) for part in parts)), None)
 
 
-def _parse(content: Content) -> list[Row]:
+def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
+    """What the value should be, without its parts, and whether it is."""
+    if isinstance(shape, str):
+        return shape, any(KINDS[kind](value) for kind in shape.split(" or "))
+    if isinstance(shape, dict):
+        return "an object", isinstance(value, dict)
+    if isinstance(shape, tuple):
+        return f"a list of {len(shape)}", isinstance(value, list) and len(value) == len(shape)
+    least = len(shape) > 1
+    return "a list that is not empty" if least else "a list", isinstance(value, list) and len(value) >= least
+
+
+def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, str]]:
+    """Each part with its shape and its name."""
+    if isinstance(shape, dict):
+        prefix = f"{field}." if field else ""
+        for name, inner in shape.items():
+            if name is str:
+                yield from ((part, inner, f"{prefix}{own}") for own, part in value.items())
+            elif not name.endswith("?"):
+                yield value.get(name, _ABSENT), inner, f"{prefix}{name}"
+            elif value.get(name[:-1]) is not None:
+                yield value[name[:-1]], inner, f"{prefix}{name[:-1]}"
+    elif shape:
+        shapes = shape if isinstance(shape, tuple) else [shape[0]] * len(value)
+        yield from ((*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, shapes, strict=True)))
+
+
+@contextmanager
+def _damage(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{place} is cut short or damaged ({error}): fetch it again") from error
+
+
+def _parse(content: Content) -> Any:
     suffix = Path(content.origin).suffix
     if suffix == ".parquet":
         import pyarrow.parquet
 
         return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())  # ArrowInvalid is a ValueError
     if suffix == ".json":
-        rows = json.loads(content.data)
-    else:  # cut at \n only: other line ends may stand inside a string
-        rows = [_line(number, line) for number, line in enumerate(content.data.split(b"\n"), 1) if line.strip()]
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("not a list of objects")
-    return rows
+        return json.loads(content.data)
+    lines = content.data.split(b"\n")  # there only: other line ends may stand inside a string
+    return [_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _line(number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number} is not JSON") from error
 
 

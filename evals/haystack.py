@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,14 @@ from importlib import import_module
 from pathlib import Path
 
 from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
+from evals.data import value_of
 
-# file names below the data root, the first that exists is taken; the field `text` holds everything
+# file names below the data root, the first that exists is taken
 ESSAY_FILES = {
     "essays": ("PaulGrahamEssays.json", "paul_graham_essays_ruler_full.json"),
     "essays49": ("paul_graham_essays_repo49.json",),
 }
+ESSAYS = {"text": "text that is not blank"}  # everything in one field
 NAMES = ("auto", *ESSAY_FILES, "pydoc")
 SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data is on no package index
 
@@ -39,7 +40,7 @@ def load(name: str, env: TaskEnv) -> Haystack:
             continue
         path = _find(files, env.data_root)
         if path is not None:
-            return _haystack(wanted, _read_essays(path))
+            return _haystack(wanted, value_of(path.read_bytes(), ESSAYS, str(path))["text"])
         if name == wanted:
             raise TaskError(f"haystack={name} needs {' or '.join(files)} in {_places(env.data_root)}; or use pydoc")
     return _haystack("pydoc", _pydoc_text())
@@ -67,13 +68,6 @@ def _find(files: Sequence[str], root: Path | None) -> Path | None:
 
 def _places(root: Path | None) -> str:
     return f"the data root {NO_DATA_ROOT}" if root is None else f"{root / 'essays'} or {root}"
-
-
-def _read_essays(path: Path) -> str:
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["text"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise TaskError(f"{path} is not a JSON object with a field 'text': fetch it again") from error
 
 
 def _pydoc_text() -> str:

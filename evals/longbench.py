@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from evals import metrics
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Rows, Source, open_rows, require
+from evals.data import Row, Rows, Shape, Source, open_rows, require
 from evals.longbench_tables import CATEGORIES, DATASETS, ENGLISH, EVEN, PRESETS, DataSet
 from evals.metrics.chinese import splitter
 
@@ -77,13 +77,13 @@ class LongBench(Task):
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
             splitter()  # better now than after hours of generation
-        opened = {name: open_rows(self._source(name), env, self._fields(name)) for name in self.names()}
+        opened = {name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()}
         self._opened.update({name: self._origin(name, rows) for name, rows in opened.items()})
         ids: Counter[str] = Counter()
         for name, rows in opened.items():
             limit = self._limit(DATASETS[name], env)
             for index, row in enumerate(rows.rows[: self.samples]):
-                row_id = str(row.get("_id", f"{name}-{index}"))
+                row_id = f"{name}-{index}" if row.get("_id") is None else str(row["_id"])
                 ids[row_id] += 1
                 yield self._example(name, row_id if ids[row_id] == 1 else f"{row_id}-{ids[row_id]}", row, limit)
 
@@ -157,11 +157,12 @@ class LongBench(Task):
             raise TaskError(f"the model's window of {env.window} tokens is too small for LongBench: take another model")
         return limit
 
-    def _fields(self, name: str) -> dict[str, str]:
-        """What a row must hold, and of which kind."""
-        classes = {"all_classes": "a list of texts"} if DATASETS[name].metric == "classification" else {}
-        length = {"length": "a whole number"} if self.subset == "longbench_e" else {}
-        return {"context": "text", "input": "text", "answers": "a list of texts"} | classes | length
+    def _shape(self, name: str) -> Shape:
+        """What a row must hold."""
+        classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
+        length = "length" if self.subset == "longbench_e" else "length?"
+        known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
+        return {"context": "text", "input": "text", "answers": ["text"]} | known
 
     def _example(self, name: str, example_id: str, row: Row, limit: int | None) -> Example:
         data_set = DATASETS[name]

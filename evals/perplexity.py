@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, TextTools
-from evals.data import Content, Source, open_content, require, rows_of
+from evals.data import Content, Source, open_content, require, rows_of, text_of
 
 _UNDECODED = "\ufffd"
 
@@ -102,7 +102,7 @@ class WikiText2(Task):
 def _text(content: Content) -> str:
     """The raw file; the hub keeps its lines as rows, blank ones empty."""
     if not content.origin.endswith(".parquet"):
-        return content.data.decode()
+        return text_of(content.data, f"wikitext2/test: {content.origin}")
     return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows)
 
 

@@ -74,7 +74,14 @@ HYDRA = {
     *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides")),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }
-EVALS_KNOWN_TO_THE_HARNESS = ("evals.base", "evals.haystack", "evals.hub", "evals.multiturn", "evals.stats")
+EVALS_KNOWN_TO_THE_HARNESS = (
+    "evals.base",
+    "evals.data",
+    "evals.haystack",
+    "evals.hub",
+    "evals.multiturn",
+    "evals.stats",
+)
 METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.pools")
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (

@@ -77,8 +77,12 @@ def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0
     }
 
 
+# a conversation in ShareGPT's layout
+SHAREGPT = {"conversations": [{"from": "text", "value": "text"}], "id?": "text or a whole number"}
+
+
 def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Of a conversation in ShareGPT's layout, a list of {from, value}: questions with the answer right behind them.
+    """Of what is said in such a conversation: questions with the answer right behind them.
 
     >>> exchanges([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}])
     [('Hi', 'Hello')]

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from evals.base import TaskEnv, TaskError
-from evals.data import Content, Row, Source, open_content, rows_of
+from evals.data import Content, Row, Source, check, open_content, rows_of
 from evals.haystack import Haystack, split_sentences
 from evals.multiturn import law
 
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
+NAMES = dict.fromkeys(("id?", "question_id?"), "text or a whole number")
 SKIPS = 3  # sentences that may be too long for what is left of a passage
 
 
@@ -150,13 +151,16 @@ def opened(path: str, env: TaskEnv) -> Content:
 def told(content: Content, env: TaskEnv) -> Iterator[Told]:
     """The conversations of a file that have a question, in its order."""
     file = content.origin.removeprefix("local:")
-    for number, row in enumerate(rows_of(content, content.origin).rows, 1):
-        try:
-            turns = _turns(row)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise TaskError(f"row {number} of {file} is no conversation: it should be {LAYOUTS}") from error
-        if turns:
-            yield Told(str(row.get("id", row.get("question_id", number))), turns, env, file)
+    rows = rows_of(content, "task.source").rows
+    for number, row in enumerate(rows, 1):
+        if not {"conversations", "turns"} & row.keys():
+            raise TaskError(f"row {number} of {file} lacks 'conversations' or 'turns': it should be {LAYOUTS}")
+        said = law.SHAREGPT if "conversations" in row else {"turns": ["text"]}
+        check(row, said | NAMES, f"row {number} of {file}")
+    for number, row in enumerate(rows, 1):
+        if turns := _turns(row):
+            known = [row[name] for name in ("id", "question_id") if row.get(name) is not None]
+            yield Told(str([*known, number][0]), turns, env, file)
 
 
 def _turns(row: Row) -> list[tuple[str, str | None]]:

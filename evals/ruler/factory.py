@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 
 from evals import cache, haystack
 from evals.base import TaskEnv, TaskError
+from evals.data import value_of
 from evals.ruler import qa
 from evals.ruler.aggregation import ENGLISH_WORDS, CommonWords, FrequentWords
 from evals.ruler.fitting import OFFICIAL_FROM, Generator, TooShort
@@ -112,10 +112,8 @@ class Factory:
         path = _english_file(self._env.data_root)
         if path is None:
             return []
-        try:
-            return [str(word) for word in json.loads(path.read_text(encoding="utf-8")).values()]
-        except (ValueError, AttributeError) as error:
-            raise TaskError(f"{path} is not a JSON object of words (a git-lfs pointer?): fetch it again") from error
+        place = f"{path} (which git-lfs may keep elsewhere)"
+        return list(value_of(path.read_bytes(), {str: "text that is not blank"}, place).values())
 
 
 def _uses_essay(task: str) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evals.base import TaskError
-from evals.data import too_few
+from evals.data import text_of, too_few, value_of
 from evals.ruler.templates import FAMILIES, TEMPLATES, FilledTemplate
+
+RECORD = {"input": "text", "outputs": ["text", ...], "answer_prefix?": "text", "length?": "a whole number"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class OfficialFile:
     def prompts(self, samples: int) -> list[FilledTemplate]:
         """The first `samples` records."""
         content = self.path.read_bytes()
-        lines = _decoded(content, self.path).split("\n")  # other line separators may stand inside a record
+        lines = text_of(content, str(self.path)).split("\n")  # other line separators may stand inside a record
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if samples > len(numbered):
             raise too_few(str(self.path), "records", len(numbered), samples)
@@ -32,7 +32,7 @@ class OfficialFile:
         return [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
 
     def _prompt(self, line: str, number: int, stamp: str) -> FilledTemplate:
-        record = self._record(line, number)
+        record = value_of(line, RECORD, f"{self.path}, line {number}")
         template = TEMPLATES[FAMILIES[self.task]]
         user, prefix = record["input"], record.get("answer_prefix")
         if prefix is None:
@@ -44,23 +44,9 @@ class OfficialFile:
         if start < 0 or not template.opens(user):
             raise self._error(number, f"is no {self.task} prompt, or stands in a chat template: write it with `base`")
         data = {"generator": stamp}
-        if isinstance(record.get("length"), int):
+        if record.get("length") is not None:
             data["tokens"] = record["length"]
         return FilledTemplate(user[:start], user[start:], prefix, tuple(record["outputs"]), data)
-
-    def _record(self, line: str, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise self._error(number, "is not JSON (cut short?): write or copy the file again") from error
-        if not isinstance(record, dict) or not isinstance(record.get("input"), str):
-            raise self._error(number, "has no text 'input'")
-        outputs = record.get("outputs")
-        if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
-            raise self._error(number, "has no list of texts 'outputs'")
-        if not isinstance(record.get("answer_prefix", ""), str):
-            raise self._error(number, "has an 'answer_prefix' that is no text")
-        return record
 
     def _error(self, number: int, what: str) -> TaskError:
         return TaskError(f"{self.path}, line {number}: {what}")
@@ -107,10 +93,3 @@ def _single(path: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Officia
         what = length if numbers else "one length"
         raise TaskError(f"task.source={path} is a file of {what}: set task.lengths to it")
     return OfficialFile(path, task, length)
-
-
-def _decoded(content: bytes, path: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8 text: copy it again") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from evals.base import TaskEnv, TaskError, TextTools
-from evals.data import Row, Source, open_content, rows_of, too_few
+from evals.base import TaskEnv, TextTools
+from evals.data import Content, Row, Source, open_content, rows_of, too_few, value_of
 from evals.ruler.fitting import Generator, TooShort
 from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams
@@ -54,20 +53,22 @@ class Corpus:
     sha256: str
 
 
-HUB_FIELDS = {"title": "text", "context": "text", "question": "text", "answers": "an object"}
+_ENTRY = {"question": "text", "is_impossible": "true or false", "answers": [{"text": "text"}]}
+SQUAD = {"data": [{"paragraphs": [{"context": "text", "qas": [_ENTRY]}]}]}
+SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}  # the hub's
+HOTPOTQA_ROW = {
+    "question": "text",
+    "answer": "text",
+    "context": [("text", ["text"]), ...],  # title and sentences
+    "supporting_facts": [("text", "a whole number")],
+}
 
 
 def load(task: str, env: TaskEnv) -> Corpus:
     """The data of `qa_1` or `qa_2`: from the data root, or the hub where it has them."""
     content = open_content(SOURCES[task], env)
     read = _read_squad if task == "qa_1" else _read_hotpotqa
-    try:
-        rows = content.origin.endswith(".parquet")
-        data = _articles(rows_of(content, SOURCES[task].name, HUB_FIELDS).rows) if rows else json.loads(content.data)
-        questions, documents = read(data)
-    except (ValueError, KeyError, TypeError) as error:
-        name = SOURCES[task].name
-        raise TaskError(f"{content.origin} is not in the layout of {name} ({error!r}): fetch it again") from error
+    questions, documents = read(content, SOURCES[task].name)
     return Corpus(tuple(questions), tuple(documents), content.origin, content.sha256)
 
 
@@ -86,8 +87,12 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _read_squad(data: Any) -> tuple[list[Question], list[str]]:
+def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]:
     """Answerable questions; the other paragraphs of an article are related."""
+    if content.origin.endswith(".parquet"):
+        data = _articles(rows_of(content, name, SQUAD_ROW).rows)
+    else:
+        data = value_of(content.data, SQUAD, f"{name}: {content.origin}")
     articles = [article["paragraphs"] for article in data["data"]]
     documents = sorted({paragraph["context"] for article in articles for paragraph in article})
     number = {document: i for i, document in enumerate(documents)}
@@ -97,14 +102,15 @@ def _read_squad(data: Any) -> tuple[list[Question], list[str]]:
         for paragraph, own in zip(article, numbers, strict=True):
             related = tuple(other for other in numbers if other != own)
             for entry in paragraph["qas"]:
-                if not entry["is_impossible"]:
-                    answers = tuple(answer["text"] for answer in entry["answers"])
+                answers = tuple(answer["text"] for answer in entry["answers"])
+                if answers and not entry["is_impossible"]:
                     questions.append(Question(entry["question"], answers, (own,), (own,), related))
     return questions, documents
 
 
-def _read_hotpotqa(data: Any) -> tuple[list[Question], list[str]]:
+def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[str]]:
     """A question's own paragraphs are ten, two of them gold."""
+    data = rows_of(content, name, HOTPOTQA_ROW).rows
     paragraphs = [[(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]] for entry in data]
     documents = sorted({document for entry in paragraphs for _, document in entry})
     number = {document: i for i, document in enumerate(documents)}

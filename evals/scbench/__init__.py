@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import Row, Source, open_rows, require
 from evals.scbench import scoring
-from evals.scbench.tables import HUB_REPO, MAX_NEW_TOKENS, OPENING, PROMPTS, SKILLS, fields, names
+from evals.scbench.tables import HUB_REPO, MAX_NEW_TOKENS, OPENING, PROMPTS, SKILLS, fields, names, shape
 
 MODES = ("multi_turn", "multi_request")
 LISTS = ("scbench_vt", "scbench_choice_eng")  # whose answers are several texts
@@ -56,14 +56,14 @@ class SCBench(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         for name in self.names():
-            opened = open_rows(self._source(name), env)
+            opened = open_rows(self._source(name), env, shape(name))
             self._opened[name] = opened.provenance
             for index, row in enumerate(opened.rows[: self.samples]):
                 try:
                     turns = [_Asked.of(name, row, turn) for turn in row["multi_turns"][: self.turns]]
-                except (KeyError, TypeError, ValueError) as error:
+                except ValueError as error:
                     raise TaskError(
-                        f"row {index + 1} of {opened.origin} is not SCBench's ({error!r}): fetch the file again"
+                        f"row {index + 1} of {opened.origin} is not SCBench's ({error}): fetch the file again"
                     ) from error
                 made = self._conversation if self.mode == "multi_turn" else self._requests
                 yield from made(f"{name}/{index}", name, turns, env)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.base import TaskError
+from evals.data import Shape
 from evals.scbench.scoring import OPTIONS
 
 HUB_REPO = "microsoft/SCBench"
@@ -55,11 +56,27 @@ PROMPTS = {
 }
 
 
+ANSWERS = {
+    "scbench_vt": ["text", ...],
+    "scbench_mf": "a number or a list of numbers",
+    **dict.fromkeys(("scbench_qa_eng", "scbench_qa_chn", "scbench_many_shot"), "text or a list of texts"),
+}
+
+
+def shape(name: str) -> Shape:
+    """What a row of a task must hold."""
+    options = {"options": ("text",) * len(OPTIONS)} if name == "scbench_choice_eng" else {}
+    turn = {"input": "text", "answer": ANSWERS.get(name, "text"), **options}
+    context = "text or a list of numbers" if name == "scbench_mf" else "text"
+    return {"context": context, "multi_turns": [turn, ...]}
+
+
 def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, str]:
-    """What stands in the templates' braces. Raises KeyError, TypeError or ValueError for rows of another layout."""
-    known = {"context": str(row["context"]), "input": _text(turn["input"])}
+    """What stands in the templates' braces. Raises ValueError where a right answer is not among the options, or a
+    question cannot be told."""
+    known = {"context": str(row["context"]), "input": turn["input"]}
     if name == "scbench_choice_eng":
-        known |= zip(OPTIONS, map(_text, turn["options"]), strict=True)
+        known |= zip(OPTIONS, turn["options"], strict=True)
         known["letter"] = OPTIONS[turn["options"].index(turn["answer"])]
     if name == "scbench_mf":
         known |= {"asked": _asked(turn["input"]), "first_input": row["multi_turns"][0]["input"]}
@@ -76,12 +93,6 @@ def _asked(text: str) -> str:
     if not found:
         raise ValueError(f"{text!r} does not end in 'The ... is'")
     return f"What is {found[0].lower()[:-3]}?"
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evals.data import value_of
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import Identity, ModelError, ModelSource
 from harness.models.snapshots import SMALL_FILES, WEIGHT_FILES, has_weights, snapshot
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+CONFIG = {  # what is read of config.json here; transformers checks what it reads
+    "architectures?": ["text"],
+    "quantization_config?": "an object",
+    "attn_logit_softcapping?": "a number",
+    "use_bidirectional_attention?": "true or false",
+    "rope_parameters?": {"partial_rotary_factor?": "a number"},
+    "rope_scaling?": {"partial_rotary_factor?": "a number"},
+    "partial_rotary_factor?": "a number",
+}
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # read of each weight file to tell two local folders apart
 
 
@@ -100,12 +109,12 @@ class HuggingFace(ModelSource):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}): fetch the model again.") from error
-    assert isinstance(found, dict)
-    return found
+        config: dict[str, Any] = value_of(file.read_bytes(), CONFIG, str(file))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}): fetch the model again.") from error
+    return config
 
 
 def check_config(config: dict[str, Any], name: str) -> None:

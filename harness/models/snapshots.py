@@ -5,9 +5,9 @@ The hub is probed once before it is asked: its library retries an unreachable on
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from evals.data import value_of
 from evals.hub import reachable
 from harness.models.base import ModelError
 
@@ -72,6 +72,6 @@ def _at(name: str, revision: str | None) -> str:
 def has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / part).is_file() for part in parts)
+        parts = value_of(index.read_bytes(), {"weight_map": {str: "text"}}, str(index))["weight_map"]
+        return all((folder / part).is_file() for part in set(parts.values()))
     return (folder / "model.safetensors").is_file()

@@ -39,15 +39,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return _read(path, yaml.safe_load, yaml.YAMLError)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file that is written at once."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold U+2028
-        return [json.loads(line) for line in lines if line]
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {reason(error)}") from error
-
-
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
 

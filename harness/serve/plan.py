@@ -37,6 +37,8 @@ class Plan:
             raise SettingsError(
                 "This task is about overflow, which a server does not have: choose another, as multiturn."
             )
+        if recorded:
+            recorded.check(task)
         settings = replace(settings, batch=traffic.slots)
         items = itemised(recorded.examples, model.tokenizer(), settings, model.describe().limit) if recorded else None
         job = Job.plan(method, task, model, settings, items)

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evals.base import Example, Turn
-from harness.history.simulation.trace import TraceError, timed
+from evals.base import Example, Task, Turn
+from evals.data import check
+from harness.history.simulation.trace import TraceError, rows_in, timed
 from harness.history.simulation.trace import Turn as Lengths
 from harness.jobs.planning.items import Item
-from harness.results.files import canonical, read_lines, write_lines
+from harness.results.files import canonical, write_lines
 
 SCHEMA = 1
+SECONDS = "a number from 0 on"
+HEAD = {"schema": "a whole number", "rate": "a number above 0", "task": "an object"}
+SAID = {"references": ["text"], "prefix?": "text", "reply?": "text", "data?": "an object"}
+TURN = SAID | {"question": "text", "max_new_tokens?": "a whole number above 0"}
+CONVERSATION = SAID | {
+    "id": "text",
+    "group": "text",
+    "context": "text",
+    "question?": "text",
+    "system?": "text",
+    "max_new_tokens": "a whole number above 0",
+    "min_new_tokens?": "a whole number",
+    "teacher_forced?": "true or false",
+    "chat?": "true or false",
+    "stop?": ["text"],
+    "max_prompt_tokens?": "a whole number above 0",
+    "further?": [TURN],
+    "unit?": "text",
+}
+LINE = {"start_s": SECONDS, "think_s": [SECONDS], "conversation": CONVERSATION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +76,17 @@ class Recorded:
     start_s: list[float]
     think_s: list[tuple[float, ...]]
 
+    def check(self, task: Task) -> None:
+        """Raise `TraceError` for a conversation that its task cannot score, which a run would find at its end."""
+        for turn in (turn for example in self.examples for turn in example.turns):
+            try:
+                task.score(turn, "0")
+            except Exception as error:
+                raise TraceError(
+                    f"replay: {turn.id} is no conversation that {type(task).__name__} can score ({error!r}): correct "
+                    "its data and references, or the task in the first line."
+                ) from error
+
     def sessions(self, items: Sequence[Item]) -> list[Session]:
         """`items`: of its examples."""
         return [Session(*one) for one in zip(items, self.start_s, self.think_s, strict=True)]
@@ -70,23 +102,32 @@ def write(path: Path, sessions: Sequence[Session], task: dict[str, Any], rate: f
 
 
 def read(path: Path) -> Recorded:
-    head, *lines = read_lines(path) or [{}]
-    try:
-        if head["schema"] != SCHEMA:
-            raise TraceError(f"{path} has schema {head['schema']}, and this version reads {SCHEMA}: record it again.")
-        examples = [_example(line["conversation"]) for line in lines]
-        starts = [float(line["start_s"]) for line in lines]
-        thinks = [tuple(map(float, line["think_s"])) for line in lines]
-        rate, task = float(head["rate"]), dict(head["task"])
-    except (KeyError, TypeError) as error:
-        raise TraceError(f"{path} is no trace of harness.serve: {error!r}; see docs/serving.md.") from error
-    for example, think_s in zip(examples, thinks, strict=True):
-        if len(think_s) != len(example.further):
-            raise TraceError(f"{path}: {example.id} has {len(example.further)} further turns, {len(think_s)} think_s.")
-    return Recorded(task, rate, examples, starts, thinks)
+    head, *lines = rows_in(path, "replay")
+    place = f"replay: row 1 of {path}"
+    check(head, {"schema": "a whole number"}, place)
+    if head["schema"] != SCHEMA:
+        raise TraceError(f"{path} has schema {head['schema']}, and this version reads {SCHEMA}: record it again.")
+    check(head, HEAD, place)
+    if not lines:
+        raise TraceError(f"{path} holds no conversations: record it again.")
+    examples = []
+    for number, line in enumerate(lines, 2):
+        place = f"replay: row {number} of {path}"
+        check(line, LINE, place)
+        examples.append(_made(Example, line["conversation"], place))
+        further, pauses = len(examples[-1].further), len(line["think_s"])
+        if further != pauses:
+            raise TraceError(f"{place} has {further} further turns and {pauses} think_s: give one to each.")
+    times = [(float(line["start_s"]), tuple(map(float, line["think_s"]))) for line in lines]
+    return Recorded(head["task"], float(head["rate"]), examples, *map(list, zip(*times, strict=True)))
 
 
-def _example(plain: dict[str, Any]) -> Example:
-    further = tuple(Turn(**turn | {"references": tuple(turn["references"])}) for turn in plain.get("further", ()))
-    tuples: dict[str, Any] = {name: tuple(plain[name]) for name in ("references", "stop") if name in plain}
-    return Example(**plain | tuples | {"further": further})
+def _made(kind: Any, plain: dict[str, Any], place: str) -> Any:
+    """An example or a turn of one; null is a field left out."""
+    if unknown := sorted(plain.keys() - {field.name for field in fields(kind)}):
+        raise TraceError(f"{place} has {unknown[0]!r}, which is no field of a conversation: leave it out.")
+    given = {name: value for name, value in plain.items() if value is not None}
+    given |= {name: tuple(given[name]) for name in ("references", "stop") if name in given}
+    if "further" in given:
+        given["further"] = tuple(_made(Turn, turn, place) for turn in given["further"])
+    return kind(**given)

@@ -63,10 +63,10 @@ class TestLocal:
             "rows": 2,
         }
 
-    @pytest.mark.parametrize("content", [JSONL[:-9], b"", b"[1]\n", b"\xff\xfe", b'{"a": "\xff"}'])
+    @pytest.mark.parametrize("content", [JSONL[:-9], b"", b"[1]\n", b"5", b"\xff\xfe", b'{"a": "\xff"}'])
     def test_damaged_lines_are_refused(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "test.jsonl").write_bytes(content)
-        with pytest.raises(TaskError, match=r"set/test: local:test.jsonl .*fetch it again"):
+        with pytest.raises(TaskError, match=r"set/test: (row 1 of )?local:test.jsonl .*fetch it again"):
             open_rows(source(local=("test.jsonl",)), env_of(tmp_path))
 
     def test_zip_member_has_the_hash_of_the_plain_file(self, tmp_path: Path) -> None:

@@ -73,11 +73,6 @@ class TestPrompt:
         with pytest.raises(TaskError, match="lacks 'answer'"):
             list(task().examples(env(tmp_path)))
 
-    def test_a_wrong_type_is_named_by_file_row_and_field(self, tmp_path: Path) -> None:
-        write(tmp_path, "test", [{"question": "1+1?", "answer": "#### 2"}, {"question": "1+1?", "answer": 7}])
-        with pytest.raises(TaskError, match=r"row 2 of local:\S*test\S* has '7' as 'answer', which should be text"):
-            list(task().examples(env(tmp_path)))
-
 
 class TestReadings:
     def test_vectors(self, shared_data: Path) -> None:

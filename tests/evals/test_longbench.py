@@ -133,7 +133,7 @@ class TestExamples:
 
     @pytest.mark.parametrize("missing", ["context", "answers", "all_classes"])
     def test_rows_of_another_kind(self, write: Callable[..., Path], missing: str) -> None:
-        with pytest.raises(TaskError, match=f"row 1 of local:.*trec.* lacks '{missing}'"):
+        with pytest.raises(TaskError, match=f"row 1 of local:.*trec.* has null as '{missing}'"):
             list(task(datasets="trec").examples(env(write(trec=[row("trec", **{missing: None})]))))
 
 

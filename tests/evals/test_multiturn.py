@@ -244,7 +244,7 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"replies": "forced", "about": "first"}, "task.about is of questions about facts and changes nothing beside"),
         ({"source": "absent.json"}, "was not found below the data root .*put the file there"),
         ({"source": "/absent.json"}, "is not there: name a file of conversations"),
-        ({"source": "rows.jsonl"}, "row 1 of rows.jsonl is no conversation: it should be"),
+        ({"source": "rows.jsonl"}, "row 1 of rows.jsonl lacks 'conversations' or 'turns': it should be"),
     ],
     ids=str,
 )

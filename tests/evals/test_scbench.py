@@ -209,8 +209,6 @@ def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("scbench_kv", {"multi_turns": [{"input": "x"}]}),
-        ("scbench_kv", {"multi_turns": [{"input": 3, "answer": "y"}]}),
         ("scbench_choice_eng", {"multi_turns": [{"input": "x", "answer": "E", "options": ["A", "B", "C", "D"]}]}),
         ("scbench_mf", {"multi_turns": [{"input": "Sum", "answer": 3}]}),
     ],

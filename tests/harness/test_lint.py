@@ -45,3 +45,11 @@ def test_wrong_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = printed(capsys, *NEWS, f"data.root={tmp_path / 'absent'}", code=2)
     assert text.startswith("error: data.root=")
     assert text.count("\n") == 1
+
+
+def test_a_number_in_place_of_essays_is_no_haystack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was one: 55555..."""
+    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": 5}')
+    text = printed(capsys, "task=niah", "task.lengths=[400]", *MODEL_ARGS, f"data.root={tmp_path}", code=2)
+    assert text.startswith(f"error: {tmp_path / 'PaulGrahamEssays.json'} has 5 as 'text', which should be text")
+    assert text.count("\n") == 1

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from harness.config.plugins import TARGET, build, suggestion
+from evals.data import check
+from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.results.files import read_yaml
 
 FILE = Path(__file__).with_name("costs.yaml")
+KINDS = {"float": "a number above 0", "int": "a whole number above 0", "bool": "true or false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +67,18 @@ class Costs:
 
 def load(path: Path = FILE) -> Costs:
     plain = read_yaml(path)
-    if plain.keys() != {"hardware", "prices", "models"}:
+    if plain.keys() - {"hardware", "prices", "models"}:
         raise SettingsError(f"{path} should have the keys hardware, prices and models, as {FILE.name} has.")
-    models = {name: _checked(Served, one, f"models.{name}", path) for name, one in plain["models"].items()}
-    hardware = _checked(Hardware, plain["hardware"], "hardware", path)
-    return Costs(hardware, _checked(Prices, plain["prices"], "prices", path), models)
+    check(plain, {"hardware": "an object", "prices": "an object", "models": {str: "an object"}}, str(path))
+    models = {name: _made(Served, one, f"models.{name}", path) for name, one in plain["models"].items()}
+    hardware = _made(Hardware, plain["hardware"], "hardware", path)
+    return Costs(hardware, _made(Prices, plain["prices"], "prices", path), models)
 
 
-def _checked(kind: type, values: Any, place: str, path: Path) -> Any:
-    if not isinstance(values, dict):
-        raise SettingsError(f"{path}: {place} should hold keys and numbers.")
+def _made(kind: Any, values: Any, place: str, path: Path) -> Any:
+    shape = {f"{one.name}{'?' * (one.default is not MISSING)}": KINDS[str(one.type)] for one in fields(kind)}
+    check({place: values}, {place: shape}, str(path))
     known = [field.name for field in fields(kind)]
     for name in values.keys() - set(known):
         raise SettingsError(f"{path}: {place} has no key {name!r}{suggestion(name, known)}")
-    made = build({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, place)
-    for name, value in vars(made).items():
-        if not isinstance(value, bool) and value <= 0:
-            raise SettingsError(f"{path}: {place}.{name}={value} should be above 0.")
-    return made
+    return kind(**{name: value for name, value in values.items() if value is not None})

@@ -5,14 +5,14 @@ The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/la
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from evals.data import ANY, Content, Row, Shape, rows_of
 from evals.multiturn import law
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -58,19 +58,22 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
     """Of a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations drawn in random
     order, all at most once. Tokens are counted as 4 characters each."""
     rng = np.random.default_rng(seed)
-    try:
-        found = [(str(one["id"]), _lengths(one["conversations"])) for one in json.loads(path.read_text("utf-8"))]
-    except OSError as error:
-        raise TraceError(f"cannot read data={path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(
-            f"cannot read {path} as ShareGPT, a list of {{id, conversations: [{{from, value}}]}}: {error!r}"
-        ) from error
-    named = {name: turns for name, turns in found if turns}
+    rows = rows_in(path, "data", law.SHAREGPT)
+    found = {str(number if row.get("id") is None else row["id"]): _lengths(row) for number, row in enumerate(rows, 1)}
+    named = {name: turns for name, turns in found.items() if turns}
     if len(named) < sessions:
         raise TraceError(f"{path} holds {len(named)} conversations with answers: ask for at most sessions={len(named)}")
     chosen = [list(named)[place] for place in rng.permutation(len(named))[:sessions]]
     return timed(chosen, [named[name] for name in chosen], rate, think_s, rng)
+
+
+def rows_in(path: Path, key: str, shape: Shape = ANY) -> list[Row]:
+    """Of a file that a user names as `key`."""
+    try:
+        content = Content(path.read_bytes(), str(path), sha256="")
+    except OSError as error:
+        raise TraceError(f"cannot read {key}={path}: {error.strerror}") from error
+    return rows_of(content, key, shape).rows
 
 
 def statistics(trace: Sequence[Conversation]) -> dict[str, float]:
@@ -101,8 +104,8 @@ def timed(
     ]
 
 
-def _lengths(said: Sequence[dict[str, Any]]) -> list[Turn]:
-    return [Turn(_count(asked), _count(answer)) for asked, answer in law.exchanges(said)]
+def _lengths(row: Mapping[str, Any]) -> list[Turn]:
+    return [Turn(_count(asked), _count(answer)) for asked, answer in law.exchanges(row["conversations"])]
 
 
 def _count(text: str) -> int:

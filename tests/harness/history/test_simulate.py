@@ -280,7 +280,7 @@ def test_a_file_of_sharegpt_is_a_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at most sessions=3"):
         Scenario(data=str(tmp_path / "talks.json"), sessions=4).trace()
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="as ShareGPT"):
+    with pytest.raises(ValueError, match=r"data: .*other\.json is .*, which should be a list"):
         Scenario(data=str(tmp_path / "other.json"), sessions=1).trace()
 
 
@@ -322,7 +322,9 @@ def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "costs.yaml"
     path.write_text(costs.FILE.read_text().replace("gpus: 2", "gpus: 0"))
     assert main(["sessions=20", "--costs", str(path), "--out", str(tmp_path)]) == 2
-    assert "models.llama-13b.gpus=0 should be above 0" in capsys.readouterr().err
+    assert (
+        "costs.yaml has 0 as 'models.llama-13b.gpus', which should be a whole number above 0" in capsys.readouterr().err
+    )
     path.write_text(costs.FILE.read_text().replace("gpu_usd_per_hour: 5.0", "gpu_usd_per_hour: 10.0"))
     figures = {}
     for name, words in (("usual", []), ("twice", ["--costs", str(path)])):

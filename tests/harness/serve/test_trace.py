@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.history.simulation.trace import TraceError
 from harness.serve import trace
 from tests.talks import item
 
@@ -50,14 +49,17 @@ def test_a_file_brings_conversations_and_times_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "no trace"),
-        ('{"schema": 1, "rate": 1.0}\n', "task"),
+        ("", r"trace\.jsonl holds no rows"),
+        ('{"schema": 1, "rate": 1.0}\n', "lacks 'task'"),
+        ('{"schema": 1, "rate": 1.0, "task": {}}\n', r"trace\.jsonl holds no conversations: record it again"),
         ('{"schema": 2}\n', "schema 2"),
+        ('{"schema": 1, "rate": 1, "task": {}}\n{"start_s": 0, "think_s": [], "conversation": {"id": "a", "group": '
+         '"g", "context": "c", "references": [], "max_new_tokens": 2, "stops": ["x"]}}\n', "row 2 of .* has 'stops'"),
         ('{"schema": 1, "rate": 1, "task": {}}\n{"start_s": 0, "think_s": [1], "conversation": {"id": "a", "group": '
          '"g", "context": "c", "references": [], "max_new_tokens": 2}}\n', "0 further turns"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
-    with pytest.raises(TraceError, match=told):
+    with pytest.raises(ValueError, match=told):
         trace.read(tmp_path / "trace.jsonl")

@@ -1,0 +1,566 @@
+"""Every reader of data and every field that it uses, with every JSON type that does not belong there: one sentence that
+names the file, the record and the field. A number where a text belongs would become a prompt."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import yaml
+
+from evals import data, haystack
+from evals.base import TaskEnv, TaskError
+from evals.data import Content
+from evals.gsm8k import Gsm8k
+from evals.longbench import LongBench
+from evals.multiturn import Multiturn
+from evals.perplexity import WikiText2, _text
+from evals.ruler import Ruler, qa
+from evals.ruler.bench import CountedText
+from evals.ruler.factory import Factory
+from evals.scbench import SCBench
+from harness.history.simulation import costs
+from harness.history.simulation import trace as simulated
+from harness.models import snapshots
+from harness.models.hub import read_config
+from harness.serve import trace as served
+from tests.evals.test_ruler_files import NIAH
+from tests.test_architecture import ROOT, names, sources
+
+Place = tuple[str | int, ...]  # of a value in a sample
+WRONG: dict[str, Any] = {
+    "null": None,
+    "a number": 5,
+    "a fraction": 0.5,
+    "nan": float("nan"),
+    "true": True,
+    "a list": ["a text"],
+    "lists": [[]],
+    "an object": {"a": "text"},
+    "a text": "a text",
+    "half a character": "\ud83d",
+}
+DAMAGED = ("nan", "half a character")  # wrong where such a type belongs, too
+MISSING = object()
+SCBENCH: dict[str, Any] = json.loads((ROOT / "tests" / "evals" / "scbench_prompts.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`write` puts records into a folder and says which file; `read` reads it. `sample` holds every field that is used.
+    `also`: what may stand in a field beside what stands there, of WRONG; "missing" and "null" among them. `shown`: how
+    errors name the second record."""
+
+    sample: Any
+    write: Callable[[Path, Sequence[Any]], Path]
+    read: Callable[[Path], object]
+    shown: str = "row 2 of"
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def env(folder: Path) -> TaskEnv:
+    return TaskEnv(text=CountedText(), seed=1, data_root=folder, window=4096)
+
+
+def lines(name: str) -> Callable[[Path, Sequence[Any]], Path]:
+    def write(folder: Path, records: Sequence[Any]) -> Path:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return file
+
+    return write
+
+
+def listed(name: str) -> Callable[[Path, Sequence[Any]], Path]:
+    def write(folder: Path, records: Sequence[Any]) -> Path:
+        (folder / name).write_text(json.dumps(records))
+        return folder / name
+
+    return write
+
+
+def single(name: str, dump: Callable[[Any], str] = json.dumps) -> Callable[[Path, Sequence[Any]], Path]:
+    """The last record alone is the file."""
+
+    def write(folder: Path, records: Sequence[Any]) -> Path:
+        (folder / name).write_text(dump(records[-1]))
+        return folder / name
+
+    return write
+
+
+def columns(folder: Path, records: Sequence[Any]) -> Path:
+    """A parquet file of the last record: a column has one type."""
+    parquet.write_table(pa.Table.from_pylist([records[-1]]), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def parquet_content(folder: Path) -> Content:
+    return Content((folder / "rows.parquet").read_bytes(), "rows.parquet", "")
+
+
+def examples(task: Any) -> Callable[[Path], object]:
+    return lambda folder: list(task.examples(env(folder)))
+
+
+def train_rows(folder: Path) -> None:
+    try:
+        Gsm8k()._pqcache_shots(env(folder))
+    except TaskError as error:
+        if "rows, not GSM8K's 7473" not in str(error):
+            raise
+
+
+NAME = ("a number",)  # a record may be named by a whole number
+OPTIONAL = ("null", "missing")
+LONGBENCH = {
+    "context": "A long text.",
+    "input": "What?",
+    "answers": ["This."],
+    "all_classes": ["This.", "That."],
+    "length": 3,
+    "_id": "first",
+}
+LONGBENCH_ALSO = {"answers": ("a list",), "all_classes": ("a list",), "_id": (*NAME, *OPTIONAL)}
+TALK = {
+    "id": "first",
+    "conversations": [{"from": "human", "value": "Who is Ada?"}, {"from": "gpt", "value": "A mathematician."}],
+}
+ASKED = {
+    "question": "And Bo?",
+    "references": ["1234567"],
+    "prefix": "It is",
+    "reply": "A mathematician.",
+    "max_new_tokens": 8,
+    "data": {},
+}
+SESSION = {
+    "start_s": 0.5,
+    "think_s": [1.5],
+    "conversation": {
+        **ASKED,
+        "id": "first",
+        "group": "multiturn",
+        "context": "A text.",
+        "system": "Be brief.",
+        "min_new_tokens": 0,
+        "teacher_forced": False,
+        "chat": True,
+        "stop": ["\n"],
+        "max_prompt_tokens": 500,
+        "unit": "first",
+        "further": [ASKED],
+    },
+}
+OF_TURN = dict.fromkeys(("prefix", "reply", "data"), OPTIONAL)
+SESSION_ALSO = {
+    "start_s": ("a number",),
+    "think_s[0]": ("a number", "a fraction"),
+    **{f"conversation.further[0].{name}": also for name, also in OF_TURN.items()},
+    **{f"conversation.{name}": also for name, also in OF_TURN.items()},
+    **{f"conversation.{name}": OPTIONAL for name in ("question", "system", "teacher_forced", "chat", "stop", "unit")},
+    **{f"conversation.{name}": OPTIONAL for name in ("min_new_tokens", "max_prompt_tokens")},
+    "conversation.further": OPTIONAL,
+    "conversation.further[0].max_new_tokens": OPTIONAL,
+    "conversation.references": ("a list",),
+    "conversation.further[0].references": ("a list",),
+    "conversation.data": (*OPTIONAL, "an object"),
+    "conversation.further[0].data": (*OPTIONAL, "an object"),
+    "conversation.stop": (*OPTIONAL, "a list"),
+}
+
+
+def replay(folder: Path, records: Sequence[Any]) -> Path:
+    head = {"schema": 1, "rate": 0.5, "task": {"_target_": "evals.multiturn.Multiturn"}}
+    return lines("trace.jsonl")(folder, [head, records[-1]])
+
+
+SCBENCH_ALSO = {
+    "scbench_vt": {"answer": ("a list",)},
+    "scbench_mf": {
+        "answer": ("a number", "a fraction"),
+        "context": ("a text",),
+        **{f"context[{number}]": ("a fraction",) for number in range(4)},
+    },
+    **{name: {"answer": ("a list",)} for name in ("scbench_qa_eng", "scbench_qa_chn", "scbench_many_shot")},
+}
+
+
+def scbench(name: str) -> Reader:
+    row = {key: value for key, value in SCBENCH[name]["row"].items() if key in ("context", "multi_turns")}
+    row["multi_turns"] = row["multi_turns"][:2]
+    also = SCBENCH_ALSO.get(name, {})
+    of_turns = {f"multi_turns[{turn}].answer": also.get("answer", ()) for turn in range(2)}
+    read = examples(SCBench(tasks=name))
+    return Reader(row, lines(f"scbench/{name}.jsonl"), read, also={**also, **of_turns})
+
+
+def longbench(subset: str, name: str, **also: tuple[str, ...]) -> Reader:
+    file = f"{subset.removesuffix('_e')}/{name}{'_e' if subset.endswith('_e') else ''}.jsonl"
+    read = examples(LongBench(subset=subset, datasets=[name]))
+    return Reader(LONGBENCH, lines(file), read, also=LONGBENCH_ALSO | also)
+
+
+COSTS = yaml.safe_load(costs.FILE.read_text(encoding="utf-8"))
+COSTS["models"] = {"toy": COSTS["models"]["llama-13b"]}
+WHOLE = ("kv_bytes_per_token", "window", "gpus", "batch")
+COSTS_ALSO = {
+    "": tuple(WRONG),  # the yaml itself is read elsewhere
+    **{f"{part}.{name}": ("a number", "a fraction") for part in ("hardware", "prices") for name in COSTS[part]},
+    **{f"models.toy.{name}": ("a number", "a fraction") for name in COSTS["models"]["toy"] if name not in WHOLE},
+    "hardware.disk_duplex": OPTIONAL,
+    "models.toy": ("missing",),
+}
+READERS = {
+    "essays": Reader(
+        {"text": "Some words. More words."},
+        single("PaulGrahamEssays.json"),
+        lambda folder: haystack.load("essays", env(folder)),
+        shown="PaulGrahamEssays.json",
+    ),
+    "49 essays": Reader(
+        {"text": "Some words. More words."},
+        single("paul_graham_essays_repo49.json"),
+        lambda folder: haystack.load("auto", env(folder)),
+        shown="repo49.json",
+    ),
+    "english words": Reader(
+        {"0": "word", "1": "other"},
+        single("english_words.json"),
+        lambda folder: Factory(env(folder), ["cwe"], "pydoc")._english,
+        shown="english_words.json",
+        also={"0": ("missing",), "1": ("missing",), "": ("an object",)},
+    ),
+    "RULER's own files": Reader(
+        {name: value for name, value in NIAH.items() if name != "index"},
+        lines("4096/niah_single_1.jsonl"),
+        lambda folder: examples(Ruler(tasks=["niah_single_1"], lengths=[4096], samples=2, source=str(folder)))(folder),
+        shown="line 2",
+        also={"length": OPTIONAL, "answer_prefix": OPTIONAL, "outputs": ("a list",)},
+    ),
+    "SQuAD": Reader(
+        {
+            "data": [
+                {
+                    "paragraphs": [
+                        {
+                            "context": "A text.",
+                            "qas": [{"question": "What?", "is_impossible": False, "answers": [{"text": "This."}]}],
+                        }
+                    ]
+                }
+            ]
+        },
+        single("squad.json"),
+        lambda folder: qa.load("qa_1", env(folder)),
+        shown="squad.json",
+    ),
+    "SQuAD of the hub": Reader(
+        {"title": "A title", "context": "A text.", "question": "What?", "answers": {"text": ["This."]}},
+        columns,
+        lambda folder: qa._read_squad(parquet_content(folder), "SQuAD"),
+        shown="row 1 of",
+        also={"answers.text": ("a list",)},
+    ),
+    "HotpotQA": Reader(
+        {
+            "question": "What?",
+            "answer": "This.",
+            "supporting_facts": [["A title", 0]],
+            "context": [["A title", ["A text."]], ["Another", ["A text."]]],
+        },
+        listed("hotpotqa.json"),
+        lambda folder: qa.load("qa_2", env(folder)),
+        also={"context[0][1]": ("a list",), "context[1][1]": ("a list",)},
+    ),
+    "LongBench": longbench("longbench", "qasper", all_classes=(*OPTIONAL, "a list"), length=OPTIONAL),
+    "LongBench, classes": longbench("longbench", "trec", length=OPTIONAL),
+    "LongBench-E": longbench("longbench_e", "qasper", all_classes=(*OPTIONAL, "a list")),
+    "MiniLongBench": longbench("minilongbench", "lcc", all_classes=(*OPTIONAL, "a list"), length=OPTIONAL),
+    "GSM8K": Reader(
+        {"question": "How many?", "answer": "Two.\n#### 2"},
+        lines("gsm8k/test.jsonl"),
+        examples(Gsm8k(prompt="lm_eval")),
+    ),
+    "GSM8K, train": Reader({"question": "How many?", "answer": "Two.\n#### 2"}, lines("gsm8k/train.jsonl"), train_rows),
+    "WikiText-2 of the hub": Reader(
+        {"text": " A line \n"},
+        columns,
+        lambda folder: _text(parquet_content(folder)),
+        shown="row 1 of",
+        also={"text": ("missing",)},  # a table without columns has no rows
+    ),
+    "ShareGPT": Reader(
+        TALK,
+        listed("talks.json"),
+        examples(Multiturn(source="talks.json", conversations=1)),
+        also={"id": (*NAME, *OPTIONAL)},
+    ),
+    "MT-bench": Reader(
+        {"question_id": 81, "turns": ["Write a post.", "Rewrite it."]},
+        lines("questions.jsonl"),
+        examples(Multiturn(source="questions.jsonl", conversations=1)),
+        also={"question_id": ("a text", *OPTIONAL), "turns": ("a list",)},
+    ),
+    "harness.simulate": Reader(
+        TALK,
+        listed("talks.json"),
+        lambda folder: simulated.read(folder / "talks.json", 1, 1.0, think_s=1.0),
+        also={"id": (*NAME, *OPTIONAL)},
+    ),
+    "harness.serve": Reader(
+        SESSION, replay, lambda folder: served.read(folder / "trace.jsonl").check(Multiturn()), also=SESSION_ALSO
+    ),
+    "harness.serve, head": Reader(
+        {"schema": 1, "rate": 0.5, "task": {"_target_": "evals.multiturn.Multiturn"}},
+        lambda folder, records: lines("trace.jsonl")(folder, [records[-1], SESSION]),
+        lambda folder: served.read(folder / "trace.jsonl"),
+        shown="trace.jsonl",
+        also={"rate": ("a number",), "task": ("an object",), "task._target_": (*WRONG, "missing")},
+    ),
+    "a model's config": Reader(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "quantization_config": {},
+            "attn_logit_softcapping": 0.5,
+            "use_bidirectional_attention": False,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
+            "rope_scaling": {"partial_rotary_factor": 1.0},
+            "partial_rotary_factor": 1.0,
+        },
+        single("config.json"),
+        read_config,
+        shown="config.json",
+        also={
+            "": ("an object",),
+            "architectures": (*OPTIONAL, "a list"),
+            **dict.fromkeys(("quantization_config", "rope_parameters", "rope_scaling"), (*OPTIONAL, "an object")),
+            "use_bidirectional_attention": OPTIONAL,
+            **{
+                f"{where}{name}": ("a number", *OPTIONAL)
+                for where, name in (
+                    ("", "attn_logit_softcapping"),
+                    ("", "partial_rotary_factor"),
+                    ("rope_parameters.", "partial_rotary_factor"),
+                    ("rope_scaling.", "partial_rotary_factor"),
+                )
+            },
+        },
+    ),
+    "an index of weights": Reader(
+        {"weight_map": {"lm_head.weight": "model-1.safetensors"}},
+        single("model.safetensors.index.json"),
+        snapshots.has_weights,
+        shown="model.safetensors.index.json",
+        also={"weight_map": ("an object",), "weight_map.lm_head.weight": ("missing",)},
+    ),
+    "prices and speeds": Reader(
+        COSTS,
+        single("costs.yaml", yaml.safe_dump),
+        lambda folder: costs.load(folder / "costs.yaml"),
+        shown="costs.yaml",
+        also=COSTS_ALSO,
+    ),
+    **{name: scbench(name) for name in SCBENCH},
+}
+
+
+def shown(place: Place) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    yield place
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from places(part, (*place, key))
+
+
+def at(value: Any, place: Place) -> Any:
+    for part in place:
+        value = value[part]
+    return value
+
+
+def changed(sample: Any, place: Place, wrong: Any) -> Any:
+    if not place:
+        return wrong
+    made = json.loads(json.dumps(sample))
+    if wrong is MISSING:
+        del at(made, place[:-1])[place[-1]]
+    else:
+        at(made, place[:-1])[place[-1]] = wrong
+    return made
+
+
+def wrongs(reader: Reader, place: Place) -> Iterator[tuple[str, Any]]:
+    """What does not belong at a place of the sample, and must be refused there."""
+    usual, also = at(reader.sample, place), reader.also.get(shown(place), ())
+    for name, wrong in WRONG.items():
+        is_own = type(wrong) is type(usual) and not isinstance(wrong, list | dict)
+        if name not in also and (name in DAMAGED or not is_own):
+            yield name, wrong
+    if place and isinstance(place[-1], str) and "missing" not in also:
+        yield "missing", MISSING
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_sound_record_is_read(name: str, tmp_path: Path) -> None:
+    reader = READERS[name]
+    reader.write(tmp_path, [reader.sample, renamed(reader.sample)])
+    reader.read(tmp_path)
+
+
+def renamed(sample: Any) -> Any:
+    return {**sample, "id": "second"} if "id" in sample else sample
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_wrong_type_is_refused_in_a_sentence_that_names_file_record_and_field(name: str, tmp_path: Path) -> None:
+    reader, tried = READERS[name], 0
+    for place in places(reader.sample):
+        for wrong_name, wrong in wrongs(reader, place):
+            case = f"{shown(place) or 'the record'}: {wrong_name}"
+            try:
+                file = reader.write(tmp_path, [renamed(reader.sample), changed(reader.sample, place, wrong)])
+            except (pa.ArrowException, UnicodeEncodeError, AttributeError):
+                assert reader.write is columns, case  # a column of such values cannot be written
+                continue
+            with pytest.raises(ValueError, match=re.escape(reader.shown)) as told:
+                reader.read(tmp_path)
+                pytest.fail(f"{case} is read")
+            said, tried = str(told.value), tried + 1
+            assert file.name in said, case
+            whole = place[:-1] if place and isinstance(place[-1], int) else place  # of text or a list, the list is told
+            assert shown(place) in said or shown(whole) in said, (case, said)
+            assert re.search(r" (has .+ as .+, which should be|is .+, which should be|lacks) ", said), (case, said)
+    assert tried > 5 * len(list(places(reader.sample))) / 2
+
+
+EMPTY = {
+    "RULER's own files": "outputs",
+    "HotpotQA": "context",
+    "scbench_kv": "multi_turns",
+    "scbench_vt": "multi_turns[0].answer",
+    "scbench_mf": "multi_turns[0].answer",
+}
+
+
+@pytest.mark.parametrize(("name", "field"), EMPTY.items())
+def test_an_empty_list_is_refused_where_a_prompt_or_a_score_needs_an_item(
+    name: str, field: str, tmp_path: Path
+) -> None:
+    reader = READERS[name]
+    (place,) = (one for one in places(reader.sample) if shown(one) == field)
+    reader.write(tmp_path, [reader.sample, changed(reader.sample, place, [])])
+    with pytest.raises(ValueError, match=rf"2.* has \[\] as '{re.escape(field)}', which should be "):
+        reader.read(tmp_path)
+
+
+class Watched(dict[str, Any]):
+    """An object of a file that notes the fields that a reader asks for."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.write is not columns])
+def test_the_sample_has_every_field_that_the_reader_asks_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a field that a reader comes to use is tested above."""
+    reader, plain = READERS[name], json.loads
+    reader.write(tmp_path, [reader.sample, renamed(reader.sample)])
+    monkeypatch.setattr(Watched, "asked", set())
+    monkeypatch.setattr(data.json, "loads", lambda text: plain(text, object_hook=Watched))
+    reader.read(tmp_path)
+    asked = {one for one in Watched.asked if isinstance(one, str)}
+    known = {part for place in places(reader.sample) for part in place}
+    assert asked - FIELDS_ELSEWHERE.get(name, set()) <= known
+
+
+FIELDS_ELSEWHERE = {
+    "ShareGPT": {"question_id"},  # MT-bench's
+    "MT-bench": {"id"},
+    "harness.serve": {"schema", "rate", "task"},  # the first line's
+    "harness.serve, head": set(SESSION) | set(SESSION["conversation"]),
+    "RULER's own files": {"index"},
+}
+READING = {"open_rows", "rows_of", "value_of", "text_of", "check", "rows_in"}
+HERE = {  # modules that read data, with their readers here
+    "evals.gsm8k": ("GSM8K", "GSM8K, train"),
+    "evals.haystack": ("essays", "49 essays"),
+    "evals.longbench": ("LongBench", "LongBench-E", "MiniLongBench"),
+    "evals.multiturn.texts": ("ShareGPT", "MT-bench"),
+    "evals.perplexity": ("WikiText-2 of the hub",),
+    "evals.ruler.factory": ("english words",),
+    "evals.ruler.official": ("RULER's own files",),
+    "evals.ruler.qa": ("SQuAD", "SQuAD of the hub", "HotpotQA"),
+    "evals.scbench": tuple(SCBENCH),
+    "harness.history.simulation.costs": ("prices and speeds",),
+    "harness.history.simulation.trace": ("harness.simulate",),
+    "harness.models.hub": ("a model's config",),
+    "harness.models.snapshots": ("an index of weights",),
+    "harness.serve.trace": ("harness.serve", "harness.serve, head"),
+}
+PARSERS = ("json.load", "json.loads", "yaml.safe_load", "read_table", "read_parquet", "csv.reader")
+PARSES = {"evals/data.py", "evals/cache.py"}  # the one place, and what we wrote ourselves under a checksum
+SHIPPED = {"evals/gsm8k.py", "evals/longbench_tables.py", "evals/scbench/tables.py"}  # files that lie beside them
+
+
+def test_no_reader_is_left_out() -> None:
+    """Who reads data says its types to evals/data.py, the only place in evals/ that parses a file of a user."""
+    found, parsing = set(), set()
+    for file in (*sources("evals"), *sources("harness")):
+        place = file.relative_to(ROOT).as_posix()
+        text = file.read_text(encoding="utf-8")
+        if "evals.data" in text or "simulation.trace" in text:
+            said = {name for module, name in names(file).imported if module.endswith((".data", ".trace"))}
+            if said & READING:
+                found.add(place.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        if place.startswith("evals/") and any(f"{parser}(" in text for parser in PARSERS):
+            parsing.add(place)
+    assert found == set(HERE)
+    assert {name for readers in HERE.values() for name in readers} <= set(READERS)
+    assert parsing == PARSES | SHIPPED
+
+
+def test_a_conversation_that_its_task_cannot_score_is_refused_before_it_runs(tmp_path: Path) -> None:
+    file = replay(tmp_path, [SESSION])
+    with pytest.raises(
+        ValueError, match=r"replay: first is no conversation that LongBench can score \(KeyError\('dataset"
+    ):
+        served.read(file).check(LongBench())
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(data) == (0, 2)
+
+
+def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "wikitext-2-raw").mkdir()
+    (tmp_path / "wikitext-2-raw" / "wiki.test.raw").write_bytes(b"A line\xff")
+    with pytest.raises(TaskError, match=r"wiki\.test\.raw is cut short or damaged .*fetch it again"):
+        list(WikiText2().examples(env(tmp_path)))
+
+
+def test_a_file_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": ' + "[" * 100_000)
+    with pytest.raises(TaskError, match=r"PaulGrahamEssays\.json is cut short or damaged"):
+        haystack.load("essays", env(tmp_path))
