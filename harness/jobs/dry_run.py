@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from evals.base import Task
 from harness.config.settings import Settings
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import free_bytes, refusal, side_by_side, size
+from harness.jobs.planning.capacity import free_bytes, refusal, sealed, side_by_side, size
 from harness.jobs.planning.planner import Planner
+from harness.jobs.planning.speed import Speed, earlier_runs, measured
 from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
 from harness.results.alarms.run import alike
-from harness.results.store import find, load
+from harness.terminal.tables import digits
 from harness.terminal.visible import visible
-from methods.base import Method
+from methods.base import CostError, Method
+from methods.full import Full
 
 SHOWN = 2  # prompts printed
-TIMED = ("dtype", "device", "threads")  # what the time of the same work depends on
 HEAD, TAIL = 300, 300  # characters of each
 
 
@@ -42,7 +42,8 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
         *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
-        ("KV cache", f"{size(side_by_side(info, settings, job.items))} for Full at its longest"),
+        ("budget", _budget(job)),
+        ("KV cache", _bytes(job)),
         ("memory", _memory(job)),
         ("time", _time(job, full, planner)),
         ("folder", str(job.folder)),
@@ -50,6 +51,44 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
     ]
     print("\n".join(f"{name:<9} {text}" for name, text in rows))
+
+
+def _budget(job: Job) -> str:
+    """In tokens, over the layers that it rules; a prompt that is no longer than sinks and windows is read whole."""
+    budget, layers = job.budget, range(job.model.describe().num_whole_layers)
+    prompts = [tokens for item in job.items for tokens in item.sealed(job.settings.protocol)]
+    ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
+    if budget is None or not ruled:
+        return f"none: a step reads all of {_range(prompts)} prompt tokens"
+    least = job.method.smallest_budget
+    read = [
+        budget.tokens(tokens, layer) if tokens > least else tokens
+        for tokens in {min(prompts), max(prompts)}
+        for layer in ruled
+    ]
+    dense = f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
+    return f"a step reads {_range(read)} of {_range(prompts)} prompt tokens{dense}"
+
+
+def _bytes(job: Job) -> str:
+    """Of the method behind its longest prompts, and of Full, whose cache a prefill holds."""
+    info = job.model.describe()
+    full = f"{size(side_by_side(info, job.settings, job.items))} for Full at its longest"
+    if isinstance(job.method, Full):
+        return full
+    name = type(job.method).__name__
+    try:
+        cost = sealed(job.settings, job.method, job.budget, info, job.items)
+    except CostError:
+        return f"{full}; {name} does not say what it holds"
+    held = {"device": cost.device_bytes, "host": cost.host_bytes, "disk": cost.disk_bytes}
+    told = [f"{size(count)} on the {tier}" for tier, count in held.items() if count]
+    return f"{' and '.join(told)} for {name} once sealed, {full}"
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _memory(job: Job) -> str:
@@ -76,8 +115,33 @@ def _time(job: Job, full: Job | None, planner: Planner) -> str:
     planner.counted |= {run.folder for run in ours}
     if not ours:
         return "none: counted with a job before"
-    more = ", Full's run included" if any(run is full for run in ours) else ""
-    return _expected(job, sum(map(_prefilled, ours[:1] if job.settings.shared_prefill else ours)), more)
+    return _expected(ours, ", Full's run included" if any(run is full for run in ours) else "", planner)
+
+
+def _expected(jobs: Sequence[Job], more: str, planner: Planner) -> str:
+    """Under shared_prefill=true the first of `jobs` feeds the prompts for all. `more`: what is said of them."""
+    root = Path(jobs[0].settings.results.root)
+    if root not in planner.earlier:
+        planner.earlier[root] = earlier_runs(root)
+    found = [measured(job, planner.earlier[root]) for job in jobs]
+    if unknown := [lacking for lacking in found if isinstance(lacking, str)]:
+        return f"unknown: {unknown[0]}"
+    seconds = 0.0
+    for place, (job, speed) in enumerate(zip(jobs, found, strict=True)):
+        assert isinstance(speed, Speed)
+        seconds += speed.seconds(job, 0 if place and job.settings.shared_prefill else _prefilled(job))
+    of = " and ".join(dict.fromkeys(speed.run for speed in found if isinstance(speed, Speed)))
+    return f"about {_duration(seconds)} at the speed of {of}{more}"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds >= 10
+        else f"{digits(seconds)} s"
+        if seconds < 90
+        else f"{seconds / 60:.1f} minutes"
+    )
 
 
 def _prefilled(job: Job) -> int:
@@ -85,24 +149,3 @@ def _prefilled(job: Job) -> int:
     if job.settings.questions == "shared":
         return sum(len(group[0].prompt.ids) for group in by_context(job.items))
     return sum(len(turn.prompt.ids) for item in job.items for turn in item.turns)
-
-
-def _expected(job: Job, tokens: int, more: str) -> str:
-    """From the most recent run of the same model with the same conditions. `more`: what else `tokens` are of."""
-    root = Path(job.settings.results.root)
-    earlier = [load(folder) for folder in find([root])] if any(root.glob("*/run.json")) else []
-    recent = sorted(earlier, key=lambda run: run.info.get("started", ""), reverse=True)
-    known = [run for run in recent if run.records and run.config.get("model") == job.config["model"]]
-    if not known:
-        return "unknown: no run of this model yet"
-    run = min(known, key=lambda run: len(_others(run.config, job.config)))
-    if others := _others(run.config, job.config):
-        return f"unknown: no run of this model with {' and '.join(others)} yet"
-    records = run.records
-    rate = sum(r.prompt_tokens for r in records if r.prefilled_by is None) / sum(r.machine_s for r in records)
-    return f"about {tokens / rate / 60:.1f} minutes at the {rate:.0f} prompt tokens/s of {run.folder.name}{more}"
-
-
-def _others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Conditions in which times of another run say nothing of ours, as they are typed."""
-    return [f"{key}={'null' if ours[key] is None else ours[key]}" for key in TIMED if theirs.get(key) != ours[key]]

@@ -67,9 +67,10 @@ class ModelInfo:
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
-    def kv_bytes(self, dtype: str, tokens: int) -> int:
-        """Keys and values of so many tokens in every layer; one that slides keeps its window."""
-        rows = sum(min(tokens, window or tokens) for window in self.layer_windows)
+    def kv_bytes(self, dtype: str, tokens: int, *, slide: bool = False) -> int:
+        """Keys and values of so many tokens in every layer, `slide`: that slides; such a layer keeps its window."""
+        windows = [window for window in self.layer_windows if window or not slide]
+        rows = sum(min(tokens, window or tokens) for window in windows)
         return 2 * rows * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 

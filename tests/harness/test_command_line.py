@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -127,38 +126,6 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
     assert "4, of 400 to 400 prompt tokens" in out
     assert "KV cache" in out
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_time_of_a_dry_run_has_that_of_the_full_beside_it_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.jobs.dry_run._expected", lambda job, tokens, more: f"{tokens} tokens{more}")
-
-    def told(row: str, *words: str) -> list[str]:
-        lines = cli("task.depths=1", "dry_run=true", *words)[1].splitlines()
-        return [line.removeprefix(row).strip() for line in lines if line.startswith(f"{row} ")]
-
-    grid = ["-m", "method=streaming,snapkv"]
-    assert told("time", *grid) == ["800 tokens, Full's run included", "400 tokens"]
-    assert told("time", *grid, "baseline=reuse") == ["400 tokens"] * 2
-    [full] = told("Full", "method=streaming")
-    assert full.endswith(", runs too")
-    assert cli("task.depths=1", "method=full")[0] == 0
-    assert told("time", *grid) == ["400 tokens"] * 2
-    assert told("Full", "method=streaming") == [full.replace("runs too", "finished already")]
-    assert told("time", "method=full") == ["none: finished already"]
-
-
-def test_a_dry_run_says_which_run_it_would_need_to_know_the_time(cli: Cli) -> None:
-    def time(*words: str) -> str:
-        [line] = [line for line in cli("dry_run=true", *words)[1].splitlines() if line.startswith("time ")]
-        return line.removeprefix("time").strip()
-
-    assert time() == "unknown: no run of this model yet"
-    assert cli("method=streaming", "baseline=off", "task.depths=1")[0] == 0
-    rate = r"about \d+\.\d minutes at the \d+ prompt tokens/s of niah-streaming-\w+, Full's run included"
-    assert re.fullmatch(rate, time())
-    assert time("dtype=bf16") == "unknown: no run of this model with dtype=bf16 yet"
-    assert time("dtype=bf16", "threads=1") == "unknown: no run of this model with dtype=bf16 and threads=1 yet"
-    assert time("model.seed=7") == "unknown: no run of this model yet"
 
 
 def test_what_lint_finds_in_many_prompts_is_one_line_of_a_dry_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

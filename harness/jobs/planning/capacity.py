@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.settings import Settings, SettingsError
+from harness.conversations.coding import int_codec
+from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.terminal.tables import BYTES, scaled
+from methods.base import Budget, Case, Cost, Method
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 STREAMS = 3  # of hidden states that live together in a prefill: the residual, its norm, what is added
@@ -63,6 +66,22 @@ def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> 
     """Bytes of keys and values that `batch` examples hold together, at most, under Full."""
     longest = sorted(item.room for item in items)[-settings.batch :]
     return sum(info.kv_bytes(settings.dtype, tokens) for tokens in longest)
+
+
+def sealed(settings: Settings, method: Method, budget: Budget | None, info: ModelInfo, items: Sequence[Item]) -> Cost:
+    """Bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of `method`; raises
+    `CostError` where it declares none. The layers that slide hold their windows beside."""
+    codec = None if settings.codec is None else int_codec(settings.codec)
+    whole = info.num_whole_layers == info.num_layers
+    total = Cost(0)
+    for item in sorted(items, key=lambda item: item.room)[-settings.batch :]:
+        prompt = item.sealed(settings.protocol)[-1]
+        how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+        for spec in shapes(info):
+            tokens = prompt if budget is None else budget.tokens(prompt, spec.index)
+            total += method.cost(Case(spec, prompt, tokens, *how))  # type: ignore[arg-type]
+        total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
+    return total
 
 
 def stored(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from evals.base import Example, Task, TaskEnv
 from harness.config.settings import Settings, SettingsError
@@ -41,6 +42,14 @@ class Item:
         """Tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
         needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
+
+    def sealed(self, protocol: str) -> list[int]:
+        """Tokens behind which each turn is sealed, at most; under protocol=context those of the context alone."""
+        if protocol == "context":
+            return [self.prompt.split]
+        before = accumulate((turn.tokens for turn in self.turns), initial=0)
+        whole = [fed + len(turn.prompt.ids) for fed, turn in zip(before, self.turns, strict=False)]
+        return whole if self.most is None else [min(tokens, self.most) for tokens in whole]
 
     @property
     def sha256(self) -> str:

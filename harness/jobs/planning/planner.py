@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from harness.jobs.job import Job, Presets
     from harness.jobs.planning.items import Item
     from harness.models.base import ModelSource
+    from harness.results.store import StoredRun
     from methods.base import Method
 
 
 class Planner:
     """Makes prompts once for all jobs that ask the same of the same model: those of a large task take minutes.
-    `counted`: folders of runs whose time a dry run has told."""
+    `counted`: folders of runs whose time a dry run has told; `earlier`: those that it takes times from, by root."""
 
     def __init__(self) -> None:
         self._made: dict[str, list[Item]] = {}
         self.counted: set[Path] = set()
+        self.earlier: dict[Path, list[StoredRun]] = {}
 
     def plan(
         self,
