@@ -164,7 +164,7 @@ class Settings:
         at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
         at_least(1, budget_generated=self.budget_generated, workers=self.workers)
         at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
-        if self.budget_generated is not None and self.budget is None and self.budget_bytes is None:
+        if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         if self.comm is not None and not 0 < self.comm <= 1:
             raise SettingsError(
@@ -195,6 +195,11 @@ class Settings:
         self._check_texts()
         self._check_trackers()
         self._check_generation(self.generation)
+
+    @property
+    def says_budget(self) -> bool:
+        """Whether one of the settings limits what a method reads or keeps."""
+        return self.budget is not None or self.budget_bytes is not None or bool(self.layer_budgets)
 
     def disk_folder(self) -> Path | None:
         """Where placement=disk keeps its files; None for the system's own place."""

@@ -24,7 +24,7 @@ from harness.engine.cache import KVCache, LoopCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
 from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Codec, Method, Placement, Request
+from methods.base import Budget, CacheState, Codec, Method, Placement, Request, refuse_other_than_method
 from methods.layers.hybrid import check_length, start_layers, whole_layers
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
@@ -45,6 +45,7 @@ class Attachment:
         codec: Codec | None = None,
         disk: Path | None = None,
     ) -> None:
+        refuse_other_than_method(method)
         name = type(method).__name__
         if placement != "device" and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -52,7 +53,9 @@ class Attachment:
             raise ValueError(f"{name} has nothing that a codec is meant for: use it without one.")
         self.model = model
         self.method = method
-        self.budget = _budget(budget) if method.uses_budget else None
+        given = budget if isinstance(budget, Budget) or budget is None else Budget(budget)
+        method.require_budget(given)
+        self.budget = given if method.uses_budget else None
         self.reuse_steps = reuse_steps
         self.placement: Placement = placement
         self.codec, self.disk = codec, disk
@@ -115,10 +118,6 @@ class Attachment:
         return known[self.method]
 
 
-def _budget(asked: float | Budget | None) -> Budget | None:
-    return Budget(asked) if isinstance(asked, (int, float)) else asked
-
-
 @contextmanager
 def attached(
     model: PreTrainedModel,
@@ -133,6 +132,7 @@ def attached(
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
 
+    `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all of it.
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
     `codec`: how a method that reads a choice of its tokens holds those (methods/pools/codecs.py). `disk`: the folder
     for placement="disk"; None: the system's temporary one.

@@ -22,7 +22,7 @@ from harness.jobs.planning.planner import Planner
 from harness.jobs.triage import triage
 from harness.models.base import ModelSource
 from harness.terminal.lasting import lasting_output
-from methods.base import Method
+from methods.base import Method, refuse_other_than_method
 
 OnPlan = Callable[[int, Job, Job | None], None]  # number of the job, the job, the Full beside it
 
@@ -52,6 +52,7 @@ def evaluate(
 
     The same call again finds the finished run; an interrupted one goes on where it stopped.
     """
+    refuse_other_than_method(method)
     wanted = Wanted(method, task, model, replace(settings or Settings(), **changes), presets)
     return evaluate_together([wanted])[-1]
 

@@ -11,7 +11,7 @@ from methods.base.card import Card
 from methods.base.codec import Codec, Encoded, Layout
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
-from methods.base.method import Grids, Method
+from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, Placement, Request
 from methods.base.state import CacheState, Traffic
 
@@ -38,4 +38,5 @@ __all__ = [
     "Request",
     "Traffic",
     "check_layers",
+    "refuse_other_than_method",
 ]

@@ -55,7 +55,7 @@ class Budget:
         for name, asked in named:
             if not _legal(asked):
                 raise BudgetError(
-                    f"{name}={asked} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
+                    f"{name}={asked!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
                     "number of tokens (a whole number from 1, like 512)."
                 )
         if self.generated is not None and (isinstance(self.generated, bool) or self.generated < 1):

@@ -115,6 +115,15 @@ class Method(metaclass=_TupleForList):
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` where a parameter does not suit a model with such layers; no weights are needed."""
 
+    def require_budget(self, budget: Budget | None) -> None:
+        """Raise `BudgetError` where this method uses a budget and was given none: it would read everything, as Full
+        does, and nobody would know."""
+        if self.uses_budget and budget is None:
+            raise BudgetError(
+                f"{type(self).__name__} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for "
+                "so many tokens of it, or budget=1.0 for all of it."
+            )
+
     def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
         """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
@@ -132,3 +141,11 @@ class Method(metaclass=_TupleForList):
                 f"windows need {self.smallest_budget}: set budget to at least {number} (or a share of {share}), or "
                 "make the method's windows smaller."
             )
+
+
+def refuse_other_than_method(given: object) -> None:
+    """Raise `ValueError` for what is easily passed in place of a method: its name, or its class."""
+    if isinstance(given, Method):
+        return
+    what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is no method"
+    raise ValueError(f"{what}: pass an instance of a method, as SnapKV().")

@@ -56,7 +56,7 @@ class Request:
     capacity: int
     dtype: torch.dtype
     device: torch.device
-    budget: Budget | None = None
+    budget: Budget | None = None  # None: the method uses none
     reuse_steps: int = 0  # a selecting method may use a selection for so many further steps
     placement: Placement = "device"
     codec: Codec | None = None  # of what lies in a pool; None: as it is
@@ -69,7 +69,8 @@ class Request:
         return self.placement != "device" or self.codec is not None
 
     def covers(self, tokens: int, layer: int) -> bool:
-        """Whether the budget leaves out nothing of a prompt of so many tokens: it is then read whole."""
+        """Whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then read
+        whole."""
         return self.budget is None or self.budget.covers(tokens, layer)
 
 

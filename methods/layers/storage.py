@@ -29,6 +29,7 @@ class Storage(KVLayer):
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
+        method.require_budget(self.request.budget)
         self.method = method
         self.store = KVStore(spec, self.cache, self.request.capacity)
         self.closed = False  # sealed, and no further turn has begun

@@ -40,6 +40,7 @@ WRONG = {
     "fraction for a whole number": (["batch=1.5"], "batch=1.5 has the wrong type"),
     "budget 0": (["budget=0"], "budget=0 is neither a share of the prompt"),
     "budget -1": (["budget=-1"], "budget=-1 is neither a share of the prompt"),
+    "no budget": (["budget=null"], "budget=null leaves PQCache without a budget: set budget or budget_bytes"),
     "budget 1.5": (["budget=1.5"], "budget=1.5 is neither a share of the prompt"),
     "budget below sinks": (["budget=0.01"], "set budget to at least 33"),
     "m that does not divide": (["method.m=7"], "m=7 does not divide the model's head size"),

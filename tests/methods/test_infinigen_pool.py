@@ -161,7 +161,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         text.start(POOLED, LIMIT, reuse_steps=1)
     with pytest.raises(ValueError, match=f"at least {STEPS + 1} tokens"):
         started(text, replace(POOLED, pool_capacity=STEPS))
-    for budget in (1.0, 400, None):
+    for budget in (1.0, 400):
         layers = text.start(POOLED, budget)  # type: ignore[assignment]
         text.prefill(layers, 0, PROMPT)
         with pytest.raises(BudgetError, match="covers all 37 prompt tokens"):

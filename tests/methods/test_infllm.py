@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.rope import rotate
 from methods.base import BudgetError
+from methods.full import Full
 from methods.infllm import InfLLM, InfLLMRead
 from methods.layers import Layer
 from tests.methods.synthetic import SHAPES, Sequences, Shape
@@ -69,7 +70,7 @@ class Reference:
             self.blocks.append(torch.stack(heads))
 
 
-def start(text: Sequences, budget: int | float | None = BUDGET, method: InfLLM = METHOD, **more: object) -> Layer:
+def start(text: Sequences, budget: int | float = BUDGET, method: InfLLM = METHOD, **more: object) -> Layer:
     layer = text.start(method, budget, **more)[0]
     assert isinstance(layer.reads, InfLLMRead)
     return layer
@@ -102,10 +103,10 @@ def test_prefill_and_every_step_are_the_formulas(shape: Shape) -> None:
             assert read[b].sort().values.tolist() == [tokens] * shape.groups
 
 
-@pytest.mark.parametrize(("budget", "full"), [(None, True), (1.0, True), (PROMPT, True), (70, False)])
-def test_a_window_over_everything_is_full_attention_and_a_smaller_one_is_not(budget: float | None, full: bool) -> None:
+@pytest.mark.parametrize(("budget", "full"), [(1.0, True), (PROMPT, True), (70, False)])
+def test_a_window_over_everything_is_full_attention_and_a_smaller_one_is_not(budget: float, full: bool) -> None:
     text = Sequences(SHAPES[1], PROMPT + 1)
-    ours, dense = start(text, budget), start(text, None)
+    ours, (dense,) = start(text, budget), text.start(Full(), None)
     outs = []
     for layer in (ours, dense):
         prompt_out = text.prefill([layer], 0, PROMPT)[0]

@@ -11,6 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from kernels.rope import rotate
 from methods.base import BudgetError
+from methods.full import Full
 from methods.layers import Layer
 from methods.shadowkv import ChunkPlan, ShadowKV, ShadowRead
 from tests.methods.recorded import Recorded
@@ -235,7 +236,7 @@ def test_a_further_turn_at_full_rank_sees_every_key() -> None:
     for t in range(PROMPT, PROMPT + STEPS):
         layer.decode(text.at(0, t, t + 1))
     out = text.prefill([layer], PROMPT + STEPS, PROMPT + STEPS + 9)[0]
-    dense = text.start(METHOD, None)
+    dense = text.start(Full(), None)
     expected = text.prefill(dense, 0, text.length)[0][:, :, -9:]
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
 

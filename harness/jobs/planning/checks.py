@@ -20,7 +20,8 @@ from methods.base import Budget, Method, check_layers
 
 
 def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
-    """Refuse what suits the model ill, before any weights are loaded."""
+    """Refuse what suits method or model ill, before any weights are loaded."""
+    _check_budget_is_said(settings, method)
     if method.calibration_tokens > MOST:
         raise SettingsError(
             f"method.calibration_tokens={method.calibration_tokens} is more than the {MOST} tokens of text to "
@@ -38,6 +39,14 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
         raise SettingsError(
             f"layer_budgets names {len(settings.layer_budgets)} layers and {info.name} has {layers}{whole}: give one "
             "each."
+        )
+
+
+def _check_budget_is_said(settings: Settings, method: Method) -> None:
+    if method.uses_budget and not settings.says_budget:
+        raise SettingsError(
+            f"budget=null leaves {type(method).__name__} without a budget: set budget or budget_bytes; budget=1.0 is "
+            "the whole prompt."
         )
 
 

@@ -91,8 +91,7 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
     that is said, and so is what protocol=context means under another history."""
     window = settings.overflow.window
     if any(item.further for item in items):
-        has_budget = settings.budget is not None or settings.budget_bytes is not None
-        if has_budget and settings.protocol == "context" and settings.history != "device_prefix":
+        if settings.says_budget and settings.protocol == "context" and settings.history != "device_prefix":
             say_once(
                 f"history={settings.history} seals each later turn anew, over all that was fed before it; "
                 "history=device_prefix seals the first context alone"
@@ -115,11 +114,13 @@ def codec_of(settings: Settings) -> Codec | None:
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
     """The budget as the engine takes it; None where the method reads everything."""
+    if not method.uses_budget:
+        return None
     asked = settings.budget
     if settings.budget_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
         asked = max(1, settings.budget_bytes // per_token(info, settings.dtype))
-    if asked is None or not method.uses_budget:
-        return None
+    elif asked is None:
+        asked = settings.layer_budgets[0]  # which nothing reads beside them
     layers = tuple(settings.dense_layers), tuple(settings.layer_budgets)
     budget = Budget(asked, *layers, settings.budget_generated)
     if settings.budget_rule == "paper":

@@ -1,0 +1,85 @@
+"""What `attached` is given: a model's user says what is meant, and nothing reads everything unsaid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engine.attach import Attachment, attached
+from harness.jobs.job import Job
+from methods.base import BudgetError, CacheState, Request
+from methods.full import Full
+from methods.snapkv import SnapKV
+from tests.fast import MODEL, PQ, niah, run
+from tests.harness.jobs.test_alignment import settings
+from tests.methods.test_contract import NAMES, small
+from tests.tiny import prompt, tiny
+
+BUDGETED = [name for name in NAMES if small(name).uses_budget]
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_method_with_a_budget_is_given_one(name: str) -> None:
+    """Without one it would read everything, as Full does."""
+    method, model = small(name), tiny("llama")
+    wanted = f"{type(method).__name__} was given no budget: set budget=0.2 .* or budget=1.0 for all of it"
+    with pytest.raises(BudgetError, match=wanted), attached(model, method, calibration=prompt(64)):
+        pass
+    specs = Attachment(model, Full()).specs
+    request = Request(batch=1, capacity=80, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(BudgetError, match=wanted):
+        method.start(specs, CacheState(request))
+
+
+def test_methods_without_a_budget_need_none() -> None:
+    for name in sorted({*NAMES} - {*BUDGETED}):
+        with attached(tiny("llama"), small(name)) as kv:
+            assert kv.budget is None
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("snapkv", "'snapkv' is no method: pass an instance of a method, as SnapKV()."),
+        (SnapKV, "SnapKV is a class: pass an instance of a method, as SnapKV()."),
+        (None, "None is no method: pass an instance of a method, as SnapKV()."),
+    ],
+)
+def test_what_is_no_method_is_refused_in_a_sentence(tmp_path: Path, method: Any, says: str) -> None:
+    with pytest.raises(ValueError) as raised, attached(tiny("llama"), method, budget=0.2):
+        pass
+    assert str(raised.value) == says
+    with pytest.raises(ValueError) as raised:
+        run(tmp_path, method, niah())
+    assert str(raised.value) == says
+
+
+@pytest.mark.parametrize("method", [SnapKV(), Full()])
+@pytest.mark.parametrize(("budget", "shown"), [("0.2", "'0.2'"), (True, "True"), ([0.2], r"\[0.2\]"), (2.0, "2.0")])
+def test_a_budget_of_another_kind_is_refused_in_a_sentence(method: Any, budget: Any, shown: str) -> None:
+    wanted = f"budget={shown} is neither a share of the prompt .* nor a number of tokens"
+    with pytest.raises(BudgetError, match=wanted), attached(tiny("llama"), method, budget=budget):
+        pass
+
+
+def test_a_run_without_a_budget_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.models.random.Random.build", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match="budget=null leaves PQCache without a budget: set budget or budget_bytes"):
+        run(tmp_path, PQ, niah(), budget=None)
+
+
+def test_budgets_by_layer_are_a_budget(tmp_path: Path) -> None:
+    """And limit what is read, with nothing else said."""
+    wanted = settings(tmp_path, budget=None, layer_budgets=[0.3, 0.5])
+    budget = Job.plan(PQ, niah(), MODEL, wanted).budget
+    assert budget is not None
+    assert [budget.tokens(100, layer) for layer in range(2)] == [30, 50]
+    beside = Job.plan(PQ, niah(), MODEL, replace(wanted, budget=0.2))
+    assert beside.budget is not None
+    assert [beside.budget.tokens(100, layer) for layer in range(2)] == [30, 50]
