@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.conversations.coding import IntCoding, int_codec
 from harness.conversations.fingerprint import fingerprint
-from harness.conversations.histories import DevicePrefix, Histories, Recompute
+from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -31,17 +31,23 @@ def histories(
 ) -> Iterator[Histories]:
     """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`. `read_buffer`: of a store."""
 
-    def start(capacity: int) -> KVCache:
-        return attachment.start(KVCache, capacity=capacity)
-
     if settings.history in IN_MEMORY:
-        made: Histories = IN_MEMORY[settings.history](start)
+        made = in_memory(settings.history, attachment)
         yield made
         made.close()
         return
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
     with opened(settings.store, whose, attachment, run) as store:
-        yield StoredHistories(start, attachment, store, read_buffer)
+        yield StoredHistories(_starting(attachment), attachment, store, read_buffer)
+
+
+def in_memory(history: str, attachment: Attachment) -> Histories:
+    """Those of `IN_MEMORY` that `history` names; a store's stand-in is caches that stay on the device."""
+    return IN_MEMORY.get(history, DevicePrefix)(_starting(attachment))
+
+
+def _starting(attachment: Attachment) -> Start:
+    return lambda capacity: attachment.start(KVCache, capacity=capacity)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from harness.engine.cache import KVCache, LoopCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
 from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Codec, Method, Placement, Request, refuse_other_than_method
+from methods.base import Budget, CacheState, Checks, Codec, Method, Placement, Request, refuse_other_than_method
 from methods.layers.hybrid import check_length, start_layers, whole_layers
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
@@ -63,6 +63,7 @@ class Attachment:
         self.specs = whole_layers(self.model_specs)  # what the method is told of
         method.check_model(self.specs[0])
         self.prepared, self.prepare_s = self._prepare(calibration)
+        self._unchecked = {"first", "further"}  # turns of which nothing that the method returns has been checked yet
         self._handed_out: list[ref[LoopCache]] = []
 
     def request(self, *, capacity: int, batch: int = 1) -> Request:
@@ -82,7 +83,7 @@ class Attachment:
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1) -> AnyCache:
         """A fresh cache for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
         check_length(self.method, self.model_specs, capacity)
-        state = CacheState(self.request(capacity=capacity, batch=batch))
+        state = CacheState(self.request(capacity=capacity, batch=batch), checks=Checks(self._unchecked))
         return kind(start_layers(self.model_specs, state, self.method.start), state)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:

@@ -15,6 +15,7 @@ from transformers import Cache
 
 from methods.base import AttnInput, CacheState, KVLayer, Traffic
 from methods.base.counters import StepCounters
+from methods.layers.returned import Rows
 
 State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
 
@@ -51,6 +52,8 @@ class KVCache(Cache):
         self.state = state
         self.sealed = False
         self.num_tokens = 0
+        self._further = False  # a turn has been sealed, here or where the contents come from
+        self._sealed_tokens = 0  # of the prompts of all turns and the answers between them
         self.watch: Watch | None = None
         self._awaited: dict[int, State] = {}  # layers whose states are still to come
         self._arriving = 0  # tokens of the forward that is under way
@@ -59,9 +62,10 @@ class KVCache(Cache):
     def seal(self) -> None:
         """The prompt is complete."""
         self.await_layers()
+        self.state.checks.begin("further" if self._further else "first")
         for layer in self.layers:
             layer.seal()
-        self.sealed = True
+        self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
 
     def open_turn(self) -> None:
         """A further turn begins: the next forwards are prompt again, until `seal`."""
@@ -77,6 +81,7 @@ class KVCache(Cache):
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
+        self._further = True
         self.open_turn()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
@@ -84,6 +89,7 @@ class KVCache(Cache):
         layer, and is asked just before the layer is used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
         self.num_tokens = tokens
+        self._further = True
         self.open_turn()
 
     def await_layers(self) -> None:
@@ -153,9 +159,22 @@ class KVCache(Cache):
                 "cache.open_turn() if they begin a new turn."
             )
         out = self.layers[layer].decode(x)
+        if self.state.checking:
+            self._check_positions(self.layers[layer])
         if self.watch is not None:
             self.watch.decode(self.layers[layer], x, out)
         return out
+
+    def _check_positions(self, layer: KVLayer) -> None:
+        """Of the prompt, as the layer says that its last step has read them."""
+        spec, request = layer.spec, layer.request
+        heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
+        for name, counts in heads.items():
+            if (positions := getattr(layer, name)()) is not None:
+                wanted = Rows(
+                    batch=request.batch, heads=counts, tokens=self._sealed_tokens, device=request.device, gaps=True
+                )
+                wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")
 
     def _arrive(self, tokens: int) -> None:
         """The first layer of a forward has been reached."""

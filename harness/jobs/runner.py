@@ -18,7 +18,7 @@ from torch import Tensor
 from evals.base import Task
 from harness.config.settings import Settings
 from harness.conversations.histories import Histories
-from harness.conversations.opening import histories
+from harness.conversations.opening import histories, in_memory
 from harness.conversations.overflow import Overflow
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Stop, after, never
@@ -96,23 +96,28 @@ class Runner:
         self._closing.close()
 
     def warm_up(self, pending: Sequence[Item]) -> None:
-        """The first forwards pay for allocations and lazy imports; the shortest examples take that off the clock."""
+        """The first forwards pay for allocations, lazy imports and a look at what the method returns; the shortest
+        examples, with a further turn where there are any, take that off the clock. A store sees none of it."""
         tracer, self.engine.tracer = self.engine.tracer, None
-        shortest = sorted(pending, key=lambda item: len(item.prompt.ids))[: self.settings.warmup]
-        short = [replace(item, new_tokens=min(item.new_tokens, WARMUP_TOKENS), further=()) for item in shortest]
-        for _ in self.answers(short):
+        by_length = sorted(pending, key=lambda item: (not item.further, len(item.prompt.ids)))
+        kept = in_memory(self.settings.history, self.engine.attachment)
+        for _ in self.answers([_shortened(item) for item in by_length[: self.settings.warmup]], kept=kept):
             pass
         self.engine.tracer = tracer
 
-    def answers(self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None) -> Iterator[Answer]:
+    def answers(
+        self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None, kept: Histories | None = None
+    ) -> Iterator[Answer]:
         """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins.
-        `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer."""
+        `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
+        `kept`: where conversations are between their turns, in place of the run's own."""
+        kept = kept or self.kept  # opened before a clock runs
         shared = self.settings.questions == "shared"
         waiting = deque(by_context(items) if shared else ([item] for item in items))
         batch, running = RunningBatch(self.engine), dict[Slot, Talk]()
         while waiting or running:
             while waiting and len(running) < self.settings.batch:
-                self._go_on(self._talk(waiting.popleft(), prefilled or {}), batch, running)
+                self._go_on(self._talk(waiting.popleft(), prefilled or {}, kept), batch, running)
             yield from self._answered(batch, running)
 
     def _answered(self, batch: RunningBatch, running: dict[Slot, Talk]) -> Iterator[Answer]:
@@ -122,11 +127,11 @@ class Runner:
                 yield talk.answer
             self._go_on(talk, batch, running)
 
-    def _talk(self, items: Sequence[Item], prefilled: dict[str, Prefilled]) -> Talk:
+    def _talk(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Talk:
         """With a prefill of its own unless it is one of `prefilled`."""
         context = items[0].prompt.split if self.settings.protocol == "context" else None
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Talk(self.engine, self.kept, items, ready, context, self.ending, self.overflow)
+        return Talk(self.engine, kept, items, ready, context, self.ending, self.overflow)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -263,6 +268,12 @@ class Runner:
             history += len(turn.prompt.ids)
             if not (later and later.prompt.replaces_answer):
                 history += len(tokens) - (stop == "eos")  # which makes room for the template's
+
+
+def _shortened(item: Item) -> Item:
+    """Two turns of it at most, and a few tokens of each answer."""
+    turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
+    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]))
 
 
 _loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}

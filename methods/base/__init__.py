@@ -13,7 +13,7 @@ from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, Placement, Request
-from methods.base.state import CacheState, Traffic
+from methods.base.state import CacheState, Checks, Traffic
 
 __all__ = [
     "Attended",
@@ -23,6 +23,7 @@ __all__ = [
     "CacheState",
     "Card",
     "Case",
+    "Checks",
     "Codec",
     "Cost",
     "CostError",

@@ -28,12 +28,33 @@ class Traffic:
 
 
 @dataclass
+class Checks:
+    """Whether what a method returns is checked: from the seal of a turn to the end of it, once for a first turn and
+    once for a further one. `pending`: those that are still to come, shared by all caches of a run."""
+
+    pending: set[str] = field(default_factory=set)
+    on: bool = False
+
+    def begin(self, turn: str) -> None:
+        """A prompt is about to be sealed, that of a `turn` of this kind."""
+        self.on = turn in self.pending
+        self.pending.discard(turn)
+
+
+@dataclass
 class CacheState:
-    """`request`: what was asked for. `traffic` and `counters` change with every step, and belong to the cache."""
+    """`request`: what was asked for. `traffic`, `counters` and `checks` change with every step, and belong to the
+    cache."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
     counters: StepCounters = field(default_factory=StepCounters)
+    checks: Checks = field(default_factory=Checks)
+
+    @property
+    def checking(self) -> bool:
+        """Whether to check what a policy has just returned; not while a step is captured, which computes nothing."""
+        return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:
         """The same cache for a layer that lies on `device`; None where all do."""

@@ -28,7 +28,9 @@ class Keep(Policy, ABC, capturable=True):
 
     def evict(self, size: int) -> None:
         """Carry the choice out. Heads that keep different numbers of tokens call `layer.retain_per_head`."""
-        self.layer.retain(self.keep(size))
+        rows, given = self.keep(size), f"{type(self).__name__}.keep returned"
+        self.layer.check_rows(given, rows, self.store.length, count=size, ascending=True)
+        self.layer.retain(rows)
 
     def close(self, evicted: int) -> None:
         """The choice is made: so many tokens have left by it, and the store holds the others."""

@@ -173,7 +173,9 @@ class Layer(Storage, capturable=True):
         count = self.store.length - self.prompt_rows
         if count < most:
             return
-        rows = self.attends.keep_generated(count, most - max(1, most // 8))
+        size = most - max(1, most // 8)
+        rows, given = self.attends.keep_generated(count, size), f"{type(self.attends).__name__}.keep_generated returned"
+        self.check_rows(given, rows, count, heads=(self.heads,), count=size, ascending=True)
         for policy in self.policies:
             policy.forget(count, rows)
         self.let_go(count, rows)

@@ -80,6 +80,10 @@ class Pooled(Select, capturable=True):
         """x [B G S] or [B G g S], by token, with -inf for evicted ones."""
         return x if self.pool is None else self.pool.hide(x)
 
+    def check_choice(self, rows: Tensor, top: int | None) -> None:
+        """It may fetch fewer."""
+        super().check_choice(rows, None)
+
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)
         if self.pool is not None:

@@ -99,9 +99,24 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """The choice that this step reads: a new one, or once more the last. Call it once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
+            if self.cache.checking:
+                self.check_choice(self.rows, top)
         else:
             self.age += 1
         return self.rows
+
+    def check_choice(self, rows: Tensor, top: int | None) -> None:
+        """Raise `ReturnedError` where `select` has returned what stands for tokens that are not there, or for one twice
+        in a head."""
+        self._check_selected(rows, None, None)
+        assert self.plan is not None
+        given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
+        self.layer.check_rows(given, self.rows_of(rows, self.plan), self.sealed, heads=choosing, gaps=True)
+
+    def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
+        """Numbers below `among`, `count` of them for each head; None: any."""
+        choosing = self.spec.num_kv_heads, self.spec.num_heads
+        self.layer.check_rows(f"{type(self).__name__}.select returned", rows, among, heads=choosing, count=count)
 
     @property
     def attended(self) -> Attended:

@@ -58,6 +58,12 @@ class Select(Read[Plan], capturable=True):
         middle = slice(self.plan.sinks, self.sealed - self.plan.local)
         return Segment(self.store.k[:, :, middle], self.store.v[:, :, middle])
 
+    def check_choice(self, rows: Tensor, top: int | None) -> None:
+        """The same, of the middle; `top` of them, None for any number."""
+        assert self.plan is not None
+        self._check_selected(rows, self.sealed - self.plan.sinks - self.plan.local, top)
+        super().check_choice(rows, top)
+
     def attended_under(self, plan: Plan) -> Attended:
         return Attended(sum(plan), self.layer.stored - self.sealed)
 

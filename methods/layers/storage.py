@@ -14,6 +14,7 @@ from kernels import ops, sink_logits
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
+from methods.layers.returned import ReturnedError, Rows
 from methods.pools import KVStore, PerHeadStore, Pool, pool_for
 
 
@@ -85,6 +86,7 @@ class Storage(KVLayer):
     def retain(self, rows: Tensor) -> None:
         """Let all stored tokens go but `rows` [B G|H K], ascending; the store shrinks with them. With a row per query
         head, each gets a copy of its own."""
+        self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
         self.evicted += whole.length - rows.shape[2]
@@ -97,6 +99,7 @@ class Storage(KVLayer):
         other, ascending. Together they are a multiple of the number of heads."""
         whole, room = self.store, self.request.capacity - self.seen
         known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
+        self._check_rows_per_head(rows, list(map(len, known)))
         self.positions = _side_by_side([places[at] for places, at in zip(known, rows, strict=True)], self.request.batch)
         heads = list(zip(whole.per_head(), rows, strict=True))
         keys, values = [k[at] for (k, _), at in heads], [v[at] for (_, v), at in heads]
@@ -110,6 +113,45 @@ class Storage(KVLayer):
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
         self.later = places
+
+    def check_rows(
+        self,
+        what: str,
+        given: object,
+        tokens: int | None,
+        *,
+        heads: Sequence[int] = (),
+        count: int | None = None,
+        ascending: bool = False,
+        gaps: bool = False,
+    ) -> None:
+        """Raise `ReturnedError` where `given` is not what `Rows` describes; in a run's first example alone. `what`:
+        which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
+        if self.cache.checking:
+            among = heads or (self.heads, self.spec.num_heads)
+            wanted = Rows(
+                batch=self.request.batch,
+                heads=among,
+                tokens=tokens,
+                device=self.request.device,
+                count=count,
+                ascending=ascending,
+                gaps=gaps,
+            )
+            wanted.check(given, f"In layer {self.spec.index} of {type(self.method).__name__}, {what}")
+
+    def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
+        """`tokens`: how many each head has, one sequence after the other."""
+        if not self.cache.checking:
+            return
+        whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
+        if len(rows) != len(tokens):
+            raise ReturnedError(f"{whose} rows of {len(rows)} heads. Wanted are those of {len(tokens)}.")
+        for number, (row, count) in enumerate(zip(rows, tokens, strict=True)):
+            wanted = Rows(batch=1, heads=(1,), tokens=count, device=self.request.device, ascending=True, alone=True)
+            wanted.check(row, f"{whose}, for head {number},")
+        if (together := sum(map(len, rows))) % self.heads:
+            raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 
     def send_away(self, first: int, end: int) -> Segment:
         """Move stored tokens from `first` to `end` to `far`. -> them, still on the device"""

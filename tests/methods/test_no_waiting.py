@@ -61,6 +61,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("methods.infinigen.queues", lambda device: True)  # as on a GPU
     with attach(small(name), 0.5) as kv:
+        turn(kv, kv.cache(capacity=82), prompt(80), steps=2)  # what the first one's policies return is checked
         cache = kv.cache(capacity=110)
         turn(kv, cache, prompt(80), steps=2)
         token = prompt(1, seed=3)
@@ -106,6 +107,7 @@ def test_the_engine_reads_a_steps_token_and_nothing_else(
         return read
 
     with attach(method, 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
+        Engine(kv).generate(prompt(length), max_new_tokens=2)  # what its policies return is checked
         for reading in READS:
             patch.setattr(Tensor, reading, counted(getattr(Tensor, reading)))
         made = Engine(kv).generate(prompt(length), max_new_tokens=6, sampler=sampler)

@@ -1,0 +1,345 @@
+"""What a method of one's own returns is checked on the first example, and named after method, layer and what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Placement, Plan
+from methods.layers import Keep, Layer, Policy, Read, Select
+from methods.layers.returned import ReturnedError, Rows
+from methods.pools import IntCodec
+from tests.fast import MODEL, niah, run
+from tests.methods.test_contract import NAMES, small, turn
+from tests.talks import Talks
+from tests.tiny import prompt, tiny
+
+LENGTH, SIZE = 80, 16  # of the prompt, and what a budget of a fifth is
+Wrong = Callable[[Tensor], Any]  # rows as they should be -> as they are
+NAMED = "In layer 1 of Own, "
+KEPT = "different numbers from 0 to 79 for each head, ascending, as int64 [1, 2, 16] or [1, 8, 16] on cpu."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Method):
+    """`policy` makes a layer's policy; what it returns is made `wrong` in layer 1 alone."""
+
+    policy: Callable[[Wrong], Policy]
+    wrong: Wrong
+    of_turns: Sequence[int] = (1, 2, 3)  # in which it is
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, self.policy(self._wrong_in(spec.index))) for spec in specs]
+
+    def _wrong_in(self, layer: int) -> Wrong:
+        return self.wrong if layer == 1 else lambda rows: rows
+
+
+class MyKeep(Keep):
+    """The first tokens."""
+
+    turns = 0
+
+    def __init__(self, wrong: Wrong) -> None:
+        self.wrong = wrong
+
+    def keep(self, size: int) -> Tensor:
+        self.turns += 1
+        rows = torch.arange(size).expand(self.request.batch, self.spec.num_kv_heads, -1)
+        return self.wrong(rows.clone()) if self.turns in self.method.of_turns else rows  # type: ignore[attr-defined]
+
+
+class MyPerHead(MyKeep):
+    """Evicts by itself."""
+
+    def evict(self, size: int) -> None:
+        self.layer.retain_per_head(self.wrong(self.keep_all(size)))
+
+    def keep_all(self, size: int) -> Any:
+        return [torch.arange(size) for _ in range(self.request.batch * self.spec.num_kv_heads)]
+
+
+class MyRetain(MyKeep):
+    """Hands over whatever it likes."""
+
+    def evict(self, size: int) -> None:
+        self.layer.retain(self.keep(size))
+
+
+class MyGenerated(Policy):
+    """Says which generated tokens stay."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        self.wrong = wrong
+
+    def keep_generated(self, count: int, size: int) -> Tensor:
+        kept: Tensor = self.wrong(torch.arange(count - size, count).expand(1, self.layer.heads, -1).clone())
+        return kept
+
+
+class MySelect(Select):
+    """No sinks, the last four tokens, and the first ones of what lies before."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        self.wrong = wrong
+
+    def split(self, budget: int) -> Plan:
+        return Plan(0, 4, budget - 4)
+
+    def index(self, keys: Tensor) -> None:
+        pass
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        chosen: Tensor = self.wrong(torch.arange(top).expand(len(q), self.spec.num_kv_heads, -1).clone())
+        return chosen
+
+
+class MyPages(MySelect):
+    """Pages of two tokens: what `select` returns is no token."""
+
+    check_choice, select_pages = Read.check_choice, MySelect.select
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        return self.select_pages(q, top // 2)
+
+    def rows_of(self, rows: Tensor, plan: Plan) -> Tensor:
+        return (rows.unsqueeze(-1) * 2 + torch.arange(2)).flatten(2)
+
+
+def at(index: int, value: int) -> Wrong:
+    """One number of the last head is another."""
+
+    def change(rows: Tensor) -> Tensor:
+        rows[0, -1, index] = value
+        return rows
+
+    return change
+
+
+def first_head(change: Wrong) -> Wrong:
+    return lambda heads: [change(heads[0]), *heads[1:]]
+
+
+FEWER = "a tensor of shape [1, 2, 15]"
+WRONG: dict[str, tuple[Callable[[Wrong], Policy], Wrong, str]] = {
+    "keep repeats": (MyKeep, at(5, 4), "MyKeep.keep returned 4 twice for head 1 of sequence 0. Wanted are " + KEPT),
+    "keep is unsorted": (MyKeep, at(5, 3), "MyKeep.keep returned 4 before 3 for head 1 of sequence 0."),
+    "keep beyond the end": (MyKeep, at(15, 80), "MyKeep.keep returned 80 for head 1 of sequence 0."),
+    "keep before the start": (MyKeep, at(0, -1), "MyKeep.keep returned -1 for head 1 of sequence 0."),
+    "keep too few": (MyKeep, lambda rows: rows[..., 1:], f"MyKeep.keep returned {FEWER}. Wanted are {KEPT}"),
+    "keep of other heads": (MyKeep, lambda rows: rows[:, :1], "MyKeep.keep returned a tensor of shape [1, 1, 16]."),
+    "keep of one head": (MyKeep, lambda rows: rows[0, 0], "MyKeep.keep returned a tensor of shape [16]."),
+    "keep in int32": (MyKeep, Tensor.int, "MyKeep.keep returned a tensor of int32."),
+    "keep in fp32": (MyKeep, Tensor.float, "MyKeep.keep returned a tensor of float32."),
+    "keep as a mask": (MyKeep, Tensor.bool, "MyKeep.keep returned a tensor of bool."),
+    "keep elsewhere": (MyKeep, lambda rows: rows.to("meta"), "MyKeep.keep returned a tensor on meta."),
+    "keep as a list": (MyKeep, Tensor.tolist, "MyKeep.keep returned a list."),
+    "retain beyond the end": (MyRetain, at(15, 99), "layer.retain was given 99 for head 1 of sequence 0."),
+    "heads that repeat": (MyPerHead, first_head(lambda rows: rows // 2), "retain_per_head was given, for head 0, 0 "),
+    "heads beyond the end": (MyPerHead, first_head(lambda rows: rows + 70), "was given, for head 0, 80. Wanted are"),
+    "a head in a table": (MyPerHead, first_head(lambda rows: rows[None]), "for head 0, a tensor of shape [1, 16]."),
+    "a head too few": (MyPerHead, lambda heads: heads[1:], "was given rows of 1 heads. Wanted are those of 2."),
+    "uneven heads": (MyPerHead, first_head(lambda rows: rows[1:]), "was given 31 rows of 2 heads. Wanted is a mult"),
+    "select repeats": (MySelect, at(5, 4), "MySelect.select returned 4 twice for head 1 of sequence 0. Wanted are "),
+    "select out of the middle": (MySelect, at(5, 76), "MySelect.select returned 76 for head 1 of sequence 0."),
+    "select before the start": (MySelect, at(5, -1), "MySelect.select returned -1 for head 1 of sequence 0."),
+    "select too many": (MySelect, lambda rows: rows[..., [0, *range(12)]], "returned a tensor of shape [1, 2, 13]."),
+    "select in int32": (MySelect, Tensor.int, "MySelect.select returned a tensor of int32."),
+    "select as a tuple": (MySelect, lambda rows: (rows,), "MySelect.select returned a tuple."),
+    "a page twice": (MyPages, at(1, 0), "MyPages.rows_of returned 0 twice for head 1 of sequence 0."),
+    "a page that is not there": (MyPages, at(1, 40), "MyPages.rows_of returned 80 for head 1 of sequence 0."),
+    "pages in fp32": (MyPages, Tensor.double, "MyPages.select returned a tensor of float64. Wanted are numbers "),
+    "generated repeat": (MyGenerated, at(1, 1), "MyGenerated.keep_generated returned 1 twice for head 1 of"),
+    "generated beyond": (MyGenerated, at(-1, 8), "MyGenerated.keep_generated returned 8 for head 1 of sequence 0."),
+}  # fmt: skip
+
+
+def generate(method: Method, budget: Budget | float, **how: Any) -> None:
+    with attached(tiny("llama"), method, budget=budget, **how) as kv:
+        Engine(kv).generate(prompt(LENGTH), max_new_tokens=12)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_came_back_is_named(name: str) -> None:
+    policy, wrong, says = WRONG[name]
+    limited = policy is MyGenerated
+    with pytest.raises(ReturnedError, match=f"^{re.escape(NAMED)}.*{re.escape(says)}"):
+        generate(Own(policy=policy, wrong=wrong), Budget(1.0, generated=8) if limited else 0.2)
+
+
+@pytest.mark.parametrize("policy", [MyKeep, MyPerHead, MySelect, MyPages, MyGenerated])
+def test_what_is_right_runs(policy: Any) -> None:
+    """The others of this file would fail with any return value otherwise."""
+    generate(Own(policy=policy, wrong=lambda rows: rows), Budget(0.2, generated=8))
+
+
+class Misreporting(Layer):
+    """A layer of one's own, which says that it has read what it has not."""
+
+    def read_positions(self) -> Tensor:
+        return torch.tensor([3, LENGTH]).expand(1, self.spec.num_kv_heads, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered(Method):
+    uses_budget = False
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Misreporting(spec, cache, self) for spec in specs]
+
+
+def test_positions_that_a_layer_reports_are_checked_too() -> None:
+    with pytest.raises(ReturnedError, match=r"In layer 0, Misreporting\.read_positions returned 80 for head 0 of seq"):
+        generate(Layered(), 1.0)
+
+
+def test_transformers_own_loop_is_checked_too() -> None:
+    model = tiny("llama")
+    method = Own(policy=MyKeep, wrong=at(5, 4))
+    with (
+        attached(model, method, budget=0.2) as kv,
+        pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4 twice"),
+    ):
+        model.generate(prompt(LENGTH), past_key_values=kv.cache(capacity=100), max_new_tokens=4)
+
+
+class TwiceKeep(MyKeep):
+    def __init__(self) -> None:
+        super().__init__(at(5, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twice(Method):
+    of_turns: tuple[int, ...] = (1,)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, TwiceKeep()) for spec in specs]
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_run_says_it_and_records_nothing(tmp_path: Path, warmup: int) -> None:
+    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+        run(tmp_path, Twice(), niah(), budget=0.2, warmup=warmup)
+    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+        run(tmp_path, Twice(of_turns=(2,)), Talks(), budget=0.5, warmup=warmup)
+    [first, second] = [folder / "examples.jsonl" for folder in tmp_path.iterdir()]
+    recorded = first.read_text() + second.read_text()
+    assert recorded.count("\n") == (1 if warmup == 0 else 0)  # a talk of a single turn, which was right
+
+
+def test_a_further_turn_is_checked_as_well() -> None:
+    method = Own(policy=MyKeep, wrong=at(5, 4), of_turns=(2,))
+    with attached(tiny("llama"), method, budget=0.2) as kv:
+        cache = kv.cache(capacity=200)
+        turn(kv, cache, prompt(LENGTH))
+        with pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4 twice"):
+            turn(kv, cache, prompt(30, seed=1))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of all checks, whose return value was looked at."""
+    found: list[str] = []
+    check = Rows.check
+
+    def noting(self: Rows, given: object, whose: str) -> None:
+        found.append(whose)
+        check(self, given, whose)
+
+    monkeypatch.setattr(Rows, "check", noting)
+    return found
+
+
+def test_only_the_first_example_pays(looks: list[str]) -> None:
+    with attached(tiny("llama"), small("rocketkv"), budget=0.4) as kv:
+        for number in range(3):
+            cache = kv.cache(capacity=150)
+            for place in range(2):
+                turn(kv, cache, prompt(60 - 20 * place, seed=number), steps=2)
+            if number == 0:
+                first = len(looks)
+    assert {one.split(", ")[1].partition(" ")[0] for one in looks} == {
+        "RocketKeep.keep", "layer.retain", "RocketRead.select", "RocketRead.rows_of", "Layer.read_positions",
+        "Layer.selected_positions",
+    }  # fmt: skip
+    assert len(looks) == first
+
+
+@pytest.mark.parametrize("history", ["device_prefix", "store", "recompute"])
+def test_examples_that_are_timed_do_not_pay(
+    tmp_path: Path, looks: list[str], monkeypatch: pytest.MonkeyPatch, history: str
+) -> None:
+    """The warm-up does, with two turns where there are any."""
+    before: list[int] = []
+    monkeypatch.setattr("harness.jobs.runner.Runner.record", _noting(looks, before))
+    made = run(tmp_path, small("snapkv"), Talks(max_new_tokens=5), budget=0.5, warmup=1, history=history)
+    assert [len(record.turns or [0]) for record in made.records] == [1, 2, 3, 1]
+    assert before
+    assert set(before) == {len(looks)}
+    kinds = 1 if history == "recompute" else 2  # there, every turn is a first one
+    assert sum("SnapKeep.keep" in one for one in looks) == kinds * MODEL.layers
+
+
+def _noting(looks: list[str], before: list[int]) -> Any:
+    from harness.jobs.runner import Runner
+
+    record = Runner.record
+
+    def noting(self: Runner, answer: Any) -> Any:
+        before.append(len(looks))
+        return record(self, answer)
+
+    return noting
+
+
+def places(method: Method) -> Iterator[tuple[Placement, IntCodec | None]]:
+    for placement in ("device", "host", "disk") if method.offloads else ("device",):
+        yield placement, None  # type: ignore[misc]
+        if method.encodes:
+            yield placement, IntCodec(bits=4, group=8)  # type: ignore[misc]
+
+
+OTHERS = {  # that choose in another way than their yaml's
+    "snapkv": [{"select_per": "query_head"}],
+    "pyramidkv": [{"select_per": "query_head"}],
+    "quest": [{"select_per": "kv_head"}, {"last_page": False}],
+    "infinigen": [{"group_rank": "prob_sum"}, {"column_rule": "query"}],
+    "infllm": [{"n_init": 0}],
+    "rocketkv": [{"split": 1.0}, {"page_size": 1}],
+    "pqcache": [{"cache_tokens": 8, "cache_block": 4}],
+    "shadowkv": [{"hit_cache": False}],
+    "streaming": [{"positions": "original"}],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_built_in_method_returns_what_it_should(name: str, looks: list[str], tmp_path: Path) -> None:
+    for change in ({}, *OTHERS.get(name, [])):
+        method = replace(small(name), **change)  # type: ignore[arg-type]
+        for number, (placement, codec) in enumerate(places(method)):
+            generated = None if method.generated_refusal or number else 5
+            how = {"placement": placement, "codec": codec, "disk": tmp_path, "calibration": prompt(64, seed=9)}
+            with attached(tiny("llama"), method, budget=Budget(0.4, generated=generated), **how) as kv:  # type: ignore[arg-type]
+                looks.clear()
+                cache = kv.cache(capacity=100, batch=2)
+                for length in (62, 19) if number == 0 else (62,):
+                    turn(kv, cache, prompt(length, batch=2, seed=length), steps=2 if number else 6)
+            if method.uses_budget:
+                assert {int(one.split()[2].rstrip(",")) for one in looks} >= {1, 2}  # the layers that are never dense
+
+
+def test_built_in_methods_do_so_with_a_limited_pool(looks: list[str]) -> None:
+    for policy in ("counter", "fifo", "lru"):
+        method = replace(small("infinigen"), pool_capacity=60, pool_policy=policy)  # type: ignore[call-arg]
+        with attached(tiny("llama"), method, budget=0.3, calibration=prompt(64, seed=9)) as kv:
+            turn(kv, kv.cache(capacity=88, batch=2), prompt(80, batch=2), steps=5)
+    assert any("layer.retain" in one for one in looks)
