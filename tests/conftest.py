@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.terminal.notices import say_once
+
 # tiny tensors: a second thread costs more than it does, many times more on a busy machine
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
@@ -52,3 +54,9 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before() -> None:
+    """What one test was told once, another is told as well."""
+    say_once.cache_clear()
