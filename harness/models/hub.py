@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +62,8 @@ class HuggingFace(ModelSource):
 
         folder = self.folder()
         check_config(read_config(folder), self.name)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
+        with _said_of(folder / "config.json"):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
         return config
 
     def context_window(self) -> int:
@@ -72,21 +75,18 @@ class HuggingFace(ModelSource):
         folder = self.folder()
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer.")
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **OFFLINE)
+        with _said_of(folder / "tokenizer.json"):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **OFFLINE)
         return tokenizer
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_pretrained(
-            self.folder(weights=True),
-            config=self.config(),
-            dtype=dtype,
-            use_safetensors=True,
-            **OFFLINE,
-        ).to(device)
-        return model
+        folder, options = self.folder(weights=True), {"config": self.config(), "dtype": dtype, "use_safetensors": True}
+        with _said_of(folder):
+            model: PreTrainedModel = auto.from_pretrained(folder, **options, **OFFLINE)
+        return model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
         """Where the files of one commit lie; downloads what is missing. `weights`: the large files, too."""
@@ -106,6 +106,18 @@ class HuggingFace(ModelSource):
 
     def _is_local(self) -> bool:
         return Path(self.name).expanduser().is_dir()
+
+
+@contextmanager
+def _said_of(place: Path) -> Iterator[None]:
+    """Names what transformers, or a library below it, cannot read: each has kinds of errors of its own."""
+    try:
+        yield
+    except (ModelError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ModelError(f"{place} cannot be read ({reason}): correct it, or fetch the model again.") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -299,6 +299,36 @@ def test_missing_files_are_named(lost: str, message: str, saved: Callable[[str],
         local(folder).load("fp32", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.json", lambda held: held.replace(b'"num_hidden_layers": 3', b'"num_hidden_layers": "3"')),
+        ("config.json", lambda held: held.replace(b'"model_type": "llama"', b'"model_type": ["llama"]')),
+        ("config.json", lambda held: held[:-9]),
+        ("tokenizer.json", lambda held: held[: len(held) // 2]),
+        ("model.safetensors", lambda held: held[: len(held) // 2]),
+        ("model.safetensors", lambda held: held[:8] + bytes(100) + held[108:]),
+        ("model.safetensors", lambda held: b""),
+    ],
+)
+def test_files_that_are_damaged_are_named(
+    file: str, damage: Callable[[bytes], bytes], saved: Callable[[str], Path]
+) -> None:
+    folder = saved("llama")
+    held = (folder / file).read_bytes()
+    assert damage(held) != held
+    (folder / file).write_bytes(damage(held))
+    with pytest.raises(ValueError, match=rf"^{folder}\S* (cannot be read \(|is cut short or damaged \().*again\.?$"):
+        read_in_order(local(folder))
+
+
+def read_in_order(source: HuggingFace) -> None:
+    """As a run does."""
+    source.describe()
+    source.tokenizer()
+    source.load("fp32", "cpu")
+
+
 def test_code_in_a_repository_is_passed_over(saved: Callable[[str], Path]) -> None:
     folder = saved("phi3")
     edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
