@@ -103,7 +103,7 @@ def test_sources_import_neither_torch_nor_transformers() -> None:
     ],
 )
 def test_dtypes_and_devices_are_checked_before_loading(dtype: str, device: str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ValueError, match=message):
         local("/nowhere").load(dtype, device)
 
 
@@ -507,6 +507,7 @@ def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
 
 def test_a_numbered_gpu_becomes_the_current_one_before_the_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     monkeypatch.setattr(Random, "build", lambda *_: seen.append("built") or tiny("llama"))
