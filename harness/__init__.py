@@ -7,6 +7,7 @@ Nothing heavy is imported here, so that `python -m harness --help` answers at on
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.clashes import settle_clashes
@@ -26,6 +27,7 @@ _HOMES = {
 }
 
 settle_clashes()
+__path__.append(str(Path(__file__).parent / "commands"))  # for `python -m harness.report`
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PRELOAD = ["harness.__main__", "harness.jobs.run", "harness.reports.document", "tests.fast", "tests.forks"]
+PRELOAD = [
+    "harness.__main__",
+    "harness.commands.run",
+    "harness.jobs.run",
+    "harness.reports.document",
+    "tests.fast",
+    "tests.forks",
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

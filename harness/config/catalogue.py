@@ -150,6 +150,14 @@ def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
     return [found[name] for name in sorted(found)]
 
 
+@cache
+def commands() -> frozenset[str]:
+    """Names that may stand behind `python -m harness`: the files of the room of commands, and rooms that are one."""
+    harness = CONF.parent / "harness"
+    files = {file.stem for file in (harness / "commands").glob("*.py")} - {"__init__", "run"}
+    return frozenset(files | {file.parent.name for file in harness.glob("*/__main__.py")})
+
+
 def config_dirs(arguments: Sequence[str]) -> list[Path]:
     """Values of --config-dir, in any of argparse's spellings."""
     found = []

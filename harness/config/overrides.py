@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
+from harness.config.catalogue import CONF, GROUPS, Entry, commands, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
@@ -93,10 +93,16 @@ def parse(overrides: Sequence[str]) -> Iterator[Override]:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
-            raise SettingsError(f"Cannot read {word!r}: {HOW}.") from error
+            raise SettingsError(_unread(word)) from error
         if not override.key_or_group:
-            raise SettingsError(f"Cannot read {word!r}: {HOW}.")
+            raise SettingsError(_unread(word))
         yield override
+
+
+def _unread(word: str) -> str:
+    if word in commands():
+        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+    return f"Cannot read {word!r}: {HOW}."
 
 
 def _refuse_folders(config_dirs: Sequence[Path]) -> None:

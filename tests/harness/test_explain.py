@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.explain import main
+from harness.commands.explain import main
 from harness.reports.compare import comparisons
 from harness.reports.page.data import page_data
 from harness.results import triage

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import lint
+from harness.commands import lint
 from tests.fast import MODEL_ARGS
 
 NEWS = ["task=longbench", "task.datasets=[multi_news]", *MODEL_ARGS]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.commands.list import main
 from harness.config.catalogue import entries
 from harness.config.compose import composed
-from harness.list import main
 from methods.base import Card
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_the_page_in_docs_is_what_the_cards_say(capsys: pytest.CaptureFixture[st
 
 
 def test_cards_need_no_torch() -> None:
-    code = "import sys; from harness.list import main; main(['--markdown']); assert 'torch' not in sys.modules"
+    code = "import sys; from harness.commands.list import main; main(['--markdown']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.commands.simulate import main
 from harness.papers.ours import PUBLISHED, our_figures
-from harness.simulate import main
 
 STORED = sorted((PUBLISHED / "cachedattention").glob("*.json"))
 

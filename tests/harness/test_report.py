@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness import report, show
+from harness.commands import report, show
 from harness.reports.compare import comparisons
 from harness.results.store import StoredRun, load
 from harness.results.summary_file import current_summary, reference
@@ -282,7 +282,7 @@ def test_one_unreadable_run_does_not_hide_the_others(results: Path, capsys: pyte
 
 
 def test_reports_import_no_torch() -> None:
-    modules = "harness.report, harness.show, harness.reports.pictures.draw"
+    modules = "harness.commands.report, harness.commands.show, harness.reports.pictures.draw"
     code = f"import sys, {modules}; assert not {{'torch', 'hydra'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -12,7 +12,7 @@ import yaml
 
 from evals.base import Example, Score
 from evals.niah import Niah
-from harness import report, rescore
+from harness.commands import report, rescore
 from harness.config.settings import Results, Settings
 from harness.jobs.run import evaluate
 from harness.results import store

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import show
+from harness.commands import show
 from tests.fake_records import record, write_failed, write_run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from harness.list import main as list_main
+from harness.commands.list import main as list_main
 
 Cli = Callable[..., tuple[int, str, str]]
 

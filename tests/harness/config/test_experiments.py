@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from harness.commands.list import experiments_table, main
 from harness.config import plugins
 from harness.config.catalogue import entries
 from harness.config.compose import composed
@@ -22,7 +23,6 @@ from harness.config.overrides import checked
 from harness.config.settings import SettingsError, settings_of
 from harness.jobs.planning.checks import check_fit
 from harness.jobs.planning.effective import budget_of, effective, method_of
-from harness.list import experiments_table, main
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import Random
 from harness.models.shapes import SHAPES

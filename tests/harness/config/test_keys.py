@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.commands.list import main, markdown
 from harness.config.catalogue import GROUPS, entries, plain
 from harness.config.keys import settings, settings_page
 from harness.config.overrides import settings as settable
 from harness.config.settings import CHOICES
-from harness.list import main, markdown
 from harness.terminal.markup import code
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import report, show
+from harness.commands import report, show
 from harness.config.settings import Results, Settings
 from harness.engine.attach import attached
 from harness.engine.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from harness import canonical as command
+from harness.commands import canonical as command
 from harness.engine.sampling import Greedy
 from harness.gates import canonical
 from harness.gates.canonical import CHECKS, Perplexity, SameTokens, Score, Subject, expected, measured, verdicts

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.commands.simulate import main
 from harness.history.simulation.paper import FILE, Claim, Figure, figure
 from harness.results.files import read_yaml
-from harness.simulate import main
 
 REFERENCE = Path(__file__).parents[3] / "results" / "paper" / "paper_reference.csv"
 DERIVED = {0.40, 0.095, 0.857}  # from LRU's tiers and its distance to the others, and from a share of hits

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.commands.simulate import main
 from harness.history.simulation import costs
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.outcome import simulated
 from harness.history.simulation.scenario import Scenario, scenarios
 from harness.history.simulation.server import Job, Server
 from harness.history.simulation.trace import Conversation, Turn, cuts, drawn, statistics
-from harness.simulate import main
 
 GB = 10**9
 

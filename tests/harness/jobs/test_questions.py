@@ -17,6 +17,8 @@ import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.longbench import LongBench
+from harness.commands.rescore import main as rescore
+from harness.commands.show import main as show
 from harness.config.settings import Data, GenerationSettings, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
@@ -30,10 +32,8 @@ from harness.jobs.runner import load
 from harness.reports.beside.turns import turn_scores, turn_times
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
-from harness.rescore import main as rescore
 from harness.results.files import read_json
 from harness.results.store import load as load_run
-from harness.show import main as show
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full

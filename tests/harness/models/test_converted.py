@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import doctor
+from harness.commands import doctor
 from harness.models import converted, embedded
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2

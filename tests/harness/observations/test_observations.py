@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.commands.observe import OBSERVATIONS, main
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
 from harness.observations.attention_mass import AttentionMass
@@ -17,7 +18,6 @@ from harness.observations.chunk_cosines import ChunkCosines
 from harness.observations.heavy_hitters import HeavyHitters
 from harness.observations.key_spectrum import KeySpectrum
 from harness.observations.observation import Layer, Observation
-from harness.observe import OBSERVATIONS, main
 from tests.tiny import eager, prompt, tiny
 
 TOKENS = 300

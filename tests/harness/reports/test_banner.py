@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import report
+from harness.commands import report
 from harness.reports.banner import shows_colour
 from harness.results import bands
 from harness.results.store import load

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import report
+from harness.commands import report
 from harness.reports.compare import comparisons
 from harness.reports.conditions import conditions
 from harness.results.store import find, load

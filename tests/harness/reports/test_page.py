@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import report
+from harness.commands import report
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
 from harness.reports.page import outputs

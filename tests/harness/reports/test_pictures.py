@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from harness import report
+from harness.commands import report
 from harness.reports import needles
 from harness.reports.panels import PANELS
 from harness.reports.pictures import draw, figures, frontier, heatmap

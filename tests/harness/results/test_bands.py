@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import bands as command
+from harness.commands import bands as command
 from harness.results import bands
 from harness.results.records import Record
 from harness.results.store import StoredRun, load

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.status import main as status
+from harness.commands.status import main as status
 
 Cli = Callable[..., tuple[int, str, str]]
 

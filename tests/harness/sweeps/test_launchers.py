@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from harness.commands.status import main as status
 from harness.results.files import read_json
 from harness.results.store import load
-from harness.status import main as status
 from harness.sweeps.ledger import Sweep, sweeps_in
 from tests.crash_points import TIMES
 from tests.fast import MODEL_ARGS, TASK_ARGS

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from harness.commands.status import main as status
 from harness.results.lock import FolderLock
-from harness.status import main as status
 from harness.sweeps.estimate import duration, estimate
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from harness import report
+from harness.commands import report
 from harness.terminal.latex import cell, escaped, latex_table
 from harness.terminal.tables import Column
 from tests.fake_records import records, write_run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness import explain, lint, report, show
+from harness.commands import explain, lint, report, show
 from harness.config.errors import sentence
 from harness.reports.banner import PLAIN, RED, banner
 from harness.results.alarms.alarm import Alarm

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import report, tune
+from harness.commands import report, tune
 from harness.config.settings import TUNING_SEED, Results, Settings
 from harness.jobs.run import evaluate
 from harness.jobs.runner import Runner

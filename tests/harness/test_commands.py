@@ -1,0 +1,28 @@
+"""`python -m harness report` is `python -m harness.report`, for every command."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config.catalogue import commands
+from harness.config.overrides import checked
+from harness.config.settings import SettingsError
+from tests import forks
+from tests.forks import Forked
+
+
+@pytest.mark.parametrize("name", sorted(commands() - {"canonical", "doctor"}))  # those that take words
+def test_a_command_may_stand_behind_the_harness(name: str) -> None:
+    behind, dotted = Forked(forks.module, "harness", name, "--help"), Forked(forks.module, f"harness.{name}", "--help")
+    assert behind.wait() == dotted.wait() == 0, behind.err
+    assert behind.out == dotted.out != ""
+
+
+def test_every_command_has_a_file() -> None:
+    assert {"report", "tune", "serve", "bench"} < commands()
+    assert "run" not in commands()
+
+
+def test_a_command_among_settings_is_told_where_it_belongs() -> None:
+    with pytest.raises(SettingsError, match="report is a command and no setting: put it first"):
+        checked(["method=full", "report"])
