@@ -16,7 +16,8 @@ from torch import Tensor
 from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
-from methods.pools import IntCodec, KVStore, Pool
+from methods.pools import KVStore, Pool
+from methods.tiers.integers import IntCodec
 
 
 @dataclass(frozen=True, kw_only=True)

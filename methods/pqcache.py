@@ -26,6 +26,7 @@ from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
 from methods.parts.kmeans_iterations import LENGTHS, Fit, measure
 from methods.parts.windows import Windowed
+from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class PQCache(Windowed):
         codes = middle * self.m * (1 if clusters <= 256 else 4)
         index = spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes)
         chosen = costs.select(case, plan, index)
-        if case.placement == "device" or not self.cache_tokens:
+        if case.placement == DEVICE or not self.cache_tokens:
             return chosen
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 

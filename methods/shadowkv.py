@@ -30,7 +30,8 @@ from methods.layers import Layer, Read
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
 from methods.parts.rope_table import RopeTable
-from methods.pools import KVStore, Rows, rows_for
+from methods.pools import KVStore, rows_for
+from methods.tiers.rows import Rows
 
 
 class ChunkPlan(NamedTuple):

@@ -28,7 +28,8 @@ from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Gri
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
-from methods.pools import Pool, Rows, rows_for
+from methods.pools import Pool, rows_for
+from methods.tiers.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

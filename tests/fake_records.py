@@ -7,12 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from harness.results.records import Record, Reply, whole
+from harness.results.records import Record, Reply, by_tier, whole
 from harness.results.store import Run
 
 
 def record(name: str = "a", /, **changes: Any) -> Record:
-    """One plain record of 100 prompt tokens; `token_s` gets as many tokens as it has times, unless both are given."""
+    """One plain record of 100 prompt tokens; `token_s` gets as many tokens as it has times, unless both are given. Keys
+    are those of a line."""
     times = changes.get("token_s", [1.0, 1.5, 1.6, 1.7])
     plain: dict[str, Any] = {
         "id": name,
@@ -44,7 +45,8 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "data": {},
         "prompt_ids": None,
     }
-    return Record(**(plain | changes))
+    held = by_tier(plain)["kv"] | by_tier(changes).get("kv", {})
+    return Record(**by_tier(plain) | by_tier(changes) | {"kv": held})
 
 
 def turn(**changes: Any) -> Reply:

@@ -67,9 +67,10 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.multiturn",
     "evals.stats",
 )
-METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.pools")
+METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.pools", "methods.tiers")
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (
+    "tiers",
     "base",
     "pools",
     "parts",

@@ -28,8 +28,9 @@ from harness.engine.hf import routed
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
-from methods.base import BudgetError, Method, Placement
+from methods.base import BudgetError, Method
 from methods.full import Full
+from methods.tiers.tier import DEVICE, TIERS
 
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
 
@@ -93,8 +94,7 @@ def measure(
         "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
         "attended_prompt": made.attended_prompt,
-        "device_bytes": made.kv.device_bytes,
-        "host_bytes": made.kv.host_bytes,
+        **{f"{tier}_bytes": size for tier, size in made.kv.items()},
         "moved_bytes_per_step": sum(own.moved) / len(own.moved),
         "fallback": made.fallback,
         **marks(*times.values()),
@@ -102,7 +102,7 @@ def measure(
 
 
 def _attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
-    placement: Placement = options.placement if method.offloads else "device"
+    placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
     return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), reuse_steps)
 
@@ -168,8 +168,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
         output.column("of limit", "%", rows, lambda row: 100 * row["of_limit"]),
         output.column("attended", "", rows, lambda row: row["attended_prompt"]),
         output.column("seal", "s", rows, lambda row: row["seal_s"]),
-        output.column("KV device", "MiB", rows, mib("device_bytes")),
-        output.column("KV host", "MiB", rows, mib("host_bytes")),
+        *(output.column(tier.head, "MiB", rows, mib(f"{name}_bytes")) for name, tier in TIERS.items()),
         output.column("moved", "MiB/step", rows, mib("moved_bytes_per_step")),
         output.column("graph", "s", rows, lambda row: row["capture_s"]),
         output.column("no graph because", "", rows, lambda row: row["plain_steps"], left=True),

@@ -29,8 +29,9 @@ from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
+from methods.tiers.tier import DEVICE, TIERS, tier_of
 
-RECOMPUTE, STAYED, TIERS = "recompute", "device_prefix", ("device", "host", "disk")
+RECOMPUTE, STAYED = "recompute", "device_prefix"
 
 
 class Timed(NamedTuple):
@@ -58,7 +59,7 @@ class Turn:
             cache = self.behind.start(len(self.behind.text))
             cache.refill(self.behind.cache.contents())
             self.ways[way].save(SESSION, self.behind.tokens, cache)
-        if way == "disk":
+        if way in TIERS and tier_of(way).in_files:
             forget(self.folder)
 
     @torch.inference_mode()
@@ -70,7 +71,7 @@ class Turn:
         assert logits is not None
         token = int(logits.argmax())
         seconds = Seconds(perf_counter() - began, watch.disturbed())
-        expected = {RECOMPUTE: None, STAYED: "device"}.get(way, way)
+        expected = {RECOMPUTE: None, STAYED: DEVICE}.get(way, way)
         if found.tier != expected:
             raise ValueError(f"{way}: the history was found in {found.tier}; give the store more room.")
         return Timed(seconds, found.load_s, found.hidden_s, token, from_storage() - read)

@@ -28,6 +28,7 @@ from kernels.threads import step_threads
 from methods.base import AttnInput, Budget, BudgetError, CacheState, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import Layer
+from methods.tiers.tier import DEVICE
 
 INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense, a pyramid's middle has its mean
 TRACED = 5  # steps with a clock in each operation
@@ -45,7 +46,7 @@ class Decoding:
             device=shape.device,
             budget=Budget(options.budget) if method.uses_budget else None,
             reuse_steps=options.reuse_steps,
-            placement=options.placement if method.offloads else "device",
+            placement=options.placement if method.offloads else DEVICE,
             prepared=method.prepare(specs, shape.observe()),
         )
         self.shape, self.position = shape, tokens - 1  # of the last token

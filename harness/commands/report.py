@@ -19,6 +19,7 @@ from harness.results import files
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load
 from harness.terminal.visible import visible
+from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first
 SORTS = {
@@ -30,9 +31,7 @@ SORTS = {
     "tt2t": ("tt2t_s.p50", False),
     "tpot": ("tpot_s.p50", False),
     "throughput": ("throughput_tok_s", True),
-    "device": ("memory.kv_device_bytes", False),
-    "host": ("memory.kv_host_bytes", False),
-    "disk": ("memory.kv_disk_bytes", False),
+    **{tier: (f"memory.{bytes_key(tier)}", False) for tier in TIERS},
     "moved": ("memory.moved_bytes_per_step", False),
     "read": ("memory.read_bytes_per_step", False),
     "n": ("num_examples", True),

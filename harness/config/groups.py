@@ -8,11 +8,12 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Union
 
+from methods.tiers import codecs
+from methods.tiers.tier import TIERS
+
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
-TIERS = ("device", "host", "disk")
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
-CODEC = re.compile(r"int[248](g[1-9]\d*)?")  # bits, and numbers that share a range
 POLICIES = ("scheduler_aware", "lru", "fifo")
 OF_DISK = ("folder", "durable", "copies")  # settings that nothing reads without a disk tier
 
@@ -29,16 +30,8 @@ def at_least(least: int, **values: int | None) -> None:
 
 
 def check_codec(key: str, codec: str | None) -> None:
-    if codec is not None and not CODEC.fullmatch(codec):
-        raise SettingsError(
-            f"{key}={codec} is unknown: choose null, int8, int4 or int2, with another group as in int4g64."
-        )
-
-
-def bits_and_group(codec: str) -> tuple[int, int]:
-    """`int4g64` is 4 bits with a range for every 64 numbers; `int4` one for 32."""
-    bits, _, group = codec.removeprefix("int").partition("g")
-    return int(bits), int(group or 32)
+    if codec is not None and not codecs.is_codec(codec):
+        raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
 
 
 def size(key: str, value: str | int) -> int:
@@ -98,7 +91,7 @@ class StoreSettings:
     @property
     def capacities(self) -> dict[str, int]:
         """Bytes by tier."""
-        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in TIERS}
+        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in TIERS if hasattr(self, tier)}
 
     @property
     def seconds_to_live(self) -> float:
@@ -121,13 +114,14 @@ class StoreSettings:
         at_least(0, **{"store.io_threads": self.io_threads})
         check_codec("store.codec", self.codec)
         if self.codec is not None:
-            self._check_blocks(self.codec, bits_and_group(self.codec)[1])
+            self._check_blocks(codecs.codec_of(self.codec).block)
 
-    def _check_blocks(self, codec: str, group: int) -> None:
-        if self.block_tokens % group:
+    def _check_blocks(self, together: int) -> None:
+        if self.block_tokens % together:
             raise SettingsError(
-                f"store.codec={codec} writes {group} tokens together, and store.block_tokens={self.block_tokens} is no "
-                f"multiple of that: set store.block_tokens={-(-self.block_tokens // group) * group}."
+                f"store.codec={self.codec} writes {together} tokens together, and store.block_tokens="
+                f"{self.block_tokens} is no multiple of that: set store.block_tokens="
+                f"{-(-self.block_tokens // together) * together}."
             )
 
 

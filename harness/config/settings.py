@@ -29,6 +29,7 @@ from harness.config.groups import (
     check_codec,
 )
 from harness.config.plugins import suggestion
+from methods.tiers.tier import DEVICE, TIERS
 
 __all__ = [
     "CommonWindows",
@@ -49,7 +50,7 @@ __all__ = [
 CHOICES = {
     "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
-    "placement": ("device", "host", "disk"),
+    "placement": TIERS,
     "protocol": ("prompt", "context"),
     "questions": ("separate", "shared"),
     "history": ("device_prefix", "store", "recompute"),
@@ -123,7 +124,7 @@ class Settings:
     layer_budgets: list[Any] = field(default_factory=list)
     reuse_steps: int = 0
     budget_generated: int | None = None
-    placement: str = "device"
+    placement: str = DEVICE
     codec: str | None = None
     disk: str | None = None
     protocol: str = "prompt"

@@ -8,19 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.config.groups import bits_and_group
 from harness.history.block import Rows
-from methods.base import Encoded, LayerSpec
-from methods.pools.codecs import IntCodec
+from methods.base import LayerSpec
+from methods.tiers.codec import Codec, Encoded
 
 TOKENS, GROUPS = "codes", "ranges"  # tensors with a row per token, and per group of tokens
 K, V = "k", "v"
-
-
-def int_codec(text: str) -> IntCodec:
-    """As the settings spell it."""
-    bits, group = bits_and_group(text)
-    return IntCodec(bits=bits, group=group)
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,7 @@ class IntCoding:
     """Of rows `LAYER.k` and `LAYER.v` [1 G T D]. The last tokens of a block that do not fill a group stay as they are;
     they are never encoded together with those of the next block."""
 
-    codec: IntCodec
+    codec: Codec
     dtype: torch.dtype
 
     def check(self, specs: Sequence[LayerSpec]) -> None:

@@ -23,9 +23,9 @@ from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
 from harness.history.overlap.leaving import Copying
 from harness.history.overlap.loading import HistoryLost, Loading
-from harness.history.placement import DEVICE
 from harness.history.positions import Rotation
 from harness.history.truncation import truncated
+from methods.tiers.tier import DEVICE
 
 Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]
 Start = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache

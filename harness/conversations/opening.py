@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from harness.config.settings import Settings, SettingsError, StoreSettings
-from harness.conversations.coding import IntCoding, int_codec
+from harness.conversations.coding import IntCoding
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
 from harness.conversations.stored import StoredHistories
@@ -21,6 +21,7 @@ from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import PLAIN, HistoryStore
 from harness.models.base import LoadedModel
+from methods.tiers import codecs
 
 IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
 
@@ -88,6 +89,6 @@ def check_place(settings: StoreSettings) -> None:
 def coding_of(settings: StoreSettings, attachment: Attachment) -> Coding:
     if settings.codec is None:
         return PLAIN
-    coding = IntCoding(int_codec(settings.codec), attachment.model.dtype)
+    coding = IntCoding(codecs.codec_of(settings.codec), attachment.model.dtype)
     coding.check(attachment.model_specs)
     return coding

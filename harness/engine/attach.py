@@ -24,8 +24,10 @@ from harness.engine.cache import KVCache, LoopCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
 from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Checks, Codec, Method, Placement, Request, refuse_other_than_method
+from methods.base import Budget, CacheState, Checks, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_length, start_layers, whole_layers
+from methods.tiers.codec import Codec
+from methods.tiers.tier import DEVICE
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
@@ -39,7 +41,7 @@ class Attachment:
         model: PreTrainedModel,
         method: Method,
         budget: float | Budget | None = None,
-        placement: Placement = "device",
+        placement: str = DEVICE,
         calibration: Tensor | None = None,
         reuse_steps: int = 0,
         codec: Codec | None = None,
@@ -47,7 +49,7 @@ class Attachment:
     ) -> None:
         refuse_other_than_method(method)
         name = type(method).__name__
-        if placement != "device" and not method.offloads:
+        if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
         if codec is not None and not method.encodes:
             raise ValueError(f"{name} has nothing that a codec is meant for: use it without one.")
@@ -57,7 +59,7 @@ class Attachment:
         method.require_budget(given)
         self.budget = given if method.uses_budget else None
         self.reuse_steps = reuse_steps
-        self.placement: Placement = placement
+        self.placement = placement
         self.codec, self.disk = codec, disk
         self.model_specs = layer_specs(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
@@ -125,7 +127,7 @@ def attached(
     method: Method,
     *,
     budget: float | Budget | None = None,
-    placement: Placement = "device",
+    placement: str = DEVICE,
     calibration: Tensor | None = None,
     reuse_steps: int = 0,
     codec: Codec | None = None,
@@ -135,8 +137,8 @@ def attached(
 
     `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all of it.
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
-    `codec`: how a method that reads a choice of its tokens holds those (methods/pools/codecs.py). `disk`: the folder
-    for placement="disk"; None: the system's temporary one.
+    `codec`: how a method that reads a choice of its tokens holds those (methods/tiers/codec.py). `disk`: the folder
+    for a placement in files; None: the system's temporary one.
     """
     attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk)
     with routed(model):

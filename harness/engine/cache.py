@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from methods.base import AttnInput, CacheState, KVLayer, Traffic
+from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers.returned import Rows
+from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -15,36 +14,34 @@ from torch import Tensor
 
 from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.layers import Policy
-from methods.pools import Tier
+from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 _SHARED = (LayerSpec, Request, CacheState, Method)  # descriptions and per-model work, not this sequence's state
 _PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    device_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-
-
-def footprint(layers: Sequence[KVLayer]) -> Footprint:
-    """Whole storages are counted once, however many views there are; reserved but unused rows count as well. On disk
-    lie the files that a layer names."""
-    sizes: dict[int | Path, tuple[Tier, int]] = {}
+def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
+    """Bytes by tier, all of the table (methods/tiers/tier.py). Whole storages are counted once, however many views
+    there are; reserved but unused rows count as well, and files that a layer names where its tier lies in files.
+    Raises `ValueError` for bytes in a tier that has no line in the table."""
+    sizes: dict[int | Path, tuple[str, int]] = {}
     for layer in layers:
-        for found, tier in _held(layer, "device", set()):
-            if isinstance(found, Path):
-                sizes[found] = ("disk", found.stat().st_size)
+        for held, tier in _held(layer, DEVICE, set()):
+            if isinstance(held, Path):
+                sizes[held] = (tier, held.stat().st_size)
             else:
-                storage = found.untyped_storage()
+                storage = held.untyped_storage()
                 sizes[storage.data_ptr()] = (tier, storage.nbytes())
-    return Footprint(*(sum(size for tier, size in sizes.values() if tier == one) for one in ("device", "host", "disk")))
+    totals = dict.fromkeys(TIERS, 0)
+    for tier, size in sizes.values():
+        tier_of(tier)  # raises where nobody knows it
+        totals[tier] += size
+    return totals
 
 
-def _held(value: Any, tier: Tier, visited: set[int]) -> Iterator[tuple[Tensor | Path, Tier]]:
+def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | Path, str]]:
     """Tensors and files reachable from `value`; an object with a `tier` decides for what it holds."""
-    if isinstance(value, Tensor) or (isinstance(value, Path) and tier == "disk"):
+    if isinstance(value, Tensor) or (isinstance(value, Path) and tier_of(tier).in_files):
         yield value, tier
         return
     if isinstance(value, (*_PLAIN, *_SHARED)) or id(value) in visited:

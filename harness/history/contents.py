@@ -20,8 +20,9 @@ from harness.history.overlap.leaving import Copying, arriving, failed, moved
 from harness.history.overlap.loading import LOST
 from harness.history.overlap.saving import Saving
 from harness.history.overlap.threads import Threads
-from harness.history.placement import DEVICE, DISK, Move, Placement, in_order
+from harness.history.placement import Move, Placement, in_order
 from harness.history.statistics import Statistics
+from methods.tiers.tier import DEVICE, DISK
 
 Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
@@ -261,8 +262,7 @@ class Contents(Sessions):
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
         """`action`, once `fetch` has read all of the files that it concerns."""
-        disk = self.disk
-        if disk is None:
+        if (disk := self.disk) is None:
             return
         if fetch is not None:
             self._end(fetch)

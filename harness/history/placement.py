@@ -14,8 +14,7 @@ from math import inf
 from harness.history.policies import Item, Policy, Rank
 from harness.history.queue import JobQueue
 from harness.history.tier import Tier
-
-DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")  # fastest first
+from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 
 @dataclass(frozen=True, slots=True)

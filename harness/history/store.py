@@ -34,9 +34,10 @@ from harness.history.overlap.leaving import Leaving, Turn, as_given
 from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
 from harness.history.overlap.speeds import Speeds
 from harness.history.overlap.threads import Threads
-from harness.history.placement import DEVICE, DISK, HOST, Placement
+from harness.history.placement import Placement
 from harness.history.policies import Policy, SchedulerAware
 from harness.history.statistics import Statistics
+from methods.tiers.tier import DEVICE, DISK, HOST
 
 Clock = Callable[[], float]
 Tensors = Mapping[str, Tensor]
@@ -84,10 +85,10 @@ class HistoryStore:
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
     ) -> None:
-        sizes = {DEVICE: device, HOST: host, DISK: disk, "io_threads": io_threads, "write_buffer": write_buffer}
+        capacities = {DEVICE: device, HOST: host, DISK: disk}
+        sizes = capacities | {"io_threads": io_threads, "write_buffer": write_buffer}
         check_arguments(folder=folder, policy=policy, ttl_s=ttl_s, block_tokens=block_tokens, **sizes)
         self.fingerprint, self.block_tokens, self.coding, self.share = fingerprint, block_tokens, coding, share
-        capacities = {DEVICE: device, HOST: host, DISK: disk}
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)
         files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
         self.contents = Contents(
@@ -178,8 +179,7 @@ class HistoryStore:
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     @property
-    def has_threads(self) -> bool:
-        """Whether anything is done behind the caller's back."""
+    def has_threads(self) -> bool:  # that do anything behind the caller's back
         return self.contents.threads.beside
 
     def leave(self, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, turn: Turn = as_given) -> Leaving:

@@ -81,8 +81,7 @@ def _bytes(job: Job) -> str:
         cost = sealed(job.settings, job.method, job.budget, info, job.items)
     except CostError:
         return f"{full}; {name} does not say what it holds"
-    held = {"device": cost.device_bytes, "host": cost.host_bytes, "disk": cost.disk_bytes}
-    told = [f"{size(count)} on the {tier}" for tier, count in held.items() if count]
+    told = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]
     return f"{' and '.join(told)} for {name} once sealed, {full}"
 
 

@@ -197,7 +197,7 @@ class Job:
             loaded.model,
             method,
             self.budget,
-            self.settings.placement,  # type: ignore[arg-type]
+            self.settings.placement,
             torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
             self.settings.reuse_steps,
             codec_of(self.settings),

@@ -18,6 +18,7 @@ from harness.engine.engine import Engine
 from harness.engine.fidelity import reference_layers
 from harness.jobs.usage import Usage
 from methods.base import AttnInput, CacheState, KVLayer
+from methods.tiers.tier import DEVICE
 
 Absorb = Callable[[KVLayer, AttnInput], None]
 
@@ -53,7 +54,7 @@ class SharedPrefill:
     def __init__(self, engine: Engine, prompts: Tensor, new_tokens: int) -> None:
         self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
         request = engine.attachment.request(capacity=prompts.shape[1] + new_tokens, batch=len(prompts))
-        self.state = CacheState(replace(request, budget=None, placement="device", codec=None))
+        self.state = CacheState(replace(request, budget=None, placement=DEVICE, codec=None))
         self.layers = reference_layers(engine.attachment.model_specs, self.state)
         self.followers: list[tuple[KVCache, Absorb]] = []
 

@@ -28,6 +28,7 @@ from harness.terminal.tables import (
     share,
     with_ci,
 )
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 
 def score_table(comparison: Comparison) -> list[Column]:
@@ -84,14 +85,13 @@ def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
 
 def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
     """All tiers in one unit; a tier where nothing lies has no column."""
-    tiers = {"KV dev": "kv_device_bytes", "KV host": "kv_host_bytes", "KV disk": "kv_disk_bytes"}
-    stored = [one.get(key) for key in tiers.values() for one in memory]
+    stored = [one.get(bytes_key(tier)) for tier in TIERS for one in memory]
     cells, unit = scaled(stored, BYTES)
     columns = []
-    for place, head in enumerate(tiers):
+    for place, (name, tier) in enumerate(TIERS.items()):
         own = slice(place * len(memory), (place + 1) * len(memory))
-        shown = cells[own] if place == 0 or any(stored[own]) else [""] * len(memory)
-        columns.append(Column(head, unit, shown, values=stored[own]))
+        shown = cells[own] if name == DEVICE or any(stored[own]) else [""] * len(memory)
+        columns.append(Column(tier.head, unit, shown, values=stored[own]))
     return columns
 
 

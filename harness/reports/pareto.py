@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from harness.results.pairs import FULL
 from harness.results.store import StoredRun
 from harness.results.summary_file import method_of
 from harness.terminal.tables import BYTES, Column, counts, quantity, share
+from methods.tiers.tier import DEVICE, TIERS
 
 CLOSE = 0.01  # a point
 CAPTION = "Bytes to stay within 1 point of Full"
@@ -30,14 +31,13 @@ MEANING = (
 class Needed(NamedTuple):
     """Bytes of one example, of a conversation its turn, that needs the most."""
 
-    device: int
+    kv: Mapping[str, int]  # by tier
     moved: float  # per step
-    host: int
 
     @property
     def total(self) -> float:
         """What a step needs on the device: what lies there, and what is moved there."""
-        return self.device + self.moved
+        return self.kv[DEVICE] + self.moved
 
 
 def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
@@ -55,9 +55,7 @@ def needed(entry: Entry) -> Needed | None:
     """Of the example that needs the most; None where no example says what it moved."""
     replies = [reply for record in entry.run.records for reply in record.replies]
     known = [
-        Needed(reply.kv_device_bytes, reply.moved_bytes_per_step, reply.kv_host_bytes)
-        for reply in replies
-        if reply.moved_bytes_per_step is not None
+        Needed(reply.kv, reply.moved_bytes_per_step) for reply in replies if reply.moved_bytes_per_step is not None
     ]
     return max(known, key=lambda one: one.total, default=None)
 
@@ -97,9 +95,9 @@ def within_table(comparison: Comparison) -> list[Column]:
         Column("method", "", [label for label, _ in best], left=True),
         replace(total, cells=[cell or "not reached" for cell in total.cells], unit="" if total.empty else total.unit),
         share("of Full's", [_of_full(row) for row in rows]),
-        quantity("KV dev", [one and one.device for one in bytes_], BYTES),
+        _held(DEVICE, bytes_),
         quantity("moved", [one and one.moved for one in bytes_], BYTES, "/step", hide_zeros=True),
-        quantity("KV host", [one and one.host for one in bytes_], BYTES, hide_zeros=True),
+        *(_held(tier, bytes_) for tier in TIERS if tier != DEVICE),
         Column("at budget", "", [budget(row.summary) if row else "" for row in rows]),
         Column(
             "vs full",
@@ -111,7 +109,12 @@ def within_table(comparison: Comparison) -> list[Column]:
     ]
 
 
+def _held(tier: str, needed: Sequence[Needed | None]) -> Column:
+    sizes = [one and one.kv.get(tier, 0) for one in needed]
+    return quantity(TIERS[tier].head, sizes, BYTES, hide_zeros=tier != DEVICE)
+
+
 def _of_full(row: Entry | None) -> float | None:
     """Of the KV bytes that the Full of the row has on its device, which moves none."""
-    sizes = [record.kv_device_bytes for record in row.full.records] if row and row.full else []
+    sizes = [record.kv[DEVICE] for record in row.full.records] if row and row.full else []
     return _total(row) / max(sizes) if row and any(sizes) else None

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from harness.reports.compare import Comparison, Entry
 from harness.results.alarms.times import SHARED
+from methods.tiers.tier import TIERS, bytes_key
 
-STAMPS = {
+BEFORE = {
     "S": "simulated: the cost is not paid in this code path, so speed is left out",
     "T": "traced: the clocks inside a step cost time, so speed is left out",
     "L": "load: others used the machine while it ran, so its times mean little",
-    "H": "host tier in the device's own memory: traffic is counted, the bus is not real",
-    "D": "disk tier beside a CPU: its files were read, if not from the system's cache, and no bus led to a device",
+}
+BEHIND = {
     "P": "plain steps on a GPU: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
     "C": "continued: times come from more than one session",
     "R": "running",
@@ -22,14 +23,22 @@ STAMPS = {
 }
 
 
+def meanings() -> dict[str, str]:
+    """Of all stamps, in the order in which a row has them; those of tiers stand in their table."""
+    return BEFORE | dict(tier.stamp for tier in TIERS.values() if tier.stamp) | BEHIND
+
+
 def stamps(entry: Entry, comparison: Comparison) -> str:
     row = entry.summary
     marks = {
         "S": row["simulated"],
         "T": row["traced"],
         "L": entry.title in loaded(comparison),
-        "H": row["host_is_cpu"] and row["memory"].get("kv_host_bytes"),
-        "D": row["host_is_cpu"] and row["memory"].get("kv_disk_bytes"),
+        **{
+            tier.stamp[0]: row["host_is_cpu"] and row["memory"].get(bytes_key(name))
+            for name, tier in TIERS.items()
+            if tier.stamp
+        },
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
     }
@@ -45,7 +54,7 @@ def loaded(comparison: Comparison) -> tuple[str, ...]:
 def legend(comparison: Comparison) -> Iterator[str]:
     """A line per stamp that is used; what `!` points to are the notes themselves."""
     used = {stamp for entry in comparison.entries for stamp in stamps(entry, comparison)}
-    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in meanings().items() if stamp in used and stamp != "!")
 
 
 def caution(comparison: Comparison) -> str:

@@ -9,8 +9,11 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
+
 HISTORY_S = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")  # of a conversation's turn
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
+KV = "kv"  # the field that a line has as one key per tier
 STOPS = ("eos", "stop_string", "length", "forced")
 
 
@@ -43,9 +46,7 @@ class Reply:
     attended_prompt: float | None  # sealed prompt tokens attended per KV head, mean over steps; null without a step
     attended_total: float | None  # the same with the current and the generated tokens on top
     union_prompt: float | None = None  # the same of distinct tokens over a KV head's query heads, every eighth step
-    kv_device_bytes: int  # of its own cache; of the whole batch in lines without `share_s`
-    kv_host_bytes: int
-    kv_disk_bytes: int = 0
+    kv: Mapping[str, int]  # bytes of its own cache by tier, a key each; of the whole batch in lines without `share_s`
     moved_bytes_per_step: float | None
     from_disk_bytes_per_step: float | None = None  # of these, what a disk gave
     read_bytes_per_step: float | None = None  # of keys, values and indices, wherever they lie; null unless trace=on
@@ -184,9 +185,9 @@ class Record(Reply):
 
     def to_json(self) -> str:
         """One line without its newline."""
-        plain = {name: getattr(self, name) for name in FIELDS}
+        plain = flat({name: getattr(self, name) for name in FIELDS})
         if self.turns:
-            plain["turns"] = [asdict(turn) for turn in self.turns]
+            plain["turns"] = [flat(asdict(turn)) for turn in self.turns]
         try:
             return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError) as error:
@@ -196,15 +197,31 @@ class Record(Reply):
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
         """`where` names file and line in the error."""
         plain = {RENAMED.get(key, key): value for key, value in plain.items()}
-        unknown, missing = plain.keys() - set(FIELDS), REQUIRED - plain.keys()
+        unknown, missing = plain.keys() - {*FIELDS, *map(bytes_key, TIERS)}, REQUIRED - plain.keys()
         if unknown or missing:
             found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
             raise RecordError(f"{where}: {', '.join(found)}; another version of the harness wrote this run")
         try:
-            turns = [Reply(**turn) for turn in plain.get("turns") or ()]
-            return cls(**{**plain, "turns": turns or None})
+            turns = [Reply(**by_tier(turn)) for turn in plain.get("turns") or ()]
+            return cls(**{**by_tier(plain), "turns": turns or None})
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
+
+
+def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A reply's fields as a line has them: a key for the bytes of each tier."""
+    return {name: value for key, field in plain.items() for name, value in _keys(key, field)}
+
+
+def _keys(key: str, value: Any) -> list[tuple[str, Any]]:
+    return [(bytes_key(tier), size) for tier, size in value.items()] if key == KV else [(key, value)]
+
+
+def by_tier(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flat` gave, as fields. Lines that are older than a tier have no bytes there."""
+    held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
+    names = set(map(bytes_key, held))
+    return {key: value for key, value in plain.items() if key not in names} | ({KV: held} if held else {})
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:
@@ -232,7 +249,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "stop": last.stop,
         **scored([(turn.score, turn.details) for turn in turns]),
         "token_s": [end + at for end, turn in zip(ends, turns, strict=False) for at in turn.token_s],
-        **{name: getattr(last, name) for name in ("kv_device_bytes", "kv_host_bytes", "kv_disk_bytes")},
+        KV: last.kv,
         "sealed": any(turn.sealed for turn in turns),
         "fallback": next((turn.fallback for turn in turns if turn.fallback), None),
         "trace": None,
@@ -258,4 +275,4 @@ def over_known(reduce: Callable[[list[float]], float], values: Sequence[float | 
 RENAMED = {"graph_s": "capture_s"}  # key of older lines -> its name today
 HEAD = ("id", "group", "prompt_sha256")  # stand first in a line
 FIELDS = (*HEAD, *(field.name for field in fields(Record) if field.name not in HEAD))
-REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}  # older lines lack the others
+REQUIRED = {field.name for field in fields(Record) if field.default is MISSING} - {KV} | {bytes_key(DEVICE)}

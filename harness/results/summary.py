@@ -16,6 +16,7 @@ from harness.results.alarms.run import warnings
 from harness.results.identity import model_name
 from harness.results.pairs import columns, group_means, mean_score, paired
 from harness.results.records import HISTORY_S, PEAKS, Record, Reply, over_known
+from methods.tiers.tier import TIERS, bytes_key
 
 SCHEMA = 10
 
@@ -217,8 +218,9 @@ def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
 
 
 def _memory(records: Sequence[Record]) -> dict[str, float | None]:
-    sizes = ("kv_device_bytes", "kv_host_bytes", "kv_disk_bytes", "device_peak_bytes", "host_peak_bytes")
-    largest = {name: over_known(max, [getattr(record, name) for record in records]) for name in sizes}
+    largest = {bytes_key(tier): over_known(max, [record.kv.get(tier, 0) for record in records]) for tier in TIERS}
+    peaks = ("device_peak_bytes", "host_peak_bytes")
+    largest |= {name: over_known(max, [getattr(record, name) for record in records]) for name in peaks}
     means = ("moved_bytes_per_step", "from_disk_bytes_per_step", "read_bytes_per_step", "hit_rate")
     largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
     return largest | {name: over_known(fmean, [getattr(record, name) for record in records]) for name in means}

@@ -12,6 +12,7 @@ from harness.results.pairs import FULL
 from harness.results.records import StoreError
 from harness.results.store import EXAMPLES, StoredRun, load
 from harness.results.summary import SCHEMA, summarise
+from methods.tiers.tier import DEVICE
 
 NAME = "summary.json"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
@@ -63,7 +64,7 @@ def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
 
 
 def _is_baseline(run: StoredRun) -> bool:
-    return method_of(run) == FULL and run.config.get("placement", "device") == "device"
+    return method_of(run) == FULL and run.config.get("placement", DEVICE) == DEVICE
 
 
 def _stale(summary: Mapping[str, Any], path: Path, run: StoredRun, full: StoredRun | None) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.history.placement import DISK, HOST, TIERS
 from harness.history.simulation.costs import Prices
 from harness.serve.answer import Answer
+from methods.tiers.tier import DISK, HOST, TIERS
 
 GPUS = 1  # this harness runs on one device
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.history.placement import TIERS
 from harness.serve.search import Limit
 from harness.terminal.tables import Column, number, share, text_table
+from methods.tiers.tier import TIERS
 
 MARKS = "osD^vPX"
 

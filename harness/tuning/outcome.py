@@ -11,6 +11,7 @@ from harness.results import pairs
 from harness.results.pairs import mean_score, paired
 from harness.results.records import Record, over_known
 from harness.terminal.tables import BYTES, Column, percent, probability, scaled
+from methods.tiers.tier import DEVICE, TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def device_bytes(self) -> float:
-        return fmean(record.kv_device_bytes for record in self.records)
+        return fmean(record.kv[DEVICE] for record in self.records)
 
     @property
     def moved_bytes(self) -> float | None:
@@ -75,7 +76,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("vs first", "95% CI", [spelled(one.diff, one.ci, sign=True) if one else "" for one in tests]),
         Column("p", "", [probability(one.p) if one else "" for one in tests]),
         Column("attended", "%", [percent(row.read) for row in rows]),
-        Column("KV dev", device_unit, device),
+        Column(TIERS[DEVICE].head, device_unit, device),
         Column("moved", f"{moved_unit}/step", moved if any(row.moved_bytes for row in rows) else [""] * len(rows)),
         Column("n", "", [str(row.n) for row in rows]),
     ]

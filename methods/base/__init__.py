@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from methods.base.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 from methods.base.card import Card
-from methods.base.codec import Codec, Encoded, Layout
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
-from methods.base.request import AttnInput, LayerSpec, Placement, Request
-from methods.base.state import CacheState, Checks, Traffic
+from methods.base.request import AttnInput, LayerSpec, Request
+from methods.base.state import CacheState, Checks
 
 __all__ = [
     "Attended",
@@ -24,20 +23,15 @@ __all__ = [
     "Card",
     "Case",
     "Checks",
-    "Codec",
     "Cost",
     "CostError",
-    "Encoded",
     "Grids",
     "KVLayer",
     "LayerSpec",
-    "Layout",
     "Method",
     "PaperBudget",
-    "Placement",
     "Plan",
     "Request",
-    "Traffic",
     "check_layers",
     "refuse_other_than_method",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from methods.base.codec import Codec
-from methods.base.request import LayerSpec, Placement
+from methods.base.request import LayerSpec
+from methods.tiers.codec import Codec
+from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Case:
     spec: LayerSpec
     sealed: int  # prompt tokens
     budget: int  # prompt tokens a selecting head of this layer may read
-    placement: Placement
+    placement: str
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
     codec: Codec | None = None  # of what a method holds in a pool
@@ -31,16 +32,31 @@ class Case:
         return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
 
 
-class Cost(NamedTuple):
-    """Bytes held in each tier, and bytes that cross between host and device in a step. `+` adds them up."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes held on the device, bytes that cross between host and device in a step, and bytes held in other tiers, by
+    their names. `+` adds them up."""
 
-    device_bytes: int
-    host_bytes: int = 0
+    device_bytes: int = 0
     moved_bytes_per_step: int = 0
-    disk_bytes: int = 0
+    away: Mapping[str, int] = field(default_factory=dict)
 
-    def __add__(self, other: tuple[int, ...]) -> Cost:  # type: ignore[override]
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+    @staticmethod
+    def placed(tier: str, held: int, moved: int = 0) -> Cost:
+        """`held` bytes in a tier, of which a step moves `moved` to the device; none where they lie there."""
+        return Cost(held) if tier == DEVICE else Cost(0, moved, {tier: held})
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes by tier, all of the table. Raises `ValueError` for a tier that has no line in it."""
+        for tier in self.away:
+            tier_of(tier)
+        return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
+
+    def __add__(self, other: Cost) -> Cost:
+        away = {tier: self.away.get(tier, 0) + other.away.get(tier, 0) for tier in (*self.away, *other.away)}
+        moved = self.moved_bytes_per_step + other.moved_bytes_per_step
+        return Cost(self.device_bytes + other.device_bytes, moved, away)
 
 
 class CostError(ValueError):

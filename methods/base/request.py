@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from methods.base.budget import Budget
-from methods.base.codec import Codec
-
-Placement = Literal["device", "host", "disk"]
+from methods.tiers.codec import Codec
+from methods.tiers.rows import Place
+from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Request:
     device: torch.device
     budget: Budget | None = None  # None: the method uses none
     reuse_steps: int = 0  # a selecting method may use a selection for so many further steps
-    placement: Placement = "device"
+    placement: str = DEVICE  # the tier of tokens that a step reads by choice alone
     codec: Codec | None = None  # of what lies in a pool; None: as it is
     disk: Path | None = None  # the folder for placement=disk; None: the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
@@ -66,7 +65,12 @@ class Request:
     @property
     def pooled(self) -> bool:
         """Whether tokens that are read by choice alone leave the store: for another tier, or for fewer bits."""
-        return self.placement != "device" or self.codec is not None
+        return self.placement != DEVICE or self.codec is not None
+
+    @property
+    def place(self) -> Place:
+        """Where rows are asked for."""
+        return Place(self.device, self.disk)
 
     def covers(self, tokens: int, layer: int) -> bool:
         """Whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then read

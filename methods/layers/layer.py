@@ -12,6 +12,7 @@ from methods.layers.keep import Keep
 from methods.layers.policy import Policy
 from methods.layers.read import Read
 from methods.layers.storage import Storage
+from methods.tiers.tier import DEVICE
 
 
 class Layer(Storage, capturable=True):
@@ -132,7 +133,7 @@ class Layer(Storage, capturable=True):
         return kept
 
     def capture_refusal(self) -> str | None:
-        if self.request.placement != "device":
+        if self.request.placement != DEVICE:
             return f"placement={self.request.placement} gathers the chosen rows on the host"
         if self.request.reuse_steps:
             return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"

@@ -12,6 +12,7 @@ from kernels.reference import Segment
 from methods.base import Attended, AttnInput
 from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_head
 from methods.layers.policy import Policy
+from methods.tiers.tier import DEVICE
 
 PlanT = TypeVar("PlanT")  # how a budget is spent
 
@@ -78,7 +79,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         assert far is not None
         if rows.shape[1] == groups:
             return far.gather(rows)
-        if far.tier == "device":  # nothing moves, and a step that asks for no count can be captured
+        if far.tier == DEVICE:  # nothing moves, and a step that asks for no count can be captured
             together = rows.reshape(len(rows), groups, -1)
             own = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
             return far.gather(together)._replace(rows=own.repeat(groups, 1).expand_as(rows))

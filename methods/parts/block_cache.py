@@ -91,4 +91,4 @@ def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int)
     slots = min(slots, blocks)
     tables = INT64 * (case.spec.num_kv_heads * (slots + blocks) + 3 * blocks)
     new = min(offered, slots, blocks - slots) * size if slots < blocks else -top
-    return Cost(slots * size * case.row_bytes + tables, 0, new * case.row_bytes)
+    return Cost(slots * size * case.row_bytes + tables, new * case.row_bytes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from methods.base import Case, Codec, Cost, Plan
-from methods.pools import PLAIN
+from methods.base import Case, Cost, Plan
+from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.tier import DEVICE
 
 FP32, INT64 = 4, 8  # bytes of an element
 
@@ -28,29 +29,24 @@ def select(case: Case, plan: Plan, index_bytes: int) -> Cost:
 
 def sent_away(case: Case, tokens: int, read: int) -> Cost:
     """What changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
-    if case.placement == "device" and case.codec is None:
+    if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     return Cost(-tokens * case.row_bytes) + pool(case, case.codec or PLAIN, tokens, read)
 
 
 def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
     """A pool with room for `tokens`, of which a step reads `read`."""
-    heads, dim = case.spec.num_kv_heads, case.spec.head_dim
-    layout = codec.layout(dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
-    token, block = (heads * sum(width * dtype.itemsize for width, dtype in kind) for kind in layout)
+    heads = case.spec.num_kv_heads
+    layout = codec.layout(case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
     blocks, rest = divmod(tokens, codec.block)
-    beside = blocks * block + (min(tokens, codec.block) * case.row_bytes if rest else 0)
-    away, moved = blocks * codec.block * token, read * token
-    if case.placement == "device":
-        return Cost(beside + away)
-    return Cost(beside, away, moved) if case.placement == "host" else Cost(beside, 0, moved, away)
+    beside = blocks * heads * layout.block_bytes + (min(tokens, codec.block) * case.row_bytes if rest else 0)
+    token = heads * layout.token_bytes
+    return Cost(beside) + Cost.placed(case.placement, blocks * codec.block * token, read * token)
 
 
 def offload(case: Case, stored: int, moved: int) -> Cost:
     """What another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
-    if case.placement == "device":
-        return Cost(0)
-    return Cost(-stored, stored, moved) if case.placement == "host" else Cost(-stored, 0, moved, stored)
+    return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
 def rope_table(case: Case) -> Cost:

@@ -6,10 +6,8 @@ the request names.
 
 from __future__ import annotations
 
-from methods.pools.codecs import PLAIN, IntCodec
 from methods.pools.near import KVStore
 from methods.pools.per_head import PerHeadStore
-from methods.pools.pool import Handle, Pool, pool_for
-from methods.pools.rows import Rows, Tier, rows_for
+from methods.pools.pool import Pool, pool_for, rows_for
 
-__all__ = ["PLAIN", "Handle", "IntCodec", "KVStore", "PerHeadStore", "Pool", "Rows", "Tier", "pool_for", "rows_for"]
+__all__ = ["KVStore", "PerHeadStore", "Pool", "pool_for", "rows_for"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
-from methods.pools.rows import Tier
+from methods.tiers.rows import DeviceRows
+from methods.tiers.tier import DEVICE
 
 
 def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
@@ -27,14 +27,14 @@ class KVStore:
     """Rows of K and V in token order, preallocated. The tensors never move while the store lives, so a decode step
     that reads them can be captured."""
 
-    tier: Tier = "device"
+    tier: ClassVar[str] = DEVICE
     steady: ClassVar[tuple[str, ...]] = ("k_rows", "v_rows")  # a step appends to them, and changes no row that is there
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
         shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self.k_rows = torch.empty(shape, dtype=request.dtype, device=request.device)  # [B G C D]
-        self.v_rows = torch.empty_like(self.k_rows)
+        self.k_rows = DeviceRows.room(shape, request.dtype, request.place)  # [B G C D]
+        self.v_rows = DeviceRows.room(shape, request.dtype, request.place)
         self.cache = cache
         self.length = 0
 
@@ -78,7 +78,8 @@ class KVStore:
         """Have room for so many tokens more. The tensors move: no step that was captured may go on."""
         for name in ("k_rows", "v_rows"):
             whole = getattr(self, name)
-            moved = whole.new_empty(*whole.shape[:2], self.length + room, whole.shape[3])
+            shape = (*whole.shape[:2], self.length + room, whole.shape[3])
+            moved = DeviceRows.room(shape, whole.dtype, self.cache.request.place)
             moved[:, :, : self.length] = whole[:, :, : self.length]
             setattr(self, name, moved)
 

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import CacheState, Codec, Encoded, LayerSpec, Traffic
-from methods.pools.codecs import PLAIN, codec_of, named
-from methods.pools.rows import ROWS, DeviceRows, Rows, TailRows, Tier
-from methods.pools.saved import read, write
-
-
-class Handle:
-    """Rows that were asked for ahead of their use."""
-
-    def __init__(self, found: Segment) -> None:
-        self._found = found
-
-    def wait(self) -> Segment:
-        return self._found
+from methods.base import CacheState, LayerSpec
+from methods.tiers.codec import PLAIN, Codec, Encoded
+from methods.tiers.rows import DeviceRows, Rows, TailRows, rows_in
 
 
 class Pool:
@@ -35,19 +23,19 @@ class Pool:
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, tier: Tier, codec: Codec = PLAIN) -> None:
+    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, tier: str, codec: Codec = PLAIN) -> None:
         """spec.num_kv_heads heads of K and V; `capacity` tokens at most."""
         request = cache.request
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
         self.length = 0
         blocks = capacity // codec.block
-        layout = codec.layout(spec.head_dim, request.dtype)
-        self._tokens = [self._rows(ROWS[tier], blocks * codec.block, *one) for one in layout.tokens]
-        self._blocks = [self._rows(DeviceRows, blocks, *one) for one in layout.blocks]
+        self.layout = layout = codec.layout(spec.head_dim, request.dtype)
+        self._tokens = [self._rows(rows_in(tier), blocks * codec.block, *kind) for kind in layout.tokens]
+        self._blocks = [self._rows(DeviceRows, blocks, *kind) for kind in layout.blocks]
         self._tail: list[Rows] = []  # K and V, from the first token on that does not fill a block
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> str:
         return self._tokens[0].tier
 
     @property
@@ -58,10 +46,7 @@ class Pool:
     @property
     def token_bytes(self) -> float:
         """Of an encoded token of one head, with its part of what is written per block."""
-        token, block = (
-            sum(rows.shape[3] * rows.dtype.itemsize for rows in kind) for kind in (self._tokens, self._blocks)
-        )
-        return token + block / self.codec.block
+        return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v [B G T D] on the device."""
@@ -94,13 +79,12 @@ class Pool:
 
     def whole(self) -> Segment:
         """All tokens, decoded, on the device. [B G S D]"""
-        traffic, block = self.cache.traffic, self.codec.block
-        blocks = self.encoded // block
+        traffic, blocks = self.cache.traffic, self.encoded // self.codec.block
         stored = Encoded(
-            tuple(rows.first(self.encoded, traffic).unflatten(2, (blocks, block)) for rows in self._tokens),
-            tuple(rows.first(blocks, traffic).unsqueeze(3) for rows in self._blocks),
+            tuple(rows.first(self.encoded, traffic) for rows in self._tokens),
+            tuple(rows.first(blocks, traffic) for rows in self._blocks),
         )
-        k, v = (x.flatten(2, 3) for x in self.codec.decode(stored, self.cache.request.dtype))
+        k, v = self.codec.decode_whole(stored, self.cache.request.dtype)
         if self.length == self.encoded:
             return Segment(k, v)
         tail = [rows.first(self.length - self.encoded, traffic) for rows in self._tail]
@@ -112,51 +96,9 @@ class Pool:
             return self._tokens[0].columns(channels, self.length, self.cache.traffic)
         return self.whole().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
-    def prefetch(self, rows: Tensor | None) -> Handle:
-        """`gather`, or `whole` for None, to be waited for. Reads at once for now."""
-        return Handle(self.whole() if rows is None else self.gather(rows))
-
-    def save(self, folder: Path) -> None:
-        """What it holds, as plain files of numbers beside a pool.json (methods/pools/saved.py)."""
-        facts = {"codec": named(self.codec), "length": self.length}
-        write(folder, facts, {name: held.first(count, Traffic()) for name, (held, count) in self._filled().items()})
-
-    @classmethod
-    def load(cls, folder: Path, spec: LayerSpec, cache: CacheState, capacity: int | None = None) -> Pool:
-        """What `save` wrote, in its own codec and in the tier that the request names now."""
-        facts, stored = read(folder)
-        length = facts["length"]
-        pool = cls(
-            spec, cache, length if capacity is None else capacity, cache.request.placement, codec_of(facts["codec"])
-        )
-        pool._extend(length)
-        if pool.encoded < length:
-            pool._make_tail()
-        for name, (held, count) in pool._filled().items():
-            x = stored[name]
-            if (x.shape, x.dtype) != ((*held.shape[:2], count, held.shape[3]), held.dtype):
-                raise ValueError(
-                    f"{folder} holds {name} as {list(x.shape)} {x.dtype}, and this cache needs "
-                    f"{[*held.shape[:2], count, held.shape[3]]} {held.dtype}: load it with the model, batch and dtype "
-                    "that saved it."
-                )
-            held.put(x, 0, Traffic())
-            cache.traffic.from_disk_bytes += x.nbytes
-            cache.traffic.to_device_bytes += x.nbytes if held.tier == "device" else 0
-        return pool
-
-    def _filled(self) -> dict[str, tuple[Rows, int]]:
-        """All that is held, by name, with the number of rows in use."""
-        kinds = (
-            ("tokens", self._tokens, self.encoded),
-            ("blocks", self._blocks, self.encoded // self.codec.block),
-            ("tail", self._tail if self.encoded < self.length else [], self.length - self.encoded),
-        )
-        return {f"{kind}{i}": (held, count) for kind, all_, count in kinds for i, held in enumerate(all_)}
-
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
         request = self.cache.request
-        return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request)
+        return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place)
 
     def _make_tail(self) -> None:
         if not self._tail:
@@ -192,3 +134,10 @@ class Pool:
 def pool_for(spec: LayerSpec, cache: CacheState, capacity: int) -> Pool:
     """An empty pool in the tier and the codec that the request names."""
     return Pool(spec, cache, capacity, cache.request.placement, cache.request.codec or PLAIN)
+
+
+def rows_for(x: Tensor, cache: CacheState) -> Rows:
+    """The rows of x [B G S W] in the tier that the request names."""
+    rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place)
+    rows.put(x, 0, cache.traffic)
+    return rows

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`((?:mine|conf)/\S+)`:\n\n```\w+\n(.*?)^```", PAGE, re.M | re.S))
 SPREAD = FILES["mine/spread.py"], FILES["conf/method/spread.yaml"]
+TIER, CODEC = re.findall(r"^```python\n(from methods\.tiers\.\w+ import .*?)^```", PAGE, re.M | re.S)  # table lines
 NO_DEFAULT = SPREAD[0].replace("offset: int = 0", "offset: int"), SPREAD[1]
 BARE = SPREAD[0], "_target_: mine.spread.Spread\n"
 Cli = Callable[..., tuple[int, str, str]]
@@ -93,3 +94,55 @@ def test_a_model(cli: Cli, package: Path, name: str) -> None:
     assert code == 0, err
     assert "pqcache" in out
     assert "full" in out
+
+
+def with_line(line: str, *commands: tuple[str, ...]) -> None:
+    """Commands, once the line is in its table."""
+    forks.script(line)
+    for module, *words in commands:
+        with pytest.raises(SystemExit) as end:
+            forks.module(module, *words)
+        assert not end.value.code, words
+
+
+def test_a_tier(tmp_path: Path) -> None:
+    """Its bytes are in record, summary, table, page and cost."""
+    written(tmp_path, {"mine/shared.py": FILES["mine/shared.py"]})
+    runs, page = tmp_path / "runs", tmp_path / "page"
+    words = ["method=pqcache", "placement=shared", "align=moved_bytes", "budget=0.1"]
+    commands = [
+        ("harness", *words, *MODEL_ARGS, *TASK_ARGS, f"results.root={runs}"),
+        ("harness.report", str(runs), "--sort", "shared", "--html", str(page)),
+    ]
+    made = Forked(with_line, TIER, *commands, path=[tmp_path])
+    assert made.wait() == 0, made.err
+    [folder] = [path.parent for path in runs.glob("*-pqcache-*/summary.json")]
+    record, *_ = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+    assert record["kv_shared_bytes"] > 0 == record["kv_host_bytes"]
+    assert record["moved_bytes_per_step"] > 0
+    assert json.loads((folder / "summary.json").read_text())["memory"]["kv_shared_bytes"] >= record["kv_shared_bytes"]
+    heads = [line for line in made.out.splitlines() if "KV dev" in line]
+    assert heads
+    assert all("KV shared" in line and "KV host" not in line for line in heads)
+    assert made.out.count("M: shared memory beside a CPU") == len(heads)
+    assert "the same in memory that other processes may map" in (page / "index.html").read_text()
+    alone = Forked(forks.module, "harness.report", str(runs))  # of a tier that this process does not know
+    assert alone.wait() == 2
+    assert "unknown key 'kv_shared_bytes'" in alone.err
+
+
+def test_a_codec(tmp_path: Path) -> None:
+    written(tmp_path, {"mine/float8.py": FILES["mine/float8.py"]})
+    held = {}
+    for codec in ("fp8", "null"):
+        words = ["method=pqcache", f"codec={codec}", "placement=host", "budget=0.2", "baseline=off"]
+        root = tmp_path / codec
+        command = ("harness", *words, *MODEL_ARGS, *TASK_ARGS, f"results.root={root}")
+        made = Forked(with_line, CODEC, command, path=[tmp_path])
+        assert made.wait() == 0, made.err
+        [file] = root.glob("*/summary.json")
+        held[codec] = json.loads(file.read_text())["memory"]["kv_host_bytes"]
+    assert held["null"] == 4 * held["fp8"] > 0  # of fp32
+    unknown = Forked(forks.module, "harness", "method=pqcache", "codec=fp8")
+    assert unknown.wait() != 0
+    assert "codec=fp8 is unknown" in unknown.err

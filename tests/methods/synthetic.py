@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
-from methods.base import AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Placement, Request
+from methods.base import AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Request
 
 WIDTH = 48  # of the model
 
@@ -93,7 +93,7 @@ class Sequences:
     def request(
         self,
         budget: int | float | Budget | None,
-        placement: Placement = "device",
+        placement: str = "device",
         prepared: object = None,
         reuse_steps: int = 0,
     ) -> Request:

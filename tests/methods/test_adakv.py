@@ -79,7 +79,7 @@ def test_heads_differ_and_memory_is_that_of_the_mean(shape: Shape) -> None:
     for method in (SnapKV(window=7, kernel=5), METHOD):
         layers = s.start(method, BUDGET)
         s.seal(layers, 0, PROMPT)
-        sizes[type(method)] = footprint(layers).device_bytes
+        sizes[type(method)] = footprint(layers)["device"]
     assert sizes[AdaKV] == sizes[SnapKV]
     assert isinstance(layers[0].store, PerHeadStore)  # type: ignore[attr-defined]
     assert all(len({len(head) for head in one}) > 1 for one in kept_by(layers[0]))

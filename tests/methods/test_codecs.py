@@ -7,9 +7,9 @@ import torch
 
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
-from methods.base import Codec
 from methods.full import Full
-from methods.pools import IntCodec
+from methods.tiers.codec import Codec
+from methods.tiers.integers import IntCodec
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
 
@@ -26,7 +26,7 @@ def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[li
         cache = kv.cache(capacity=LENGTH + 8, batch=2)
         made = turn(kv, cache, prompt(LENGTH, batch=2))
         held = footprint(cache.layers)
-    return made, (held.device_bytes, held.host_bytes, held.disk_bytes)
+    return made, (held["device"], held["host"], held["disk"])
 
 
 @pytest.mark.parametrize("name", ENCODING)
@@ -63,6 +63,6 @@ def test_full_brings_its_prompt_back_in_each_step() -> None:
         cache = kv.cache(capacity=LENGTH + 8)
         turn(kv, cache, prompt(LENGTH), steps=5)
         held, traffic = footprint(cache.layers), cache.traffic
-    assert held.host_bytes == layers * LENGTH * row
-    assert held.device_bytes == layers * 8 * row
-    assert traffic.to_device_bytes == 5 * held.host_bytes
+    assert held["host"] == layers * LENGTH * row
+    assert held["device"] == layers * 8 * row
+    assert traffic.to_device_bytes == 5 * held["host"]

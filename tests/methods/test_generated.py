@@ -120,7 +120,7 @@ def test_memory_is_reserved_for_as_many_as_are_kept() -> None:
     sizes = {}
     for most in (None, MOST):
         with attached(tiny("llama"), Oracle(sinks=2), budget=Budget(0.4, generated=most)) as kv:
-            sizes[most] = Engine(kv).generate(prompt(71), max_new_tokens=100).kv.device_bytes
+            sizes[most] = Engine(kv).generate(prompt(71), max_new_tokens=100).kv["device"]
     rows = 3 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head size, fp32
     assert sizes == {None: rows * 171, MOST: rows * (71 + MOST)}
 

@@ -81,7 +81,7 @@ def test_a_small_budget_rules_the_layers_that_see_everything(name: str, architec
     else:
         assert made.attended_prompt == LENGTH
     sliding = [layer for layer in cache.layers if layer not in cache.method_layers]
-    assert footprint(sliding).device_bytes == len(sliding) * WINDOW * 2 * 2 * 16 * 4
+    assert footprint(sliding)["device"] == len(sliding) * WINDOW * 2 * 2 * 16 * 4
 
 
 @hybrid

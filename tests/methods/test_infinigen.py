@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from kernels.rope import rotate
-from methods.base import Budget, Placement, Plan
+from methods.base import Budget, Plan
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.parts.skew import skewing
 from tests.methods.recorded import Recorded
@@ -42,7 +42,7 @@ def sealed(
     method: InfiniGen = METHOD,
     budget: int | float = 0.4,
     skews: object = None,
-    placement: Placement = "device",
+    placement: str = "device",
     reuse_steps: int = 0,
 ) -> list[InfiniGenRead]:
     layers = text.start(

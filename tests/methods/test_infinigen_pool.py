@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.base import BudgetError, Case, Placement
+from methods.base import BudgetError, Case
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.parts.limited_pool import Eviction
 from tests.methods import test_contract as contract
@@ -59,7 +59,7 @@ def reference(text: Sequences, policy: Eviction, b: int) -> list[list[list[int]]
     return steps[PROMPT - 1 :]
 
 
-def started(text: Sequences, method: InfiniGen, placement: Placement = "device", **how: Any) -> list[InfiniGenRead]:
+def started(text: Sequences, method: InfiniGen, placement: str = "device", **how: Any) -> list[InfiniGenRead]:
     layers = text.start(method, LIMIT, placement=placement)
     text.prefill(layers, 0, PROMPT, **how)
     for layer in layers:
@@ -201,16 +201,15 @@ def test_the_cost_is_what_is_held_and_moved(capacity: float, placement: str, col
     changes = {"pool_capacity": capacity, "pool_policy": "fifo", "partial_ratio": 0.5, "skew": False}
     method = replace(costs.method_of("infinigen"), column_rule="query", **changes)  # type: ignore[type-var]
     budget = costs.Budget(0.3 if column_rule == "query" else 350)
-    for real, formula in zip(*costs.measured(method, budget, placement), strict=True):
-        assert real == pytest.approx(formula, rel=0.02)
+    costs.assert_near(*costs.measured(method, budget, placement))
 
 
 def test_a_smaller_pool_costs_less() -> None:
     spec = Sequences(SHAPES[1], 10, 3).specs[2]
     case = Case(spec, sealed=400, budget=80, placement="host", element_bytes=2, reserve=100)
     small, large = (replace(METHOD, pool_capacity=share).cost(case) for share in (0.5, 0.8))
-    assert small.host_bytes == 250 * case.row_bytes
-    assert large.host_bytes == 400 * case.row_bytes  # the prompt alone is no more than the pool holds
+    assert small.held["host"] == 250 * case.row_bytes
+    assert large.held["host"] == 400 * case.row_bytes  # the prompt alone is no more than the pool holds
     assert small.device_bytes < large.device_bytes
     assert small.moved_bytes_per_step == large.moved_bytes_per_step == 80 * case.row_bytes
 

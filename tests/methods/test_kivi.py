@@ -17,7 +17,6 @@ from harness.config.settings import Results, Settings
 from harness.engine.footprint import footprint
 from harness.jobs.run import evaluate
 from harness.models.embedded import SmolLM2
-from methods.base import Placement
 from methods.kivi import Kivi, KiviLayer
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 
@@ -72,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_attention_over_codes_and_waiting_tokens(bits: int, placement: Placement, shape: Shape) -> None:
+def test_attention_over_codes_and_waiting_tokens(bits: int, placement: str, shape: Shape) -> None:
     """The prompt leaves 5 tokens waiting; the 11th and the 27th generated token fill a block."""
     s, sealed, method = Sequences(shape, 70), 37, replace(SMALL, bits=bits)
     layers = s.start(method, None, placement=placement)
@@ -99,7 +98,7 @@ def test_bytes_after_a_long_answer(bits: int, shape: Shape) -> None:
     codes = 2 * quantised * shape.dim * bits / 8
     ranges = 2 * 4 * quantised * shape.dim / 32
     waiting = 64 * 2 * shape.dim * 4
-    assert footprint(layers).device_bytes == pytest.approx(heads * (codes + ranges + waiting), rel=0.02)
+    assert footprint(layers)["device"] == pytest.approx(heads * (codes + ranges + waiting), rel=0.02)
     assert layers[0].store.length == 8  # type: ignore[attr-defined]
 
 

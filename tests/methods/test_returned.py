@@ -14,10 +14,10 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Placement, Plan
+from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, Read, Select
 from methods.layers.returned import ReturnedError, Rows
-from methods.pools import IntCodec
+from methods.tiers.integers import IntCodec
 from tests.fast import MODEL, niah, run
 from tests.methods.test_contract import NAMES, small, turn
 from tests.talks import Talks

@@ -104,7 +104,7 @@ def test_query_heads_with_their_own_tokens_cost_a_copy_each() -> None:
     for select_per in ("kv_head", "query_head"):
         layers = s.start(replace(METHOD, select_per=select_per), BUDGET)
         s.seal(layers, 0, PROMPT)
-        sizes.append(footprint(layers).device_bytes)
+        sizes.append(footprint(layers)["device"])
     assert sizes[1] == 3 * sizes[0]
 
 

@@ -12,6 +12,7 @@ from harness.bench.common.measure import DTYPES
 from harness.bench.common.synthetic import Shape
 from harness.config.settings import is_budget
 from harness.models.devices import DeviceError, check_device
+from methods.tiers.tier import DEVICE, TIERS
 
 
 def budget(text: str) -> float:
@@ -107,7 +108,7 @@ def shape(options: Namespace, device: str = "cpu") -> Shape:
 
 def add_method(parser: ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
-    parser.add_argument("--placement", default="device", choices=("device", "host"))
+    parser.add_argument("--placement", default=DEVICE, choices=tuple(TIERS))
     parser.add_argument("--reuse-steps", type=natural, default=0)
 
 

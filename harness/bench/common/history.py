@@ -18,6 +18,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
+from methods.tiers.tier import tier_of
 
 SESSION = "session"
 ROOM = 1 << 50  # bytes of a tier: all there is
@@ -57,7 +58,7 @@ class History:
 
     def stored(self, tier: str, folder: Path, closing: ExitStack) -> StoredHistories:
         """A store that has nothing but this tier, with this history in it. `folder`: of the disk's."""
-        place: dict[str, Any] = {tier: ROOM, "folder": folder if tier == "disk" else None}
+        place: dict[str, Any] = {tier: ROOM, "folder": folder if tier_of(tier).in_files else None}
         histories = self.opened(closing, **place)
         histories.save(SESSION, self.tokens, self.cache)
         histories.store.flush()

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.engine.footprint import Footprint
-
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 LENGTH, FORCED, LEFT = "length", "forced", "left"
 
@@ -43,7 +41,7 @@ class Generation:
     from_disk_bytes_per_step: float | None = None
     read_bytes_per_step: float | None = None  # of keys, values and indices, of steps that were clocked
     hit_rate: float | None = None  # of a method's cache on the device; null where it has none
-    kv: Footprint = field(default_factory=Footprint)
+    kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     trace: dict[str, Any] | None = None  # of the steps it was in

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from harness.config.settings import SettingsError
-from harness.history.placement import DISK, HOST, TIERS
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.scenario import Scenario, varied
 from harness.history.simulation.server import Job, Server
 from harness.history.simulation.trace import cuts, statistics
 from harness.terminal.tables import Column, number, percent, quantity, share, text_table
+from methods.tiers.tier import DISK, HOST, TIERS
 
 Row = dict[str, Any]
 GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))

@@ -14,9 +14,10 @@ import yaml
 
 from harness.config.groups import SettingsError, size
 from harness.config.plugins import fits, spell, suggestion
-from harness.history.placement import DISK, TIERS, without_copies
+from harness.history.placement import without_copies
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
+from methods.tiers.tier import DISK, TIERS
 
 RECOMPUTE = "recompute"
 

@@ -13,7 +13,7 @@ from itertools import count
 from math import inf
 from random import Random
 
-from harness.history.placement import DISK, HOST, Move, Placement, in_order
+from harness.history.placement import Move, Placement, in_order
 from harness.history.policies import POLICIES
 from harness.history.queue import JobQueue
 from harness.history.simulation.costs import Costs
@@ -21,6 +21,7 @@ from harness.history.simulation.disk import SimulatedDisk
 from harness.history.simulation.scenario import RECOMPUTE, Scenario
 from harness.history.simulation.state import State
 from harness.history.simulation.trace import Conversation, Turn
+from methods.tiers.tier import DISK, HOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.models.base import DTYPE_BYTES, ModelInfo
-from methods.base import Budget, BudgetError, Case, Codec, LayerSpec, Method, Placement
+from methods.base import Budget, BudgetError, Case, LayerSpec, Method
+from methods.tiers.codec import Codec
 
 FIELDS = {"moved_bytes": "moved_bytes_per_step", "device_bytes": "device_bytes"}
 VERBS = {"moved_bytes": "moves", "device_bytes": "holds on the device"}
@@ -29,7 +30,7 @@ class Alignment(NamedTuple):
     measure: Measure
     method: Method
     specs: Sequence[LayerSpec]
-    placement: Placement
+    placement: str
     element_bytes: int
     codec: Codec | None = None
 
@@ -98,7 +99,7 @@ def aligned(
 ) -> Budget:
     """`budget` in bytes in place of tokens, over the layers that it rules."""
     specs = tuple(spec for spec in shapes(info) if spec.index not in budget.dense_layers)
-    alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype], codec)  # type: ignore[arg-type]
+    alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype], codec)
     return AlignedBudget(
         budget.asked,
         budget.dense_layers,

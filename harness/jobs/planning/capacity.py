@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 from harness.config.settings import Settings, SettingsError
-from harness.conversations.coding import int_codec
 from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.terminal.tables import BYTES, scaled
 from methods.base import Budget, Case, Cost, Method
+from methods.tiers import codecs
+from methods.tiers.tier import DEVICE, TIERS
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 STREAMS = 3  # of hidden states that live together in a prefill: the residual, its norm, what is added
@@ -71,7 +73,7 @@ def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> 
 def sealed(settings: Settings, method: Method, budget: Budget | None, info: ModelInfo, items: Sequence[Item]) -> Cost:
     """Bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of `method`; raises
     `CostError` where it declares none. The layers that slide hold their windows beside."""
-    codec = None if settings.codec is None else int_codec(settings.codec)
+    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     whole = info.num_whole_layers == info.num_layers
     total = Cost(0)
     for item in sorted(items, key=lambda item: item.room)[-settings.batch :]:
@@ -79,24 +81,25 @@ def sealed(settings: Settings, method: Method, budget: Budget | None, info: Mode
         how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
         for spec in shapes(info):
             tokens = prompt if budget is None else budget.tokens(prompt, spec.index)
-            total += method.cost(Case(spec, prompt, tokens, *how))  # type: ignore[arg-type]
+            total += method.cost(Case(spec, prompt, tokens, *how))
         total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
     return total
 
 
 def stored(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
-    """Bytes that a store of conversations holds on the device at most; the host's tier counts where that is the CPU."""
+    """Bytes that a store of conversations holds on the device at most; other memory counts where that is the CPU."""
     if settings.history != "store":
         return 0
     sizes = settings.store.capacities
-    room = sizes["device"] + (sizes["host"] if settings.device == "cpu" else 0)
+    here = [tier == DEVICE or (settings.device == "cpu" and not TIERS[tier].in_files) for tier in sizes]
+    room = sum(compress(sizes.values(), here))
     return min(room, sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further))
 
 
 def caches(group: Sequence[Settings]) -> int:
     """KV caches on the device while one prompt is run. Jobs that share a prefill hold one each, and its own is there
     beside them; so is the exact one that fidelity compares with. On a GPU placement=host makes it the host's matter."""
-    own = sum(settings.device == "cpu" or settings.placement == "device" for settings in group)
+    own = sum(settings.device == "cpu" or settings.placement == DEVICE for settings in group)
     return own + any(settings.shared_prefill or settings.fidelity for settings in group)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from evals.base import Task
-from harness.config.groups import bits_and_group
 from harness.config.settings import Settings, SettingsError
-from harness.conversations.coding import int_codec
 from harness.conversations.opening import check_place
 from harness.jobs.planning.alignment import AlignedBudget, shapes
 from harness.jobs.planning.capacity import size
@@ -17,6 +17,7 @@ from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers
+from methods.tiers import codecs
 
 
 def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
@@ -55,7 +56,7 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
     store = settings.store
     check_place(store)
     if store.codec is not None:
-        int_codec(store.codec).check(info.head_dim)
+        codecs.codec_of(store.codec).check(info.head_dim)
     if store.share and settings.overflow.window is not None:
         raise SettingsError(
             "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
@@ -133,7 +134,10 @@ def _least_stored(items: Sequence[Item], settings: Settings, method: Method, inf
     shortest = min(len(item.prompt.ids) for item in items if item.further)
     tokens = shortest if _stores_rows(settings, method) else 1
     codec, dense = settings.store.codec or settings.codec, info.kv_bytes(settings.dtype, tokens)
-    return dense * bits_and_group(codec)[0] // (8 * DTYPE_BYTES[settings.dtype]) if codec else dense
+    if codec is None:
+        return dense
+    plain = 2 * info.head_dim * DTYPE_BYTES[settings.dtype]
+    return dense * codecs.codec_of(codec).layout(info.head_dim, torch.float32).token_bytes // plain
 
 
 def check_overflow(items: Sequence[Item], task: Task, settings: Settings, limit: int) -> None:

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
-from harness.conversations.coding import int_codec
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item
 from harness.jobs.questions import by_context
 from harness.models.base import ModelInfo
 from harness.models.devices import choose_device
 from harness.terminal.notices import say_once
-from methods.base import Budget, Codec, Method, PaperBudget
+from methods.base import Budget, Method, PaperBudget
+from methods.tiers import codecs
+from methods.tiers.codec import Codec
+from methods.tiers.tier import DEVICE
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -58,7 +60,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     elif settings.budget_bytes is not None:
         changes |= {"budget": None, "align": "device_bytes"}
     if not method.offloads:
-        changes |= {"placement": "device"}
+        changes |= {"placement": DEVICE}
     if not method.encodes:
         changes |= {"codec": None}
     if not method.dense_prefill:
@@ -109,7 +111,7 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
 
 def codec_of(settings: Settings) -> Codec | None:
     """The codec as the engine takes it."""
-    return None if settings.codec is None else int_codec(settings.codec)
+    return None if settings.codec is None else codecs.codec_of(settings.codec)
 
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:

@@ -14,7 +14,7 @@ from harness.reports.document import BESIDE, SCORES, Block
 from harness.reports.labels import budget
 from harness.reports.page.charts import heat_maps, layers, panels, parts
 from harness.reports.page.outputs import Room, outputs
-from harness.reports.page.words import MEANINGS
+from harness.reports.page.words import meaning
 from harness.reports.panels import COLOURS
 from harness.reports.stamps import caution
 from harness.results.pairs import FULL
@@ -74,7 +74,7 @@ def _block(block: Block, table: Comparison) -> dict[str, Any] | None:
         {
             "head": "method" if place == 0 and block.of.endswith("rows") else column.head,  # the caption says the rest
             "unit": column.unit,
-            "means": MEANINGS.get(column.head),
+            "means": meaning(column.head),
             "left": column.left,
             "cells": column.cells,
             "values": list(column.values),

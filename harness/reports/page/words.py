@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-MEANINGS = {
+from methods.tiers.tier import TIERS
+
+_MEANINGS = {
     "budget": "prompt tokens that a head may read per step, as asked: a share or a number",
     "vs full": "difference to Full on the same prompts, in points",
     "p": "paired test against Full, uncorrected; * holds after Holm's correction",
@@ -18,9 +20,6 @@ MEANINGS = {
     "TT2T": "time to the second token, seal included; median",
     "TPOT p50/90": "time per output token behind the second: median and 90th percentile",
     "decode": "tokens per second behind the second token",
-    "KV dev": "keys, values and indices on the device, the most of any example",
-    "KV host": "the same in host memory",
-    "KV disk": "the same in files",
     "moved": "bytes copied between host and device per step, mean",
     "from disk": "those of them that a file gave",
     "read": "keys, values and index that a step read, mean (traced runs)",
@@ -34,3 +33,8 @@ MEANINGS = {
     "save": "time in which a turn was stored behind its last token",
     "save hidden": "time in which its rows left the device while nobody waited",
 }
+
+
+def meaning(head: str) -> str | None:
+    """Of a column; those of bytes held stand in the table of tiers."""
+    return next((tier.meaning for tier in TIERS.values() if tier.head == head), _MEANINGS.get(head))

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.results.lock import holder
 from harness.results.store import StoredRun
+from methods.tiers.tier import DEVICE, TIERS
 
 Info = Mapping[str, Any]
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
@@ -76,4 +77,5 @@ def _own_load(config: Info, machine: Info) -> int:
     """Its threads, and one more where files are read and written beside them. A GPU needs one CPU that is free."""
     cpus = machine.get("cpus_usable") or 0
     threads = (machine.get("threads") or cpus) if config.get("device", "cpu") == "cpu" else cpus - 1
-    return threads + (config.get("placement") == "disk" or config.get("history") == "store")
+    placement = TIERS.get(config.get("placement", DEVICE))
+    return threads + ((placement is not None and placement.in_files) or config.get("history") == "store")

@@ -18,6 +18,7 @@ from harness.results.alarms.times import launched, shared
 from harness.results.pairs import FULL, paired
 from harness.results.records import Record
 from harness.terminal.tables import percent
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
 
@@ -104,10 +105,11 @@ def _made_twice(rows: Sequence[Row]) -> Iterator[Alarm]:
 
 def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
     """Cells that look like measurements and are none."""
+    away = " or ".join(tier for tier in TIERS if tier != DEVICE)
     kinds = {
         "random weights, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
         "the prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
-        "placement=host or disk on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
+        f"placement={away} on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
             r for r in rows if r.summary["host_is_cpu"] and stored_away(r.summary["memory"])
         ],
     }
@@ -118,7 +120,7 @@ def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:
 
 def stored_away(memory: Mapping[str, Any]) -> bool:
     """Whether keys and values lay outside the device. `memory`: of a summary."""
-    return any(memory.get(f"kv_{tier}_bytes") for tier in ("host", "disk"))
+    return any(memory.get(bytes_key(tier)) for tier in TIERS if tier != DEVICE)
 
 
 def should_differ(records: Sequence[Record]) -> bool:

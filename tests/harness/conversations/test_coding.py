@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.conversations.coding import IntCoding, int_codec
+from harness.conversations.coding import IntCoding
 from harness.history.block import Rows
 from harness.history.store import HistoryStore
 from methods.full import Full
+from methods.tiers.codecs import codec_of
 from tests.harness.conversations.test_histories import MB, NEW, PRINT, Talk, lasting, stored
 from tests.methods.test_contract import attach
 
@@ -25,7 +26,7 @@ def rows(tokens: int = TOKENS) -> Rows:
 
 
 def coding(codec: str = "int8g16", dtype: torch.dtype = torch.float32) -> IntCoding:
-    return IntCoding(int_codec(codec), dtype)
+    return IntCoding(codec_of(codec), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 150])

@@ -20,8 +20,8 @@ from harness.history.fingerprint import Fingerprint
 from harness.history.store import HistoryStore
 from methods.base import Budget
 from methods.full import Full
-from methods.pools import IntCodec
 from methods.streaming import Streaming
+from methods.tiers.integers import IntCodec
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import prompt, tiny
 

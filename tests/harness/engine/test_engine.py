@@ -157,7 +157,7 @@ def test_a_second_turn_brings_offloaded_tokens_back() -> None:
             cache.open_turn()
             logits[placement] = model(prompt(20, seed=3), past_key_values=cache).logits
             cache.seal()
-            assert footprint(cache.layers).host_bytes > 0 or placement == "device"
+            assert footprint(cache.layers)["host"] > 0 or placement == "device"
     assert torch.allclose(logits["device"], logits["host"], atol=1e-5)
 
 
@@ -166,8 +166,8 @@ def test_footprint_counts_each_storage_once_by_tier() -> None:
         cache = kv.cache(capacity=110)
         kv.model(prompt(100), past_key_values=cache)
         row = 2 * 2 * 16 * 4 * 3  # K and V, 2 heads of 16, fp32, 3 layers
-        assert footprint(cache.layers).device_bytes == 110 * row
+        assert footprint(cache.layers)["device"] == 110 * row
         cache.seal()
-        assert footprint(cache.layers).device_bytes == (24 + 10) * row
+        assert footprint(cache.layers)["device"] == (24 + 10) * row
         layers: list[KVLayer] = [*cache.layers, *cache.layers]
         assert footprint(layers) == footprint(cache.layers)

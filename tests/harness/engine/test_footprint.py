@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.footprint import Footprint, footprint
+from harness.engine.footprint import footprint
 from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
+from methods.tiers.rows import HostRows, Place
 from tests.methods.synthetic import Sequences, Shape
 
 ROOM = 2 * 10 * 16 * 4  # K and V of the store
@@ -69,17 +70,27 @@ HOLDERS: list[Callable[[Tensor], Any]] = [
 def test_every_tensor_counts(name: str, held_in: Callable[[Tensor], Any]) -> None:
     made = layer()
     setattr(made, name, held_in(torch.zeros(32)))
-    assert footprint([made]) == Footprint(ROOM + MINE)
+    assert footprint([made]) == {"device": ROOM + MINE, "host": 0, "disk": 0}
 
 
 def test_what_a_layer_names_as_diagnostics_does_not_count() -> None:
     made = layer()
     made.last_read = [torch.zeros(32)]
-    assert footprint([made]) == Footprint(ROOM)
+    assert footprint([made]) == {"device": ROOM, "host": 0, "disk": 0}
+
+
+def test_bytes_in_a_tier_that_nobody_knows_are_an_error() -> None:
+    class Elsewhere(HostRows):
+        tier = "elsewhere"
+
+    made = layer()
+    made.far = Elsewhere((1, 1, 4, 2), torch.float32, Place(torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"'elsewhere' is no tier.*add its line"):
+        footprint([made])
 
 
 def test_views_count_once_and_a_tier_decides_for_what_it_holds() -> None:
     made = layer()
     made.far = OnHost(torch.zeros(32))
     made.first, made.second, made.itself = made.store.k_rows[:1], made.store.k, made
-    assert footprint([made]) == Footprint(ROOM, MINE)
+    assert footprint([made]) == {"device": ROOM, "host": MINE, "disk": 0}

@@ -28,8 +28,8 @@ from methods.base.counters import CaptureError, StepCounters
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
-from methods.pools import IntCodec
 from methods.shadowkv import ShadowKV
+from methods.tiers.integers import IntCodec
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.tape import Tape

@@ -17,7 +17,8 @@ from harness.engine.engine import Engine
 from kernels import ops
 from kernels.dispatch import use_backend
 from methods.base import CacheState, Method
-from methods.pools import IntCodec, pool_for, rows_for
+from methods.pools import pool_for, rows_for
+from methods.tiers.integers import IntCodec
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
@@ -49,7 +50,7 @@ def test_placement_changes_no_token(name: str, device: str) -> None:
             made[placement] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for seed in range(2)]
     for near, far in zip(*made.values(), strict=True):
         assert near.tokens == far.tokens
-        assert far.kv.host_bytes > 0 == near.kv.host_bytes
+        assert far.kv["host"] > 0 == near.kv["host"]
 
 
 @devices
@@ -62,8 +63,8 @@ def test_codes_give_the_same_tokens_in_every_place(name: str, device: str) -> No
         with attached(model, method, budget=0.5, placement=placement, codec=codec) as kv:  # type: ignore[arg-type]
             made.append(Engine(kv).generate(prompt(80), max_new_tokens=12))
     assert made[0].tokens == made[1].tokens == made[2].tokens
-    assert [one.kv.host_bytes > 0 for one in made] == [False, True, False]
-    assert [one.kv.disk_bytes > 0 for one in made] == [False, False, True]
+    assert [one.kv["host"] > 0 for one in made] == [False, True, False]
+    assert [one.kv["disk"] > 0 for one in made] == [False, False, True]
 
 
 @devices

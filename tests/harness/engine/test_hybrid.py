@@ -102,18 +102,18 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
         assert {spec.num_layers for spec in kv.specs} == {whole}
         made = answer(kv, 100)
         cache = kv.cache(capacity=100 + NEW)
-    assert made.kv.device_bytes == (whole * (100 + NEW) + SLIDING[architecture] * WINDOW) * ROW
+    assert made.kv["device"] == (whole * (100 + NEW) + SLIDING[architecture] * WINDOW) * ROW
     assert (made.attended_prompt, made.union_prompt) == (20, 20)
     assert len(cache.method_layers) == whole
     sliding = [layer for layer in cache.layers if layer.spec.window is not None]
-    assert footprint(sliding).device_bytes == SLIDING[architecture] * WINDOW * ROW
+    assert footprint(sliding)["device"] == SLIDING[architecture] * WINDOW * ROW
 
 
 @hybrid
 def test_a_short_text_reserves_no_more_than_its_own_room(architecture: str) -> None:
     with attached(tiny(architecture), Full()) as kv:
         layers = kv.cache(capacity=9).layers
-    assert footprint(layers).device_bytes == len(layers) * 9 * ROW
+    assert footprint(layers)["device"] == len(layers) * 9 * ROW
 
 
 @hybrid

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.history.placement import DISK, HOST, Move, Placement
+from harness.history.placement import Move, Placement
 from harness.history.policies import FIFO, LRU, POLICIES, Item, Policy, Rank, SchedulerAware
 from harness.history.tier import Tier
+from methods.tiers.tier import DISK, HOST
 
 
 def placed(placement: Placement) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ from harness.jobs.run import evaluate
 from harness.reports.labels import budget
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full
-from methods.pools import IntCodec
+from methods.tiers.integers import IntCodec
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
@@ -98,8 +98,8 @@ def test_equal_bytes_on_the_device_in_any_codec_and_tier(
     job = evaluate(method, niah(), MODEL, settings(tmp_path, budget_bytes=asked, codec=codec, placement=placement))
     for record in job.records:
         reserved = INFO.kv_bytes("fp32", 6)  # for generated tokens
-        assert record.kv_device_bytes - reserved == pytest.approx(asked, rel=0.03)
-        assert record.kv_device_bytes - reserved <= asked
+        assert record.kv["device"] - reserved == pytest.approx(asked, rel=0.03)
+        assert record.kv["device"] - reserved <= asked
     assert job.summary["budget"]["bytes"] == asked
     assert budget(job.summary).endswith("KiB")
 

@@ -27,7 +27,7 @@ from tests.fast import PQ, STREAMING
 
 OWN = (
     "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "attended_prompt", "attended_total",
-    "union_prompt", "kv_device_bytes", "kv_host_bytes", "moved_bytes_per_step", "hit_rate", "sealed", "fallback",
+    "union_prompt", "kv", "moved_bytes_per_step", "hit_rate", "sealed", "fallback",
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str,
             assert float(record.output) == pytest.approx(float(alone[name].output), abs=1e-4)
             record = replace(record, output=alone[name].output)
         assert own(record) == own(alone[name])
-    assert len({record.kv_device_bytes for record in together.values()}) > 1
+    assert len({record.kv["device"] for record in together.values()}) > 1
 
 
 def test_fidelity_is_each_example_s_own(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
-from methods.pools.codecs import IntCodec
 from methods.snapkv import SnapKV
+from methods.tiers.integers import IntCodec
 from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked
@@ -144,7 +144,7 @@ def test_only_what_steps_may_change_is_copied() -> None:
         engine = Engine(kv)
         cache = engine.cache(CONTEXT, NEW)
         engine.prefill(cache, CONTEXT)
-        assert 0 < SealedContext(cache, 0.0).snapshot.nbytes < footprint(cache.layers).device_bytes
+        assert 0 < SealedContext(cache, 0.0).snapshot.nbytes < footprint(cache.layers)["device"]
 
 
 # whole runs

@@ -50,7 +50,7 @@ def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
     for record in made.records:
         assert record.prompt_tokens == len(record.prompt_ids or []) <= 400
         assert record.attended_prompt == int(0.2 * record.prompt_tokens)
-        assert record.kv_host_bytes > 0
+        assert record.kv["host"] > 0
         assert record.moved_bytes_per_step
         assert record.sealed
         assert len(record.token_s) == len(record.tokens)

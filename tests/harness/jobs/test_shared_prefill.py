@@ -116,7 +116,7 @@ def test_each_record_has_its_memory_peak(tmp_path: Path, shared: bool) -> None:
         for record in made.records:
             assert record.device_peak_bytes is None
             assert record.host_peak_bytes is not None
-            assert record.host_peak_bytes > record.kv_device_bytes
+            assert record.host_peak_bytes > record.kv["device"]
             assert record.peaks is not None
             phases = record.peaks["prefill_host"], record.peaks["decode_host"]
             assert record.host_peak_bytes == max(phases)  # type: ignore[type-var]

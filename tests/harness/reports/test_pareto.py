@@ -45,7 +45,7 @@ def test_bytes_within_a_point_count_what_is_moved(table: Comparison) -> None:
     assert found["snapkv"] is None
     assert found["quest"] is not None
     assert found["quest"].title == "quest 10%"  # 100 bytes and 100 moved, as at 20 %, but a tie goes to the smaller
-    assert pareto.needed(found["quest"]) == (100, 100, 0)
+    assert pareto.needed(found["quest"]) == ({"device": 100, "host": 0}, 100)
     assert "h2o" not in found  # not complete
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import comparisons
-from harness.reports.stamps import STAMPS
+from harness.reports.stamps import meanings
 from harness.results.store import load
 from tests.fake_records import records, write_run
 
@@ -40,5 +40,5 @@ def test_a_row_has_its_stamp(
     run = write_run(tmp_path, records([1.0] * 12, **lines), "full", status, **changes)
     [table] = comparisons([load(run)])
     assert {column.head: column.cells for column in score_table(table)}["stamps"] == [stamp]
-    legend = {f"{letter}: {meaning}": letter for letter, meaning in STAMPS.items()}
+    legend = {f"{letter}: {meaning}": letter for letter, meaning in meanings().items()}
     assert [legend[note] for note in notes(table) if note in legend] == [*stamp.replace("!", "")]  # the notes say why

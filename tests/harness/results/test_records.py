@@ -28,5 +28,17 @@ def test_a_conversation_adds_up_what_turns_took_and_ends_as_the_last_one_does() 
     one = talk("a", first, last)
     assert one.token_s == [1.0, 1.5, 2.0, 2.25]
     assert (one.seal_s, one.question_s, one.prompt_tokens) == (0.2, None, 20)
-    assert (one.kv_device_bytes, one.stop, one.sealed, one.fallback) == (170, "eos", True, "why")
+    assert (one.kv["device"], one.stop, one.sealed, one.fallback) == (170, "eos", True, "why")
     assert (one.score, one.attended_prompt) == (0.75, 100.0)
+
+
+def test_bytes_are_a_key_per_tier_and_a_line_may_be_older_than_a_tier() -> None:
+    plain = json.loads(talk("a", turn(kv_disk_bytes=7)).to_json())
+    for part in (plain, *plain["turns"]):
+        assert (part["kv_device_bytes"], part["kv_host_bytes"], part.pop("kv_disk_bytes")) == (1000, 0, 7)
+    again = Record.from_plain(plain, "line 1")
+    assert again.kv == again.replies[0].kv == {"device": 1000, "host": 0}
+    with pytest.raises(RecordError, match="line 2: unknown key 'kv_moon_bytes'"):
+        Record.from_plain(plain | {"kv_moon_bytes": 1}, "line 2")
+    with pytest.raises(RecordError, match="line 3: no 'kv_device_bytes'"):
+        Record.from_plain({key: value for key, value in plain.items() if key != "kv_device_bytes"}, "line 3")

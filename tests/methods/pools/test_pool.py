@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from harness.engine.footprint import footprint
-from methods.base import CacheState, Codec, LayerSpec, Request
-from methods.pools import PLAIN, IntCodec, Pool, Tier, pool_for
+from methods.base import CacheState, LayerSpec, Request
+from methods.pools import Pool, pool_for
+from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.integers import IntCodec
 
 BATCH, HEADS, DIM, GROUP = 2, 2, 32, 8
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+TIERS = ("device", "host", "disk")
 CODECS: dict[str, Codec] = {"plain": PLAIN} | {f"int{bits}": IntCodec(bits=bits, group=GROUP) for bits in (8, 4, 2)}
 LENGTHS = (3, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP, 5 * GROUP + 3)
 EVERY = pytest.mark.parametrize(("tier", "codec"), list(product(TIERS, CODECS)))
@@ -33,7 +35,7 @@ def spec_of(dim: int = DIM) -> LayerSpec:
 
 
 def cache_of(
-    tmp_path: Path, tier: Tier, codec: str, dtype: torch.dtype = torch.float32, batch: int = BATCH
+    tmp_path: Path, tier: str, codec: str, dtype: torch.dtype = torch.float32, batch: int = BATCH
 ) -> CacheState:
     return CacheState(
         Request(
@@ -63,7 +65,7 @@ class Holder:
 def held(pool: Pool) -> tuple[int, int, int]:
     """Bytes on the device, the host, the disk."""
     made = footprint([Holder(pool)])  # type: ignore[list-item]
-    return made.device_bytes, made.host_bytes, made.disk_bytes
+    return made["device"], made["host"], made["disk"]
 
 
 def allowed(codec: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,7 @@ def allowed(codec: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @DTYPES
 @pytest.mark.parametrize("count", LENGTHS)
 def test_what_comes_back_is_within_half_a_step(
-    tier: Tier, codec: str, dtype: torch.dtype, count: int, tmp_path: Path
+    tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path
 ) -> None:
     pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), 64)
     k, v = tokens(count, dtype)
@@ -105,26 +107,24 @@ def test_what_comes_back_is_within_half_a_step(
 @EVERY
 @DTYPES
 @pytest.mark.parametrize("count", LENGTHS)
-def test_rows_are_those_of_the_whole(tier: Tier, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
+def test_rows_are_those_of_the_whole(tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
     pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
     pool.append(*tokens(count, dtype))
     whole = pool.whole()
     draw = torch.Generator().manual_seed(1)
     for heads in (HEADS, 2 * HEADS):  # of KV heads, of query heads
         rows = torch.randint(count, (BATCH, heads, 7), generator=draw)
-        for found in (pool.gather(rows), pool.prefetch(rows).wait()):
-            for x, all_ in zip(found[:2], whole[:2], strict=True):
-                index = rows.view(BATCH, HEADS, -1, 1).expand(-1, -1, -1, DIM)
-                assert torch.equal(x.reshape(BATCH, HEADS, -1, DIM), all_.gather(2, index))
-                assert x.shape == (BATCH, heads, 7, DIM)
+        for x, all_ in zip(pool.gather(rows)[:2], whole[:2], strict=True):
+            index = rows.view(BATCH, HEADS, -1, 1).expand(-1, -1, -1, DIM)
+            assert torch.equal(x.reshape(BATCH, HEADS, -1, DIM), all_.gather(2, index))
+            assert x.shape == (BATCH, heads, 7, DIM)
     rows, which = torch.randint(count, (BATCH, HEADS, 7), generator=draw), torch.tensor([0, 8, 27, 13])
     for one, all_ in zip(pool.pick(which // 7, rows.flatten()[which])[:2], pool.gather(rows)[:2], strict=True):
         assert torch.equal(one, all_.flatten(0, 2)[which])
-    assert torch.equal(pool.prefetch(None).wait().v, whole.v)
 
 
 @EVERY
-def test_chunks_make_no_difference(tier: Tier, codec: str, tmp_path: Path) -> None:
+def test_chunks_make_no_difference(tier: str, codec: str, tmp_path: Path) -> None:
     k, v = tokens(5 * GROUP + 3)
     at_once, bit_by_bit = (pool_for(spec_of(), cache_of(tmp_path, tier, codec), 64) for _ in range(2))
     at_once.append(k, v)
@@ -149,7 +149,7 @@ def formula(codec: str, count: int, item: int) -> tuple[int, int]:
 @EVERY
 @DTYPES
 @pytest.mark.parametrize("count", [8 * GROUP, 8 * GROUP + 3])
-def test_bytes_are_those_of_the_formula(tier: Tier, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_formula(tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
     pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
     pool.append(*tokens(count, dtype))
     away, beside = formula(codec, count, dtype.itemsize)
@@ -160,7 +160,7 @@ def test_bytes_are_those_of_the_formula(tier: Tier, codec: str, dtype: torch.dty
 
 
 @EVERY
-def test_traffic_is_what_lies_in_the_tier(tier: Tier, codec: str, tmp_path: Path) -> None:
+def test_traffic_is_what_lies_in_the_tier(tier: str, codec: str, tmp_path: Path) -> None:
     count = 4 * GROUP + 2
     cache = cache_of(tmp_path, tier, codec)
     pool, traffic = pool_for(spec_of(), cache, 5 * GROUP), cache.traffic
@@ -173,43 +173,6 @@ def test_traffic_is_what_lies_in_the_tier(tier: Tier, codec: str, tmp_path: Path
     assert (traffic.to_device_bytes, traffic.from_disk_bytes) == (moved, moved if tier == "disk" else 0)
     pool.whole()
     assert traffic.to_device_bytes == moved + stored * row
-
-
-@EVERY
-@pytest.mark.parametrize("count", [3, 2 * GROUP, 2 * GROUP + 3])
-def test_a_saved_pool_goes_on_in_another_tier(tier: Tier, codec: str, count: int, tmp_path: Path) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec), 64)
-    pool.append(*tokens(count))
-    pool.save(tmp_path / "saved")
-    later = tokens(11, seed=3)
-    pool.append(*later)
-    for other in TIERS:
-        cache = cache_of(tmp_path, other, "plain")  # the codec is the file's
-        again = Pool.load(tmp_path / "saved", spec_of(), cache, capacity=count + 11)
-        assert (again.length, again.tier, again.codec) == (count, other, CODECS[codec])
-        assert cache.traffic.from_disk_bytes == sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.bin"))
-        again.append(*later)
-        for one, two in zip(pool.whole()[:2], again.whole()[:2], strict=True):
-            assert torch.equal(one, two)
-
-
-def test_a_damaged_or_foreign_pool_is_refused(tmp_path: Path) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, "host", "int4"), 20)
-    pool.append(*tokens(20))
-    pool.save(tmp_path / "saved")
-    with pytest.raises(ValueError, match="load it with the model, batch and dtype that saved it"):
-        Pool.load(tmp_path / "saved", spec_of(), cache_of(tmp_path, "host", "int4", batch=1))
-    with pytest.raises(ValueError, match="load it with the model"):
-        Pool.load(tmp_path / "saved", spec_of(), cache_of(tmp_path, "host", "int4", torch.bfloat16))
-    with pytest.raises(ValueError, match="more capacity"):
-        Pool.load(tmp_path / "saved", spec_of(), cache_of(tmp_path, "host", "int4"), capacity=19)
-    with (tmp_path / "saved" / "tokens1.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(ValueError, match=r"tokens1\.bin .*damaged"):
-        Pool.load(tmp_path / "saved", spec_of(), cache_of(tmp_path, "host", "int4"))
-    (tmp_path / "saved" / "pool.json").unlink()
-    with pytest.raises(ValueError, match="never finished"):
-        Pool.load(tmp_path / "saved", spec_of(), cache_of(tmp_path, "host", "int4"))
 
 
 @pytest.fixture

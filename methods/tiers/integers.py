@@ -1,37 +1,14 @@
-"""Codecs: plain, and integers of 2, 4 or 8 bits."""
+"""A codec that writes integers of 2, 4 or 8 bits."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.quantise import dequantise, pack, quantise
-from methods.base import Codec, Encoded, Layout
-
-
-@dataclass(frozen=True)
-class Plain(Codec):
-    """Keys and values as they are."""
-
-    @property
-    def block(self) -> int:
-        return 1
-
-    def check(self, head_dim: int) -> None:
-        """Every head size suits."""
-
-    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
-        return Layout(((head_dim, dtype),) * 2)
-
-    def encode(self, k: Tensor, v: Tensor) -> Encoded:
-        return Encoded((k, v))
-
-    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = stored.tokens
-        return k, v
+from methods.tiers.codec import Codec, Encoded, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,25 +62,3 @@ class IntCodec(Codec):
         (k, v, v_range), (k_range,) = stored
         (k_least, k_step), (v_least, v_step) = k_range.chunk(2, -1), v_range.chunk(2, -1)
         return dequantise(k, k_least, k_step, self.bits, dtype), dequantise(v, v_least, v_step, self.bits, dtype)
-
-
-PLAIN = Plain()
-_KINDS: dict[str, type[Plain] | type[IntCodec]] = {"plain": Plain, "int": IntCodec}
-
-
-def named(codec: Codec) -> dict[str, Any]:
-    """A codec as words and numbers, for a file."""
-    kind = next((name for name, cls in _KINDS.items() if isinstance(codec, cls)), None)
-    if kind is None:
-        raise ValueError(
-            f"A pool under {codec} cannot be saved: only {', '.join(_KINDS)} codecs can be named in a file."
-        )
-    return {"kind": kind, **asdict(codec)}  # type: ignore[call-overload]
-
-
-def codec_of(facts: dict[str, Any]) -> Codec:
-    """The codec that `named` described."""
-    kind, fields = facts["kind"], {name: value for name, value in facts.items() if name != "kind"}
-    if kind not in _KINDS:
-        raise ValueError(f"The pool was saved under a codec {kind!r}, which is none of {', '.join(_KINDS)}.")
-    return _KINDS[kind](**fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,16 @@ class Layout(NamedTuple):
 
     tokens: tuple[tuple[int, torch.dtype], ...]
     blocks: tuple[tuple[int, torch.dtype], ...] = ()
+
+    @property
+    def token_bytes(self) -> int:
+        """What one head writes per token."""
+        return sum(width * dtype.itemsize for width, dtype in self.tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """What one head writes per block, on top."""
+        return sum(width * dtype.itemsize for width, dtype in self.blocks)
 
 
 class Codec(ABC):
@@ -50,3 +61,34 @@ class Codec(ABC):
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """-> k, v [... D]. Tensors have the same leading dimensions, or ones that broadcast: those of `blocks` hold the
         row of each token's block."""
+
+    def decode_whole(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All that `encode` gave. -> k, v [B G n*block D]"""
+        tokens = tuple(x.unflatten(2, (-1, self.block)) for x in stored.tokens)
+        k, v = self.decode(Encoded(tokens, tuple(x.unsqueeze(3) for x in stored.blocks)), dtype)
+        return k.flatten(2, 3), v.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Plain(Codec):
+    """Keys and values as they are."""
+
+    @property
+    def block(self) -> int:
+        return 1
+
+    def check(self, head_dim: int) -> None:
+        """Every head size suits."""
+
+    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
+        return Layout(((head_dim, dtype),) * 2)
+
+    def encode(self, k: Tensor, v: Tensor) -> Encoded:
+        return Encoded((k, v))
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = stored.tokens
+        return k, v
+
+
+PLAIN = Plain()

@@ -1,0 +1,51 @@
+"""The one table of codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from methods.tiers.codec import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """How a codec is named. `pattern`: what its names look like; groups of it are arguments, whole numbers, of the
+    class `codec`, which is given with its module. `choices`: these names in an error's words."""
+
+    pattern: str
+    codec: str
+    choices: str
+
+
+CODECS = [
+    Spelling(
+        pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?",
+        codec="methods.tiers.integers.IntCodec",
+        choices="int8, int4 or int2, with another group as in int4g64",
+    )
+]
+
+
+def is_codec(name: str) -> bool:
+    """Whether a line of the table has such names."""
+    return any(re.fullmatch(line.pattern, name) for line in CODECS)
+
+
+def choices() -> str:
+    """All names, in words."""
+    return "; ".join(line.choices for line in CODECS)
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of that name. Raises `ValueError` where none has it."""
+    for line in CODECS:
+        if named := re.fullmatch(line.pattern, name):
+            module, _, kind = line.codec.rpartition(".")
+            given = {argument: int(value) for argument, value in named.groupdict().items() if value is not None}
+            codec: Codec = getattr(import_module(module), kind)(**given)
+            return codec
+    raise ValueError(f"{name!r} is no codec: choose {choices()}.")

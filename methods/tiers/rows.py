@@ -1,0 +1,181 @@
+"""Rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that move are counted."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from tempfile import mkstemp
+from typing import ClassVar
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
+from methods.tiers.traffic import Traffic
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`device`: the one that computes. `folder`: for rows in files; None is the system's temporary one."""
+
+    device: torch.device
+    folder: Path | None = None
+
+
+class Rows(ABC):
+    """[B G C W]. What is `put` there comes from the device, and what is read goes there."""
+
+    tier: ClassVar[str]
+    steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no row that is there
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, place.device
+
+    @abstractmethod
+    def take(self, x: Tensor, start: int) -> None:
+        """x [B G T W], wherever it lies, becomes rows `start` and following."""
+
+    @abstractmethod
+    def _all(self) -> Tensor:
+        """[B G C W], where they lie."""
+
+    @abstractmethod
+    def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
+        """Rows that were read, on the device."""
+
+    def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
+        """x [B G T W] from the device, as rows `start` and following."""
+        self.take(x, start)
+        traffic.to_host_bytes += x.nbytes
+
+    def held(self, count: int) -> Tensor:
+        """The first `count` rows, where they lie: nothing moves. [B G count W]"""
+        return self._all()[:, :, :count]
+
+    def gather(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """rows [B G K] -> [B G K W]"""
+        stored = self._all()
+        return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
+
+    def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
+        """Single rows. heads [N], counted through the batch, rows [N] -> [N W]"""
+        stored = self._all()
+        at = (heads * self.shape[2] + rows).to(stored.device)
+        picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
+        return self._send(picked[0, 0], traffic)
+
+    def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
+        """Of the first `count` rows. columns [B G N] -> [B G N count]"""
+        stored = self._all()
+        at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
+        return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
+
+    def first(self, count: int, traffic: Traffic) -> Tensor:
+        """[B G count W]"""
+        return self._send(self._all()[:, :, :count], traffic)
+
+
+class MemoryRows(Rows):
+    """Rows that are one tensor."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
+        super().__init__(shape, dtype, place)
+        self.stored = self.room(shape, dtype, place)
+
+    @classmethod
+    @abstractmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
+        """All memory that this tier takes, for tensors of any shape."""
+
+    def take(self, x: Tensor, start: int) -> None:
+        self.stored[:, :, start : start + x.shape[2]] = x
+
+    def _all(self) -> Tensor:
+        return self.stored
+
+
+class DeviceRows(MemoryRows):
+    """Beside the model: nothing that is put there or read moves."""
+
+    tier: ClassVar[str] = DEVICE
+
+    @classmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=place.device)
+
+    def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
+        self.take(x, start)
+
+    def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
+        return x
+
+
+class TailRows(DeviceRows):
+    """Written again and again from its first row on."""
+
+    steady: ClassVar[tuple[str, ...]] = ()
+
+
+class HostRows(MemoryRows):
+    """Pinned beside a CUDA device."""
+
+    tier: ClassVar[str] = HOST
+
+    @classmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda")
+
+    def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
+        traffic.to_device_bytes += x.nbytes
+        return x.to(self.device, non_blocking=True)
+
+
+class DiskRows(Rows):
+    """A file of its own in the place's folder, deleted with this object. It is mapped to be read and at once unmapped,
+    so nothing of it stays in the memory of this process and no file stays open; the system may still cache it."""
+
+    tier: ClassVar[str] = DISK
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
+        super().__init__(shape, dtype, place)
+        self.file = self.room(shape, dtype, place)
+        finalize(self, self.file.unlink, missing_ok=True)
+
+    @classmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Path:
+        handle, name = mkstemp(".rows", "kv-", place.folder)
+        os.truncate(handle, prod(shape) * dtype.itemsize)
+        os.close(handle)
+        return Path(name)
+
+    def take(self, x: Tensor, start: int) -> None:
+        row_bytes = self.shape[3] * self.dtype.itemsize
+        with self.file.open("r+b") as file:
+            for head, rows in enumerate(x.flatten(0, 1).cpu()):
+                file.seek((head * self.shape[2] + start) * row_bytes)
+                file.write(rows.contiguous().view(torch.uint8).numpy())
+
+    def _all(self) -> Tensor:
+        if not prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.from_file(str(self.file), shared=False, size=prod(self.shape), dtype=self.dtype).view(self.shape)
+
+    def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
+        traffic.from_disk_bytes += x.nbytes
+        traffic.to_device_bytes += x.nbytes
+        return x.to(self.device, copy=True)
+
+
+def rows_in(tier: str) -> type[Rows]:
+    """The class that holds rows in a tier of this name."""
+    module, _, name = tier_of(tier).rows.rpartition(".")
+    kind: type[Rows] = getattr(import_module(module), name)
+    return kind
