@@ -301,11 +301,11 @@ def _noting(looks: list[str], before: list[int]) -> Any:
     return noting
 
 
-def places(method: Method) -> Iterator[tuple[Placement, IntCodec | None]]:
+def places(method: Method) -> Iterator[tuple[str, IntCodec | None]]:
     for placement in ("device", "host", "disk") if method.offloads else ("device",):
-        yield placement, None  # type: ignore[misc]
+        yield placement, None
         if method.encodes:
-            yield placement, IntCodec(bits=4, group=8)  # type: ignore[misc]
+            yield placement, IntCodec(bits=4, group=8)
 
 
 OTHERS = {  # that choose in another way than their yaml's
