@@ -53,7 +53,7 @@ def _simulate(options: argparse.Namespace) -> None:
     from harness.history.simulation.scenario import scenarios
     from harness.results.provenance import provenance
 
-    figure = paper.figure(options.figure) if options.figure else None
+    figure = None if options.figure is None else paper.figure(options.figure)
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
     folder = options.out or ROOT / _name(options.figure, runs, known)

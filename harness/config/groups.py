@@ -1,45 +1,24 @@
-"""Settings that belong together, and the error that all settings raise. Imports neither torch nor hydra."""
+"""Settings that belong together. Imports neither torch nor hydra."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf
 from pathlib import Path
 from typing import Union
 
+from harness.config.values import SettingsError, size
 from methods.tiers import codecs
 from methods.tiers.tier import TIERS
 
-UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 POLICIES = ("scheduler_aware", "lru", "fifo")
 OF_DISK = ("folder", "durable", "copies")  # settings that nothing reads without a disk tier
 
 
-class SettingsError(ValueError):
-    """A setting has a value it cannot have; the message names it and what it may be."""
-
-
-def at_least(least: int, **values: int | None) -> None:
-    """Raises `SettingsError` for the first of these settings that is less; null is none."""
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise SettingsError(f"{name}={value} must be at least {least}.")
-
-
 def check_codec(key: str, codec: str | None) -> None:
     if codec is not None and not codecs.is_codec(codec):
         raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
-
-
-def size(key: str, value: str | int) -> int:
-    """Bytes: 128GB and 10TB are decimal, 128GiB is binary."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
-    if not found:
-        raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 @dataclass
@@ -108,10 +87,6 @@ class StoreSettings:
                     )
         if self.copies and 2 * self.capacities["disk"] <= sum(self.capacities.values()):
             raise SettingsError("store.copies=true needs more bytes on disk than in memory: raise store.disk.")
-        if self.ttl_s is not None and self.ttl_s <= 0:
-            raise SettingsError(f"store.ttl_s={self.ttl_s} should be above 0, or null for no end.")
-        at_least(1, **{"store.block_tokens": self.block_tokens})
-        at_least(0, **{"store.io_threads": self.io_threads})
         check_codec("store.codec", self.codec)
         if self.codec is not None:
             self._check_blocks(codecs.codec_of(self.codec).block)
@@ -153,16 +128,14 @@ class OverflowSettings:
         self._check_share(self.window)
 
     def _check_share(self, window: int) -> None:
-        if not 0 < self.ratio < 1:
-            raise SettingsError(f"overflow.ratio={self.ratio} must be a share above 0 and below 1.")
         stays = int(self.ratio * window)
         if stays < 1:
             raise SettingsError(
                 f"overflow.window={window} is too small: no token would stay of it; set {ceil(1 / self.ratio)} or more."
             )
-        if not 0 <= self.sinks < stays:
+        if self.sinks >= stays:
             raise SettingsError(
-                f"overflow.sinks={self.sinks} must be at least 0, and fewer than the {stays} tokens that stay of "
+                f"overflow.sinks={self.sinks} must be fewer than the {stays} tokens that stay of "
                 f"overflow.window={window}."
             )
 

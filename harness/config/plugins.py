@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
+from math import isfinite
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from harness.config.catalogue import plain
@@ -43,9 +44,8 @@ def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -
             raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
     for name, value in values.items():
         if not fits(value, known[name]):
-            raise PluginError(
-                f"{kind}.{name}={value} should be {spell(known[name])}{_listed(kind, name, value, known[name])}."
-            )
+            key = f"{kind}.{name}"
+            raise PluginError(f"{key}={plain(value)} should be {spell(known[name])}{_listed(key, value, known[name])}.")
     return cls(**values)
 
 
@@ -114,19 +114,26 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if hint is None or hint is type(None):
         return value is None
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float:  # nan and infinity are no numbers to a user, and none in JSON
+        return fits(value, int) or (isinstance(value, float) and isfinite(value))
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
 
 
-def _listed(kind: str, name: str, value: Any, hint: Any) -> str:
+def is_size(hint: Any) -> bool:
+    """Whether a setting of this type is a number of bytes, or a size in words."""
+    return {int, str} <= set(get_args(hint))
+
+
+def _listed(key: str, value: Any, hint: Any) -> str:
     """How to write a single value where a list is wanted."""
-    return f", as in {kind}.{name}=[{plain(value)}]" if fits([value], hint) else ""
+    return f", as in {key}=[{plain(value)}]" if fits([value], hint) else ""
 
 
 def spell(hint: Any) -> str:
     """A type in words: "a whole number", "a list of text" ..."""
     origin, inner = get_origin(hint), get_args(hint)
+    if is_size(hint):
+        return "bytes, a size as 8GB, or null" if type(None) in inner else "bytes, or a size as 8GB"
     if origin in (Union, types.UnionType):
         return " or ".join(spell(one) for one in inner if one is not int or float not in inner)
     if origin is Literal:

@@ -21,14 +21,13 @@ from harness.config.groups import (
     GenerationSettings,
     OverflowSettings,
     Results,
-    SettingsError,
     StoreSettings,
     TensorBoardSettings,
     WandbSettings,
-    at_least,
     check_codec,
 )
 from harness.config.plugins import suggestion
+from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, size
 from methods.tiers.tier import DEVICE, TIERS
 
 __all__ = [
@@ -64,6 +63,22 @@ CHOICES = {
     "graphs": ("auto", "on", "off"),
     "triage": ("off", "on"),
 }
+RANGES = {
+    **dict.fromkeys(("batch", "prefill_chunk", "threads", "workers", "budget_bytes", "budget_generated"), FROM_1),
+    **dict.fromkeys(("reuse_steps", "warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
+    "seed": Range(least=0, most=MOST_SEED),
+    "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
+    "windows.recent_ratio": Range(least=0, below=1),
+    "store.block_tokens": FROM_1,
+    "store.io_threads": FROM_0,
+    "store.ttl_s": Range(above=0, hint="or null for no end"),
+    "overflow.window": FROM_1,
+    "overflow.ratio": Range(above=0, below=1),
+    "overflow.sinks": FROM_0,
+    "generation.temperature": Range(least=0, hint="which is greedy; 1 samples"),
+    "generation.top_p": Range(above=0, most=1),
+    "generation.max_new_tokens": FROM_1,
+}
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
     "results",
@@ -98,6 +113,15 @@ def is_budget(asked: object) -> bool:
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
 
 
+def _check_budget(name: str, asked: Any) -> None:
+    """As `Budget` in methods/base does, before torch is imported."""
+    if asked is not None and not is_budget(asked):
+        raise SettingsError(
+            f"{name}={asked!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a number "
+            "of tokens (a whole number from 1, like 512)."
+        )
+
+
 NESTED = {
     "windows": CommonWindows,
     "store": StoreSettings,
@@ -115,7 +139,7 @@ class Settings:
     """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
 
     budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
-    budget_bytes: int | None = None
+    budget_bytes: Union[int, str, None] = None  # noqa: UP007
     budget_rule: str = "read"
     align: str = "tokens"
     comm: float | None = None
@@ -161,16 +185,12 @@ class Settings:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
+        _check_budget("budget", self.budget)
+        check_values(self, RANGES)
+        self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self._check_budgets()
-        at_least(1, batch=self.batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        at_least(1, budget_generated=self.budget_generated, workers=self.workers)
-        at_least(0, reuse_steps=self.reuse_steps, warmup=self.warmup, seed=self.seed, fidelity=self.fidelity)
         if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
-        if self.comm is not None and not 0 < self.comm <= 1:
-            raise SettingsError(
-                f"comm={self.comm} must be a share of the key cache, above 0 and up to 1, like 0.0078125."
-            )
         check_codec("codec", self.codec)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
@@ -187,13 +207,11 @@ class Settings:
             raise SettingsError(
                 f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
             )
-        self._check_windows(self.windows)
         if self.history == "store":
             self.store.check()
         elif given := self.store.given:
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
-        self._check_texts()
         self._check_trackers()
         self._check_generation(self.generation)
 
@@ -209,9 +227,12 @@ class Settings:
             raise SettingsError(f"disk={self.disk} is not a folder: make it, or leave disk out for a temporary one.")
         return folder
 
+    @property
+    def most_bytes(self) -> int | None:
+        """Of `budget_bytes`."""
+        return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
+
     def _check_budgets(self) -> None:
-        """As `Budget` in methods/base does, before torch is imported."""
-        at_least(1, budget_bytes=self.budget_bytes)
         if self.budget_bytes is not None and (self.layer_budgets or self.dense_layers or self.budget_rule == "paper"):
             raise SettingsError(
                 f"budget_bytes={self.budget_bytes} limits the bytes of all layers together: leave layer_budgets, "
@@ -222,33 +243,8 @@ class Settings:
                 f"budget_bytes={self.budget_bytes} limits bytes on the device, and align=moved_bytes those that move: "
                 "leave one out."
             )
-        named = [("budget", self.budget), *((f"layer_budgets[{i}]", one) for i, one in enumerate(self.layer_budgets))]
-        for name, asked in named:
-            if asked is not None and not is_budget(asked):
-                raise SettingsError(
-                    f"{name}={asked} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
-                    "number of tokens (a whole number from 1, like 512)."
-                )
-
-    def _check_windows(self, windows: CommonWindows) -> None:
-        at_least(0, **{"windows.sinks": windows.sinks})
-        if windows.recent_ratio is not None and not 0 <= windows.recent_ratio < 1:
-            raise SettingsError(f"windows.recent_ratio={windows.recent_ratio} must be a share from 0 to below 1.")
-
-    def _check_texts(self) -> None:
-        """An empty text is a slip, as when a shell variable was not set."""
-        texts = {
-            "results.root": self.results.root,
-            "data.root": self.data.root,
-            "disk": self.disk,
-            "store.folder": self.store.folder,
-            "wandb.project": self.wandb.project,
-            "wandb.entity": self.wandb.entity,
-            "tensorboard.folder": self.tensorboard.folder,
-        }
-        for name, text in texts.items():
-            if text is not None and not text.strip():
-                raise SettingsError(f"{name} is empty: give it a value, or leave it out.")
+        for number, asked in enumerate(self.layer_budgets):
+            _check_budget(f"layer_budgets[{number}]", asked)
 
     def _check_trackers(self) -> None:
         for name in self.trackers:
@@ -263,12 +259,6 @@ class Settings:
             raise SettingsError(
                 "triage=on gives answers again and needs greedy decoding: set generation.temperature=0."
             )
-        at_least(1, **{"generation.max_new_tokens": generation.max_new_tokens})
-        at_least(0, **{"generation.top_k": generation.top_k})
-        if generation.temperature < 0:
-            raise SettingsError(f"generation.temperature={generation.temperature} is negative: 0 is greedy, 1 samples.")
-        if not 0 < generation.top_p <= 1:
-            raise SettingsError(f"generation.top_p={generation.top_p} must lie above 0 and up to 1.")
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 

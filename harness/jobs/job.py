@@ -163,7 +163,7 @@ class Job:
         """Task, method, what of it is not the default, and the budget."""
         named = self.presets or {}
         task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
-        budget, in_bytes = self.settings.budget, self.settings.budget_bytes
+        budget, in_bytes = self.settings.budget, self.settings.most_bytes
         asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
         asked = size(in_bytes) if in_bytes else asked
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))

@@ -118,6 +118,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: this is not YAML ({error.problem})"
     return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
 
 

@@ -46,7 +46,7 @@ def _serve(options: argparse.Namespace) -> None:
     from harness.serve.search import Limit
     from harness.serve.traffic import points
 
-    limit = Limit.read(options.limit) if options.limit else None
+    limit = Limit.read(options.limit) if options.limit is not None else None
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
     runs.serve()

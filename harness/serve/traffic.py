@@ -13,8 +13,7 @@ from difflib import get_close_matches
 from harness.config.catalogue import GROUPS
 from harness.config.grids import Word, combinations
 from harness.config.overrides import settings as known_settings
-from harness.config.plugins import TARGET, build
-from harness.config.settings import SettingsError
+from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
 from harness.serve.clock import CLOCKS
 
 READ = (  # of a run's keys
@@ -23,6 +22,7 @@ READ = (  # of a run's keys
     "warmup", "graphs", "memory_check", "generation", "data",
     "history", "store", "progress",
 )  # fmt: skip
+RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
 INSTEAD = {
     "batch": "slots=N says how many turns run side by side",
     "trace": "replay=FILE reads a trace of arrivals",
@@ -47,16 +47,9 @@ class Traffic:
     clock: str = "wall"  # busy: idle time is skipped; cpu: so, and seconds are those of this process on its CPU
 
     def __post_init__(self) -> None:
+        check_values(self, RANGES)
         if self.clock not in CLOCKS:
             raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
-        if self.rate is not None and self.rate <= 0:
-            raise SettingsError(f"rate={self.rate} should be above 0.")
-        if self.slots < 1:
-            raise SettingsError(f"slots={self.slots} must be at least 1.")
-        if self.read_buffer is not None and self.read_buffer < 0:
-            raise SettingsError(f"read_buffer={self.read_buffer} should be 0, for none, or more.")
-        if self.think_s < 0:
-            raise SettingsError(f"think_s={self.think_s} should not be negative.")
 
 
 OWN = tuple(field.name for field in fields(Traffic))
@@ -110,7 +103,7 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool
     if beside_store:
         chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
     own = {key: word.value for key, word in chosen.items() if key in OWN}
-    traffic = build({TARGET: f"{Traffic.__module__}.{Traffic.__qualname__}", **own}, "serve")
+    traffic = Traffic(**own)
     others = [key for key in chosen if key not in OWN]
     named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if {"task", "replay"} & chosen.keys() else [TASK]

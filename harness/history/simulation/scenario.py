@@ -12,14 +12,20 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from harness.config.groups import SettingsError, size
 from harness.config.plugins import fits, spell, suggestion
+from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
 from harness.history.placement import without_copies
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
 from methods.tiers.tier import DISK, TIERS
 
 RECOMPUTE = "recompute"
+RANGES = {
+    **dict.fromkeys(("truncation_ratio", "question_share"), Range(least=0, below=1)),
+    "correlation": Range(least=-1, below=1),
+    **dict.fromkeys(("sessions", "rate", "block_tokens", "ttl_s"), ABOVE_0),
+    **dict.fromkeys(("think_s", "warmup", "seed"), FROM_0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +58,10 @@ class Scenario:
         if self.policy not in (*POLICIES, RECOMPUTE):
             known = [*POLICIES, RECOMPUTE]
             raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, known)}")
-        for name, low, high in (("truncation_ratio", 0, 1), ("question_share", 0, 1), ("correlation", -1, 1)):
-            if not low <= getattr(self, name) < high:
-                raise SettingsError(f"{name}={getattr(self, name)} should be from {low} to below {high}.")
-        for name in ("sessions", "rate", "block_tokens", "ttl_s"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise SettingsError(f"{name}={getattr(self, name)} should be above 0.")
-        for name in ("think_s", "warmup", "seed"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name}={getattr(self, name)} should not be negative.")
+        check_values(self, RANGES)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        assert self.write_buffer_bytes >= 0  # refuses sizes it cannot read
         if self.policy == RECOMPUTE:
             return
         if not any(self.capacities.values()):
@@ -111,13 +108,14 @@ def _value(key: str, text: str) -> Any:
         raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
     if text in get_args(hints[key]):
         return text  # a word as it stands: YAML reads off as false
+    if not text.strip():
+        raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SettingsError(f"Cannot read {key}={text}: write a plain value.") from error
     if not fits(value, hints[key]):
-        is_size = {str, int} <= set(get_args(hints[key]))
-        raise SettingsError(f"{key}={text} should be {'bytes, or a size as 128GB' if is_size else spell(hints[key])}.")
+        raise SettingsError(f"{key}={text} should be {spell(hints[key])}.")
     return value
 
 

@@ -119,8 +119,8 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
     if not method.uses_budget:
         return None
     asked = settings.budget
-    if settings.budget_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
-        asked = max(1, settings.budget_bytes // per_token(info, settings.dtype))
+    if settings.most_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
+        asked = max(1, settings.most_bytes // per_token(info, settings.dtype))
     elif asked is None:
         asked = settings.layer_budgets[0]  # which nothing reads beside them
     layers = tuple(settings.dense_layers), tuple(settings.layer_budgets)

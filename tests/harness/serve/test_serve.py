@@ -157,9 +157,14 @@ def test_a_wrong_word_is_refused(words: list[str], told: str) -> None:
         (["method=ful"], "full"),
         (["interleave=true"], "prefill_chunk"),
         (["read_buffer=2"], "without history=store"),
-        (["read_buffer=-1", "history=store"], "or more"),
+        (["read_buffer=-1", "history=store"], "read_buffer=-1 must be at least 0"),
         (["clock=cpu"], "threads=1"),
         (["replay=nowhere.jsonl"], "nowhere.jsonl"),
+        (["replay="], "replay is empty"),
+        (["rate=nan"], "rate=nan should be a number or null"),
+        (["think_s=inf"], "think_s=inf should be a number"),
+        (["slots=many"], "slots='many' should be a whole number"),
+        (["--limit", ""], "--limit is no limit of TTFT"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(

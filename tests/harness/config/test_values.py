@@ -1,0 +1,95 @@
+"""Every setting of every section has a type and, where it needs one, a range: one check for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from math import inf, nan
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from harness.config.settings import NESTED, RANGES, Settings, StoreSettings
+from harness.config.values import SettingsError
+from harness.history.simulation.scenario import RANGES as SIMULATED
+from harness.history.simulation.scenario import Scenario
+from harness.serve.traffic import RANGES as SERVED
+from harness.serve.traffic import Traffic
+
+
+def settings(kind: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key and type of each."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from settings(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
+
+
+def with_value(key: str, value: Any) -> Settings:
+    section, _, name = key.rpartition(".")
+    return Settings(**{section: NESTED[section](**{name: value})} if section else {name: value})
+
+
+def wrong(hint: Any) -> Iterator[Any]:
+    """Values of other types, and what is no number."""
+    kinds = set(get_args(hint)) or {hint}
+    yield from ([nan, inf] if float in kinds else [])
+    yield from ([True] if kinds & {int, float} and bool not in kinds else [])
+    yield from (["", "  "] if str in kinds else ["2", ""])
+    yield from ([2.5] if int in kinds and float not in kinds else [])
+    yield object()
+
+
+@pytest.mark.parametrize(("key", "hint"), [pytest.param(*pair, id=pair[0]) for pair in settings()])
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_key(key: str, hint: Any) -> None:
+    for value in wrong(hint):
+        with pytest.raises(SettingsError, match=rf"^{key}\b.*(should be|is empty|is unknown|is neither|is no size)"):
+            with_value(key, value)
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_number_out_of_its_range_is_refused_by_the_name_of_its_key(key: str) -> None:
+    assert key in dict(settings())
+    outside = [end for end in (RANGES[key].above, RANGES[key].below) if end is not None]
+    outside += [RANGES[key].least - 1] if RANGES[key].least is not None else []
+    outside += [RANGES[key].most + 1] if RANGES[key].most is not None else []
+    assert outside
+    for value in outside:
+        with pytest.raises(SettingsError, match=rf"^{key}={value} (must be|is no size|should be)"):
+            with_value(key, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranges"), [(Traffic, SERVED), (Scenario, SIMULATED)], ids=["a server's", "a simulation's"]
+)
+def test_so_is_every_number_of_the_other_commands(kind: Any, ranges: dict[str, Any]) -> None:
+    numbers = {name for name, hint in get_type_hints(kind).items() if {int, float} & {hint, *get_args(hint)}}
+    sizes = {name for name, hint in get_type_hints(kind).items() if {int, str} <= set(get_args(hint))}
+    assert numbers - sizes - ranges.keys() <= {"interleave", "copies"}
+    for name in numbers - sizes:
+        for value in (-2, nan):
+            with pytest.raises(SettingsError, match=rf"^{name}={value} "):
+                kind(**{name: value})
+    for name in sizes:
+        for value in ("many", "-5", -5):
+            with pytest.raises(SettingsError, match=rf"^{name}={value} is no size"):
+                kind(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["device", "host", "disk", "write_buffer"])
+def test_a_size_that_cannot_be_read_is_refused_before_a_folder_is_opened(name: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^store.{name}=abc is no size: write bytes, or 128GB"):
+        Settings(history="store", store=replace(StoreSettings(), **{name: "abc"}))
+
+
+@pytest.mark.parametrize("asked", [1_500_000_000, "1500000000", "1.5GB", "1.5 GB"])
+def test_bytes_of_a_budget_are_the_same_however_they_are_written(asked: int | str) -> None:
+    assert Settings(budget_bytes=asked) == Settings(budget_bytes=1_500_000_000)
+
+
+def test_defaults_are_legal() -> None:
+    for section in (Settings(), *(kind() for kind in NESTED.values())):
+        assert fields(section)
+    assert Settings(seed=2**63 - 1).seed == 2**63 - 1
