@@ -1,8 +1,8 @@
 """Generated data on disk, under a hash of everything that shapes it.
 
 A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is written beside its
-place and renamed, so a reader sees a whole file or none; two processes that make the same rows replace each other's
-equal file.
+place and renamed, so a reader sees a whole file or none. Processes that make the same rows write the same bytes into
+the same file, so that one goes on in what another left that was killed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,13 @@ def _write(path: Path, key: Mapping[str, Any], rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "".join(_dumps(row) + "\n" for row in rows).encode()
     head = _dumps({"key": key, "sha256": hashlib.sha256(body).hexdigest()}).encode()
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    beside = path.with_name(f".{path.name}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             file.write(head + b"\n" + body)
-        os.replace(temporary, path)
+            file.truncate()  # not before: another process may be about to rename it
+        with suppress(FileNotFoundError):  # another process was first
+            os.replace(beside, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise

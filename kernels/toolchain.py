@@ -8,7 +8,8 @@ import subprocess
 import sysconfig
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from kernels.temporary import TemporaryFolder
 
 _SOURCE = "#include <Python.h>\nint probe(void) { return PY_VERSION_HEX != 0; }\n"
 
@@ -21,8 +22,8 @@ def unfit() -> str | None:
         return "there is no C compiler: install gcc or clang, or name one in CC"
     if not headers().is_file():
         return f"Python's headers are missing ({headers()}): install python3-dev, or the like"
-    with TemporaryDirectory(prefix="kv-probe-") as folder:
-        source = Path(folder) / "probe.c"
+    with TemporaryFolder("kv-probe-") as folder:
+        source = folder / "probe.c"
         source.write_text(_SOURCE)
         command = [found, str(source), "-shared", "-fPIC", f"-I{headers().parent}", "-o", f"{folder}/probe.so"]
         try:

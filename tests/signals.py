@@ -17,6 +17,8 @@ from typing import Any
 from harness.terminal import stopping
 from tests import forks
 
+APPEND = "harness.results.store:Run.append"
+
 
 def from_a_terminal() -> None:
     """Signals as a shell leaves them, whatever started the tests."""
@@ -62,6 +64,12 @@ def under_nohup(place: str, temporary: Path, name: str, *words: str) -> None:
     from_a_terminal()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _go(place, 1, (signal.SIGHUP,), temporary, name, *words)
+
+
+def killed_behind(record: int, temporary: Path, name: str, *words: str) -> None:
+    """The command, killed as soon as so many records are on the disk."""
+    before(APPEND, lambda: before("os:fsync", lambda: send(signal.SIGKILL)), record)
+    _go(APPEND, 100, (), temporary, name, *words)
 
 
 def twice(place: str, closing: str, echo_s: float, temporary: Path, name: str, *words: str) -> None:

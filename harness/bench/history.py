@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
+from kernels.temporary import TemporaryFolder
 from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 RECOMPUTE, STAYED = "recompute", "device_prefix"
@@ -153,8 +153,8 @@ def _measure(
     report: output.Report, name: str, kv: Attachment, loaded: LoadedModel, text: Sequence[int], tokens: int, rounds: int
 ) -> None:
     before = report.rows
-    with TemporaryDirectory(dir=report.folder) as folder, ExitStack() as closing:
-        turn = Turn(History(kv, loaded, text, tokens), Path(folder), closing)
+    with TemporaryFolder("store-", report.folder) as folder, ExitStack() as closing:
+        turn = Turn(History(kv, loaded, text, tokens), folder, closing)
         for way in (STAYED, *TIERS):
             turn.run(way)
         calls = {way: partial(turn.run, way) for way in turn.ways}

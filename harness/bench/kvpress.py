@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.terminal.tables import Column
+from kernels.temporary import TemporaryFolder
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 SIDES = ("ours", "kvpress")
@@ -104,7 +104,7 @@ def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Started in an empty folder: transformers would take ours, `kernels`, for a package of that name."""
     words = [python, "-c", WORKER.read_text(), str(folder), str(torch.get_num_threads())]
     with (
-        tempfile.TemporaryDirectory() as empty,
+        TemporaryFolder("kv-kvpress-") as empty,
         _started(words, empty) as process,
     ):
         yield process
@@ -112,7 +112,7 @@ def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def _started(words: Sequence[str], folder: str) -> subprocess.Popen[str]:
+def _started(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
     except OSError as error:

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from harness.bench.common.measure import Seconds, estimate, marks, ratios, round
 from harness.engine.attach import attached
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
+from kernels.temporary import TemporaryFolder
 from methods.full import Full
 
 OFF, FORMULA = "off", "formula"
@@ -205,8 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
-    with TemporaryDirectory(dir=report.folder) as folder, ExitStack() as closing:
-        place = Path(folder)
+    with TemporaryFolder("store-", report.folder) as place, ExitStack() as closing:
         for measured in [Load(jobs, tier, buffers, place / tier, closing) for tier in ("host", "disk")]:
             _measure(report, measured, rounds)
         _measure(report, Save(jobs, place / "save", closing), rounds)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
 from harness.terminal.lasting import lasting_output
 from harness.terminal.stopping import Stoppable
+from kernels.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from harness.gates.canonical import Verdict
@@ -39,8 +38,8 @@ def _checked(record: bool) -> int:
         return 2
     from harness.gates import canonical  # torch and transformers
 
-    with TemporaryDirectory() as folder:
-        subject = canonical.Subject(SmolLM2(), Path(folder))
+    with TemporaryFolder("kv-canonical-") as folder:
+        subject = canonical.Subject(SmolLM2(), folder)
         if record:
             files.write_json(canonical.EXPECTED, canonical.measured(subject))
             print(f"recorded in {canonical.EXPECTED}")

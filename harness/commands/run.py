@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +37,7 @@ from harness.terminal.notices import say_once, tell_of_builds
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Trackers
+from kernels.temporary import TemporaryFolder
 
 NAMED = 3  # failed jobs, at the end
 
@@ -136,7 +136,7 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
         presets = {kind: name for kind in GROUPS if (name := about.runtime.choices.get(kind))}
         jobs.append(JobConfig(plain, presets, list(about.overrides.task)))
 
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("kv-hydra-") as folder:
         sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
         collect()
     return with_own_stores(jobs)

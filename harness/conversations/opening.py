@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.conversations.coding import IntCoding
@@ -21,6 +20,7 @@ from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import PLAIN, HistoryStore
 from harness.models.base import LoadedModel
+from kernels.temporary import TemporaryFolder
 from methods.tiers import codecs
 
 IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
@@ -55,8 +55,8 @@ def _starting(attachment: Attachment) -> Start:
 def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, run: str) -> Iterator[HistoryStore]:
     """The store alone."""
     sizes, coding = settings.capacities, coding_of(settings, attachment)
-    with TemporaryDirectory(prefix="kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
-        folder = Path(made) if made else Path(settings.folder).expanduser() / run if settings.folder else None
+    with TemporaryFolder("kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
+        folder = made if made else Path(settings.folder).expanduser() / run if settings.folder else None
         with HistoryStore(
             whose if settings.codec is None else replace(whose, codec=settings.codec),
             device=sizes["device"],

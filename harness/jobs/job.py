@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from harness.results.summary_file import write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
 from kernels import toolchain
+from kernels.temporary import remove_abandoned
 from methods.base import Budget, Method
 from methods.full import Full
 
@@ -145,8 +147,17 @@ class Job:
 
     def open(self) -> Run:
         """Waits for another process that is at the same run; what it finishes need not be run again."""
+        self.remove_leftovers()
         root = Path(self.settings.results.root)
         return Run.open(root, self.config, self.identity, *self._names(), wait=True)
+
+    def remove_leftovers(self) -> None:
+        """Removes what processes that were killed left where this job keeps its temporary files: one that is complete
+        makes none any more, and would not come there."""
+        store = self.settings.store.folder
+        named = self.settings.disk_folder(), Path(store).expanduser() if store else None
+        for folder in {one or Path(gettempdir()) for one in named}:
+            remove_abandoned(folder)
 
     def pending(self, run: Run) -> list[Item]:
         return [item for item in self.items if not run.contains(item.example.id)]

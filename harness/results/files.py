@@ -18,6 +18,7 @@ import yaml
 
 from harness.results.records import RecordError, StoreError
 from harness.terminal.stopping import whole
+from kernels.temporary import replacing
 
 RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
 ADVICE = "restore the line, or delete it to have the example run again"
@@ -55,31 +56,8 @@ def write_yaml(path: Path, plain: Mapping[str, Any]) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with whole():
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-
-
-def drop_temporary(folder: Path) -> None:
-    """Removes what `write_atomically` had begun in a process that was killed; one that lives may be writing still."""
-    for path in folder.glob(".*.*"):
-        pid = path.suffix[1:]
-        if pid.isdigit() and (int(pid) == os.getpid() or not _lives(int(pid))):
-            path.unlink(missing_ok=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # someone else's
-        return True
-    return True
+    with whole(), replacing(path) as file:
+        file.write(text.encode())
 
 
 def whole_lines(path: Path) -> list[bytes]:

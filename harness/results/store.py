@@ -26,6 +26,7 @@ from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now, when
 from harness.results.records import Record, StoreError
 from harness.terminal.stopping import whole
+from kernels.temporary import remove_abandoned
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
 
@@ -43,7 +44,7 @@ class Run:
 
     def __init__(self, folder: Path, lock: FolderLock, digest: str) -> None:
         path = folder / "run.json"
-        files.drop_temporary(folder)
+        remove_abandoned(folder)
         self.folder, self._lock = folder, lock
         self._before = files.read_json(path) if path.exists() else {}
         if self._before.get("identity_sha256", digest) != digest:

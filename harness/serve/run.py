@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from harness.serve.figures import figures
 from harness.serve.loop import Loop
 from harness.serve.plan import Plan
 from harness.terminal.progress import progress
+from kernels.temporary import TemporaryFolder
 
 SCHEMA = 1
 RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
@@ -83,8 +83,8 @@ def _fresh(settings: Settings) -> Iterator[Settings]:
         return
     parent = Path(settings.store.folder).expanduser()
     parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="kv-serve-", dir=parent) as made:
-        yield replace(settings, store=replace(settings.store, folder=made))
+    with TemporaryFolder("kv-serve-", parent) as folder:
+        yield replace(settings, store=replace(settings.store, folder=str(folder)))
 
 
 def _told(answers: Iterator[Answer], plan: Plan) -> Iterator[Answer]:

@@ -63,6 +63,7 @@ class Runs:
                 yield self.systems[system].at(rate)
 
     def _serve(self, plan: Plan) -> None:
+        plan.job.remove_leftovers()
         known = found(plan, self.out)
         if known is None:
             _tell(_coming(plan))

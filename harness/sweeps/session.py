@@ -15,6 +15,7 @@ from harness.results import files
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import now
 from harness.sweeps.ledger import Claim, Event, Sweep
+from kernels.temporary import remove_abandoned
 
 PATIENCE = 2  # kills without a new example after which a group waits until it can run alone
 
@@ -33,6 +34,8 @@ class Session:
         """`how`: launcher, workers, devices, threads. Held by this process, until it ends."""
         when = now().partition("+")[0].replace(":", "-")
         here = {"host": socket.gethostname(), "pid": os.getpid()}
+        for earlier in sweep.folder.glob("sessions/*"):
+            remove_abandoned(earlier)
         folder = sweep.folder / "sessions" / f"{when}-{here['host']}-{here['pid']}-{monotonic_ns()}"
         with files.writing(folder):
             folder.mkdir(parents=True)

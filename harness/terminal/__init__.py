@@ -1,1 +1,1 @@
-"""Notices and tables on a terminal."""
+"""Notices and tables on a terminal, and the signals that come from there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from harness.config.errors import one_sentence
 from harness.config.settings import Settings
@@ -12,6 +11,7 @@ from harness.terminal.notices import say_once
 from harness.trackers.base import Tracker
 from harness.trackers.tensorboard import TensorBoard
 from harness.trackers.wandb import Wandb
+from kernels.temporary import TemporaryFolder
 
 MAKERS: dict[str, Callable[[Settings], Tracker]] = {
     Wandb.name: lambda settings: Wandb(settings.wandb.project, settings.wandb.entity),
@@ -38,8 +38,8 @@ class Trackers:
         if not self._ready or not folders:
             return
         try:
-            with TemporaryDirectory() as scratch:
-                self._publish(folders, Path(scratch))
+            with TemporaryFolder("kv-trackers-") as scratch:
+                self._publish(folders, scratch)
         except KeyboardInterrupt:
             say_once("stopped sending; the runs are complete, and the same command sends them again")
         except Exception as error:

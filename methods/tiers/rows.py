@@ -10,12 +10,13 @@ from math import prod
 from pathlib import Path
 from tempfile import mkstemp
 from typing import ClassVar
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.temporary import TemporaryFolder
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
 
@@ -139,19 +140,21 @@ class HostRows(MemoryRows):
 
 
 class DiskRows(Rows):
-    """A file of its own in the place's folder, deleted with this object. It is mapped to be read and at once unmapped,
-    so nothing of it stays in the memory of this process and no file stays open; the system may still cache it."""
+    """A file of its own, in a folder that this process has in the place's, deleted with this object. It is mapped to be
+    read and at once unmapped, so nothing of it stays in the memory of this process and the file does not stay open; the
+    system may still cache it."""
 
     tier: ClassVar[str] = DISK
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)
+        folder = _folder_in(place.folder)
         self.file = self.room(shape, dtype, place)
-        finalize(self, self.file.unlink, missing_ok=True)
+        finalize(self, _delete, self.file, folder)
 
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Path:
-        handle, name = mkstemp(".rows", "kv-", place.folder)
+        handle, name = mkstemp(".rows", "", _folder_in(place.folder).path)
         os.truncate(handle, prod(shape) * dtype.itemsize)
         os.close(handle)
         return Path(name)
@@ -172,6 +175,21 @@ class DiskRows(Rows):
         traffic.from_disk_bytes += x.nbytes
         traffic.to_device_bytes += x.nbytes
         return x.to(self.device, copy=True)
+
+
+def _delete(file: Path, folder: TemporaryFolder) -> None:
+    """Keeps `folder` until then: were it an attribute of the rows, its bytes would count as theirs."""
+    file.unlink(missing_ok=True)
+
+
+def _folder_in(parent: Path | None) -> TemporaryFolder:
+    """One for all rows there, and gone with the last of them."""
+    if (folder := _folders.get(parent)) is None:
+        folder = _folders[parent] = TemporaryFolder("kv-rows-", parent)
+    return folder
+
+
+_folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionary()
 
 
 def rows_in(tier: str) -> type[Rows]:

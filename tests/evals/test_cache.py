@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,36 @@ def test_a_disk_that_takes_nothing_costs_no_run(tmp_path: Path, caplog: pytest.L
     assert load_or_make(tmp_path / "file", "vt", KEY, lambda: ROWS) == ROWS
     (said,) = caplog.messages
     assert "cannot be written (File exists): it is made again next time" in said
+
+
+def killed(folder: Path) -> None:
+    """A process that is killed before its rows have their name."""
+    if not (child := os.fork()):
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        load_or_make(folder, "vt", KEY, lambda: ROWS)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_what_a_killed_process_left_is_made_use_of(tmp_path: Path) -> None:
+    for _ in range(2):
+        killed(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+    assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
+    assert load_or_make(tmp_path, "vt", KEY, never) == ROWS
+
+
+def test_a_process_that_comes_second_finds_its_rows_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.replace
+
+    def overtaken(*names: Any) -> None:
+        really(*names)
+        really(*names)
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
+    assert load_or_make(tmp_path, "vt", KEY, never) == ROWS
 
 
 def test_without_a_folder_nothing_is_kept() -> None:

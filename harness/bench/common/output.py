@@ -16,6 +16,7 @@ from harness.bench.common.measure import Estimate
 from harness.results.files import write_atomically
 from harness.results.provenance import now, provenance
 from harness.terminal.tables import Column, digits, markdown_table, text_table
+from kernels.temporary import remove_abandoned
 
 ROOT = Path("results/runs/bench")
 PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
@@ -36,6 +37,8 @@ class Report:
         stamp = provenance(str(asked.get("device", "cpu")))
         self._head = {"schema": 1, "kind": kind, "title": title, "options": asked, **facts, "provenance": stamp}
         self._began = perf_counter()
+        for folder in (self.folder, *ROOT.glob(f"{kind}-*")):
+            remove_abandoned(folder)  # stores of gigabytes, where an earlier one was killed
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"{title}\nEach row goes to {self.folder} as it comes.", flush=True)
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import torch  # first: its OpenMP runtime is then the one the libraries share  # noqa: F401
 
 from kernels.cpu.ffi.bindings import Function, bound, header
+from kernels.temporary import TemporaryFolder, remove_abandoned
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def march() -> str:
 @cache
 def team() -> ctypes.CDLL:
     """The one state of all libraries (team.cpp): they find its functions among the global names."""
+    remove_abandoned(_folder())
     library = _load("team", "", ctypes.RTLD_GLOBAL)
     library.kv_team_size.argtypes = [ctypes.c_int64]
     library.kv_team_report.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -104,9 +105,9 @@ def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
     log.info("building %s (once per machine and version)", source.name)
     try:
         _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_folder()) as folder:
-            fresh = Path(folder) / source.with_suffix(".so").name
-            Path(folder, "calls.hpp").write_text(calls)
+        with TemporaryFolder("build-", _folder()) as folder:
+            fresh = folder / source.with_suffix(".so").name
+            (folder / "calls.hpp").write_text(calls)
             _run([compiler, *FLAGS, f"-march={march()}", f"-I{folder}", str(source), "-o", str(fresh)])
             return fresh.replace(_folder() / _named(stem, fresh))
     except OSError as error:

@@ -21,6 +21,7 @@ from harness.bench.common import load, measure, output
 from harness.bench.common.load import Counts, Watch
 from harness.bench.common.measure import Seconds, marks, own_seconds
 from harness.terminal.tables import Column
+from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]
 CLEAN = {"samples": 3, "disturbed": 0, "with_launches": 0}
@@ -30,7 +31,7 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
     return [output.column("what", "", rows, lambda row: row["what"], left=True)]
 
 
-def report(folder: Path, **options: Any) -> output.Report:
+def report(folder: Path | None, **options: Any) -> output.Report:
     return output.Report("ops", "A title", argparse.Namespace(out=folder, device="cpu", **options), table, limits={})
 
 
@@ -90,6 +91,17 @@ def test_a_killed_benchmark_leaves_its_rows_and_says_that_it_is_partial(tmp_path
     assert made["provenance"]["machine"]["device"] == "cpu"
     assert "| group_weights |" in (tmp_path / "table.md").read_text()
     assert sum(line.startswith("group_weights") for line in lines) == len(made["rows"])
+
+
+def test_the_next_benchmark_removes_the_store_of_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "ROOT", tmp_path)
+    (tmp_path / "ops-of-yesterday").mkdir()
+    left = abandoned(tmp_path / "ops-of-yesterday")
+    assert left.exists()
+    report(None)
+    assert not left.exists()
 
 
 def test_an_interrupted_benchmark_says_where_it_is(

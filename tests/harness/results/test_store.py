@@ -16,6 +16,7 @@ from harness.results.files import CHECKSUM, RUN, parse, read_json, write_json
 from harness.results.lock import is_locked
 from harness.results.records import Record, RecordError
 from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
+from kernels.temporary import replacing
 from tests.fake_records import config, record, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -302,15 +303,33 @@ def test_a_session_without_records_keeps_what_the_last_one_said(tmp_path: Path) 
     assert "earlier" not in stored.info
 
 
-def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, writer: subprocess.Popen) -> None:
+def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [record("a")])
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = {pid: folder / f".summary.json.{pid}" for pid in (dead.pid, os.getpid(), writer.pid)}
-    for path in left.values():
-        path.write_text("half")
+
+    def writes() -> int:
+        """A process that has written a file, and not yet renamed it."""
+        hears, said = os.pipe()
+        if not (child := os.fork()):
+            with replacing(folder / "summary.json") as file:
+                file.write(b"half")
+                os.write(said, b".")
+                signal.pause()
+        os.read(hears, 1)
+        return child
+
+    def half_written() -> int:
+        return len(list(folder.glob(".summary.json.*")))
+
+    killed, living = writes(), writes()
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert half_written() == 2
     write_run(tmp_path, [])
-    assert {pid for pid, path in left.items() if path.exists()} == {writer.pid}
+    assert half_written() == 1
+    os.kill(living, signal.SIGKILL)
+    os.waitpid(living, 0)
+    write_run(tmp_path, [])
+    assert half_written() == 0
 
 
 def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen) -> None:

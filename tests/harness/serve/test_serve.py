@@ -15,6 +15,7 @@ from harness.serve.__main__ import main
 from harness.serve.answer import Answer
 from harness.serve.figures import cost, figures
 from harness.serve.traffic import points
+from tests.abandoned import abandoned
 from tests.fast import MODEL_ARGS
 from tests.talks import configured
 
@@ -101,12 +102,17 @@ def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, 
 def test_a_disk_tier_lies_in_the_folder_that_was_named_and_is_empty_at_first(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     words = ("task=talks", "method=full", "history=store", "store.host=0", "store.disk=1GB", "store.block_tokens=16")
-    code, _, err = serve(*words, f"store.folder={tmp_path / 'tier'}", "rate=50,60", "think_s=0.01")
+    words = (*words, f"store.folder={tmp_path / 'tier'}", "rate=50,60", "think_s=0.01")
+    code, _, err = serve(*words)
     assert code == 0, err
     for folder, run in _folders(tmp_path / "out"):
         assert {one["tier"] for key, one in turns(folder).items() if key[1] > 1} == {"disk"}
         assert all(one["tier"] is None for key, one in turns(folder).items() if key[1] == 1)
         assert run["store"]
+    assert not list((tmp_path / "tier").iterdir())
+    abandoned(tmp_path / "tier")  # by a process that was killed behind its last run
+    code, _, err = serve(*words)
+    assert (code, err.count("was there already")) == (0, 2), err
     assert not list((tmp_path / "tier").iterdir())
 
 

@@ -15,6 +15,7 @@ from harness.sweeps.jobs import JobConfig, distinct, groups
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import PATIENCE, Session
 from harness.sweeps.state import states_of
+from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]
 PARTIAL: dict[str, frozenset[str]] = {"method": frozenset({"sinks"}), "task": frozenset(), "model": frozenset()}
@@ -166,3 +167,12 @@ def test_nothing_is_taken_for_a_command_that_was_stopped(tmp_path: Path) -> None
     with begin(tmp_path) as session:
         session.stop()
         assert session.take() is None
+
+
+def test_what_a_killed_command_left_in_the_ledger_goes_with_the_next_one(tmp_path: Path) -> None:
+    """Its session's folder has a name of its own, and nobody comes there again."""
+    with begin(tmp_path) as session:
+        left = abandoned(session.folder)
+    assert left.exists()
+    with begin(tmp_path):
+        assert not left.exists()

@@ -17,7 +17,7 @@ from tests.forks import Forked
 from tests.talks import configured
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
-APPEND, CLOSE = "harness.results.store:Run.append", "harness.results.store:Run.close"
+APPEND, CLOSE = signals.APPEND, "harness.results.store:Run.close"
 OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0", "progress=false")
 STREAMING = ("method=streaming", *OF_RUNS, *TASK_ARGS)
 ROWS = ("method=pqcache", "placement=disk", *TASK_ARGS)
@@ -249,4 +249,19 @@ def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path
     os.close(master)
     assert closed.wait() == 129, closed.err
     assert read_json(only_run(tmp_path) / "run.json")["status"] == "interrupted"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(("words", "record"), [(STORE, 2), (ROWS, 4)], ids=["within", "behind the last"])
+def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path, words: tuple[str, ...], record: int) -> None:
+    """Also where the run was complete, so that the next start makes no such files any more."""
+    if words is ROWS:
+        (tmp_path / "disk").mkdir()
+        words += (f"disk={tmp_path / 'disk'}",)
+    words = (*OF_RUNS, *words, f"results.root={tmp_path / 'runs'}", f"--config-dir={configured(tmp_path / 'conf')}")
+    killed = Forked(signals.killed_behind, record, tmp_path / "temporary", "harness", *words)
+    assert killed.wait() == -signal.SIGKILL
+    assert any(name.startswith(("kv-history-", "kv-rows-")) for name in leftovers(tmp_path))
+    again = Forked(signals.at, APPEND, 100, (), tmp_path / "temporary", "harness", *words)
+    assert again.wait() == 0, again.err
     assert leftovers(tmp_path) == []
