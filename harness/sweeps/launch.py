@@ -60,8 +60,6 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
             stop = partial(_stop, session, plan)
             try:
                 with before_stopping(stop):
-                    if plan.launcher == "ray":
-                        _start_ray([*own, *words])
                     _run(session, [*own, *words], plan.workers)
             except BaseException as error:
                 stop(error.number if isinstance(error, Stopped) else signal.SIGINT)
@@ -127,6 +125,8 @@ def _round(session: Session, words: Sequence[str], workers: int, patience: int) 
     numbers = ",".join(map(str, range(workers)))
     place = {"sweep": session.sweep.folder.resolve(), "session": session.folder.resolve(), "patience": patience}
     given = [f"{key}='{value}'" for key, value in place.items()]
+    if session.facts["launcher"] == "ray":
+        _start_ray(words)
     _hydra().multirun("worker", work_on, [*given, *words, f"worker={numbers}"])
 
 
@@ -134,9 +134,10 @@ def _start_ray(words: Sequence[str]) -> None:
     """Starts or joins Ray before the launcher would, for Ray takes SIGTERM for itself and ends without a word."""
     import ray
 
-    settings: Any = OmegaConf.to_container(_composed(words).ray.init, resolve=True)
-    ray.init(**settings)
-    take_again()
+    if not ray.is_initialized():
+        settings: Any = OmegaConf.to_container(_composed(words).ray.init, resolve=True)
+        ray.init(**settings)
+        take_again()
 
 
 def _settle(session: Session) -> None:
