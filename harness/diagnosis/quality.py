@@ -103,8 +103,8 @@ def _fidelity(subject: Subject) -> Iterator[str]:
         yield "How much of the exact attention that leaves out was not measured: run with fidelity=8."
         return
     told = (
-        f"Of as many tokens with the largest exact weights it read {percent(found['recall'])} % (recall), and what it "
-        f"read holds {percent(found['mass'])} % of the exact attention (mass)"
+        f"It read {percent(found['recall'])} % of as many tokens with the largest exact weights (recall), and the "
+        f"tokens that it read hold {percent(found['mass'])} % of the exact attention (mass)"
     )
     kl = found.get("kl")
     yield told + (f"; its next-token distribution is {digits(kl)} nats from Full's (KL)." if kl is not None else ".")

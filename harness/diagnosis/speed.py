@@ -101,7 +101,7 @@ def _load(subject: Subject) -> Iterator[str]:
         yield "The load of the machine was not recorded."
         return
     told = " and ".join(f"{load:g} when it {what}" for load, what in zip(last.loads, ("began", "ended"), strict=False))
-    yield f"The machine's load was {told}, on {last.cpus} CPUs, where the run's own work makes {last.own}."
+    yield f"The machine's load was {told}, on {last.cpus} CPUs; the run's own work accounts for {last.own}."
     if any(one.crowded for one in own):
         yield "Others used it as well, so its times mean little."
     elif subject.full and any(one.crowded for one in sessions(subject.full)):

@@ -42,7 +42,7 @@ def _unequal(rows: Sequence[Row], what: str, meaning: Callable[[Row], str | None
             kinds[kind].append(row)
     if len(kinds) > 1:
         named = "; ".join(f"{what}={kind}: {', '.join(titles(same))}" for kind, same in kinds.items())
-        text = f"the budget does not mean the same in all rows, compare only within one of these: {named}"
+        text = f"the budget does not mean the same in all rows; compare only rows of one group: {named}"
         yield Alarm("unaligned", text, titles(rows))
 
 
@@ -78,12 +78,13 @@ def _use(row: Row) -> Mapping[str, Any]:
 
 def off_budget(rows: Sequence[Row]) -> Iterator[Alarm]:
     """What a head that selects, or the KV head that serves it, really reads."""
-    for what, who in (("attended", "a head"), ("union", "a KV head, over its query heads,")):
+    for what, who in (("attended", "a head"), ("union", "a KV head, for all its query heads,")):
         off = [(row, share, asked) for row in rows for share, asked in _read_and_asked(row, what)]
         off = [(row, share, asked) for row, share, asked in off if abs(share - asked) > OFF * asked]
         if off:
-            named = ", ".join(f"{row.title} ({percent(share)} % for {percent(asked)} %)" for row, share, asked in off)
-            yield Alarm("off_budget", f"{who} reads other than the budget: {named}", titles([row for row, *_ in off]))
+            read = [f"{row.title} ({percent(share)} % instead of {percent(asked)} %)" for row, share, asked in off]
+            text = f"{who} does not read what the budget says: {', '.join(read)}"
+            yield Alarm("off_budget", text, titles([row for row, *_ in off]))
 
 
 def _read_and_asked(row: Row, what: str) -> Iterator[tuple[float, float]]:

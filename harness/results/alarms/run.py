@@ -32,7 +32,7 @@ def warnings(
     if (config.get("device"), config.get("dtype")) == ("cpu", "fp16"):
         yield SLOW_FP16
     if full is not None and (count := len(paired(records, full))) < len(records):
-        yield f"compared with Full on {count} of {len(records)} examples: on the others Full has no same prompt"
+        yield f"compared with Full on {count} of {len(records)} examples: Full was not run on the other prompts"
 
 
 def _about_examples(records: Sequence[Record]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def _ends(interval: Any) -> str:
 
 def _of_a_search(rows: Sequence[Row]) -> Iterator[Alarm]:
     if found := tuple(row.title for row in rows if row.run.config.get("seed") == TUNING_SEED):
-        text = f"seed={TUNING_SEED} is of the examples that harness.tune chooses parameters by: no result to report"
+        text = f"seed={TUNING_SEED} gives the examples on which harness.tune chooses parameters: do not report them"
         yield Alarm("tuning_seed", text, found)
 
 

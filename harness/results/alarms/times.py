@@ -50,7 +50,7 @@ def _load(ran: Sequence[Session]) -> str:
     crowded = [one for one in ran if one.crowded]
     loads = _span([max(one.loads) for one in crowded])
     cpus, own = _span([one.cpus or 0 for one in crowded]), _span([one.own for one in crowded])
-    return f"load {loads} on {cpus} CPUs, where a run's own work makes {own}"
+    return f"load {loads} on {cpus} CPUs, of which a run's own work accounts for {own}"
 
 
 def _span(numbers: Collection[float]) -> str:

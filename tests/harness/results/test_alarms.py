@@ -212,7 +212,8 @@ def test_what_is_read_is_held_against_the_budget() -> None:
     lines = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=28.0)
     assert kinds(alarms([row("quest", lines, budget=0.28)], [])) == ["off_budget"]
     [union] = alarms([row("quest", lines, budget=0.2)], [])
-    assert union.text == "a KV head, over its query heads, reads other than the budget: quest (28.0 % for 20.0 %)"
+    said = "a KV head, for all its query heads, does not read what the budget says: quest (28.0 % instead of 20.0 %)"
+    assert union.text == said
     exact = records([1.0, 0.0], attended_prompt=20.0, attended_total=22.0, union_prompt=21.0)
     for asked in (0.2, 20, 0.21):
         assert not alarms([row("quest", exact, budget=asked)], [])

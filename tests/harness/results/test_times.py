@@ -77,7 +77,7 @@ def test_load_beyond_a_runs_own_is_one(told: dict[str, Any], settings: dict[str,
 
 def test_the_caution_names_loads_and_rows() -> None:
     [alarm] = shared([row("a", session(load=7.28, threads=1)), row("b", session(load=4.0, threads=1))])
-    assert "load 4.00 to 7.28 on 2 CPUs, where a run's own work makes 1: all rows" in alarm.text
+    assert "load 4.00 to 7.28 on 2 CPUs, of which a run's own work accounts for 1: all rows" in alarm.text
     assert not alarm.red
     [alarm] = shared([row("a", session(load=7.28)), row("b", session(load=1.0))])
     assert alarm.text.endswith("makes 2: a")
