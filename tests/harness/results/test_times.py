@@ -80,7 +80,7 @@ def test_the_caution_names_loads_and_rows() -> None:
     assert "load 4.00 to 7.28 on 2 CPUs, of which a run's own work accounts for 1: all rows" in alarm.text
     assert not alarm.red
     [alarm] = shared([row("a", session(load=7.28)), row("b", session(load=1.0))])
-    assert alarm.text.endswith("makes 2: a")
+    assert alarm.text.endswith("accounts for 2: a")
 
 
 def test_an_earlier_session_counts() -> None:
