@@ -32,6 +32,7 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 class H2O(Windowed):
     """sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: see above."""
 
+    selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="evicts, once at the seal: the tokens with the largest sums of weights from every query so far stay",

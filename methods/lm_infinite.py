@@ -31,6 +31,7 @@ from methods.parts.rope_table import RopeTable
 class LMInfinite(Method):
     """n_init: first tokens always read; 10 and 100 gave the paper's authors the same."""
 
+    selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
     card: ClassVar[Card | None] = Card(

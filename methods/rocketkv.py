@@ -42,6 +42,7 @@ class RocketKV(SnapKV):
     """SnapKV's parameters; split from 0 (evict nothing) to 1 (evict all that is not needed); page_size in tokens;
     r channels of a bound."""
 
+    selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(

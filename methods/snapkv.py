@@ -31,6 +31,7 @@ from methods.pools import KVStore
 class SnapKV(Method):
     """window: last queries, whose tokens are kept too. kernel: tokens pooled, an odd number (1: none)."""
 
+    selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(
         prefill="dense",
         rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay",

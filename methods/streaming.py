@@ -24,6 +24,7 @@ from methods.parts import costs
 class Streaming(Method):
     """sinks: first tokens kept. positions: `cache` (the paper: places in the cache) or `original` (true positions)."""
 
+    selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     card: ClassVar[Card | None] = Card(
         prefill="dense",

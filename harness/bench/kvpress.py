@@ -244,7 +244,7 @@ def main(words: Sequence[str] | None = None) -> int:
     source, task = SmolLM2(), ruler(options)
     loaded = {dtype: source.load(dtype, "cpu") for dtype in options.dtypes}
     length = GenerationSettings(max_new_tokens=options.new, force_length=options.new is not None)
-    plain = Settings(budget=options.budget, baseline="off", data=Data(root=options.data_root), generation=length)
+    plain = Settings(data=Data(root=options.data_root), generation=length)
     job = Job.plan(methods.load("full"), task, source, plain)
     task_names, model = ", ".join(options.tasks), source.identity().name
     title = f"Samples beside kvpress: RULER {task_names} at {options.length} tokens, {model}, budget {options.budget}"

@@ -9,15 +9,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from harness.config.compose import built, composed
 from harness.config.errors import is_known, sentence
+from harness.config.nested import flatten
+from harness.config.settings import Settings
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
-from harness.jobs.planning.effective import budget_of, effective, with_contexts
+from harness.jobs.planning.effective import (
+    budget_of,
+    effective,
+    method_of,
+    with_contexts,
+    without_effect,
+    without_effect_here,
+)
 from harness.jobs.planning.items import Item, prepare
 from harness.terminal.visible import visible
+
+OF_RUNS = (  # keys, or what they begin with
+    "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs", "disk",
+    "memory_check", "dry_run", "progress", "results", "trackers", "wandb", "tensorboard", "reuse_steps",
+    "generation.temperature", "generation.top", "generation.force_length",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,9 +51,12 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     method, task, model, wanted = built(composed(overrides, config_dirs))
     task.require(wanted.data.folder())
     info = model.describe()
+    method = method_of(wanted, method, info)
     check_fit(wanted, method, info)
     settings = effective(wanted, method, info)
     items = prepare(task, model, settings, strict=False)
+    for words in (*without_effect(wanted, method), *without_effect_here(settings, task, items), *_of_runs(wanted)):
+        print(f"note: {words}", file=sys.stderr)
     for item in items[:shown]:
         print(visible(f"--- {item.example.id}\n{_marked(item)}\n"))
     lengths = [len(item.prompt.ids) for item in items]
@@ -53,6 +72,13 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     if not kinds:
         print("nothing found")
     return int(any(level == "error" for level, _ in kinds))
+
+
+def _of_runs(wanted: Settings) -> Iterator[str]:
+    """Settings that are not at their defaults, and about what happens behind the prompts."""
+    given, usual = flatten(asdict(wanted)), flatten(asdict(Settings()))
+    if names := sorted(key for key in given if key.startswith(OF_RUNS) and given[key] != usual[key]):
+        yield f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'} nothing here: lint runs no model"
 
 
 def _marked(item: Item) -> str:

@@ -19,6 +19,12 @@ SETS_ITSELF = {  # setting -> why a search has no choice
     "seed": "it chooses on examples that no table is about",
     "shared_prefill": "one prefill serves all values of a parameter",
 }
+NOT_READ = {  # setting -> why a search has no use for it
+    "workers": "a search runs in one process",
+    "trackers": "a search is shown nowhere else",
+    "wandb": "a search is shown nowhere else",
+    "tensorboard": "a search is shown nowhere else",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ def read(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Asked:
         if key in SETS_ITSELF:
             raise SettingsError(f"harness.tune sets {key} itself, since {SETS_ITSELF[key]}: leave {word} out.")
         group, _, parameter = key.partition(".")
+        if group in NOT_READ:
+            raise SettingsError(f"{word} changes nothing for harness.tune, since {NOT_READ[group]}: leave it out.")
         if group == "method" and parameter:
             _refuse_nothing(override)
         if not override.is_sweep_override():

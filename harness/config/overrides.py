@@ -23,6 +23,7 @@ from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.renamed import refuse_renamed
+from harness.config.rivals import refuse_two_budgets
 from harness.config.settings import SettingsError
 
 SWEEP = ("-m", "--multirun")
@@ -77,6 +78,7 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     files = list(_checked_files(experiment, groups)) if experiment else []
     grid = {key.lstrip("+"): key for key in experiment.grid} if experiment else {}
     said = [*files, *typed]
+    refuse_two_budgets(said, typed)
     chosen = {group: _chosen(group, said, known) for group, known in groups.items()}
     words = [_checked(override, chosen, groups, folders, grid) for override in typed]
     if experiment:

@@ -26,6 +26,7 @@ from harness.jobs.planning.effective import (
     with_own_limit,
     with_turns,
     without_effect,
+    without_effect_here,
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
@@ -82,14 +83,27 @@ class Job:
         items: Sequence[Item] | None = None,
         presets: Presets | None = None,
     ) -> Job:
+        """Checks all that can be checked, and says which of the settings change nothing."""
+        job = cls._planned(method, task, model, wanted, items, presets)
+        for words in without_effect(wanted, method):
+            say_once(words)
+        return job
+
+    @classmethod
+    def _planned(
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        wanted: Settings,
+        items: Sequence[Item] | None,
+        presets: Presets | None,
+    ) -> Job:
         check_machine(wanted)
         task.require(wanted.data.folder())
         info = model.describe()
         method = method_of(wanted, method, info)
         check_fit(wanted, method, info)
-        if method.uses_budget:
-            for words in without_effect(wanted, method):
-                say_once(words)
         settings = effective(wanted, method, info)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
             say_once(SLOW_FP16)
@@ -97,6 +111,8 @@ class Job:
             say_once(f"Triton's kernels cannot run here, so operations run on plain torch, which is slower: {reason}")
         budget = budget_of(settings, method, info)
         items = list(items or prepare(task, model, settings))
+        for words in without_effect_here(settings, task, items):
+            say_once(words)
         settings = with_contexts(with_own_limit(settings, items), items)
         check_turns(items, settings)
         check_overflow(items, task, settings, info.limit)
@@ -115,7 +131,7 @@ class Job:
             return None
         shared = replace(self.settings, shared_prefill=wanted.shared_prefill)
         presets = self.presets and {**self.presets, "method": "full"}
-        return Job.plan(Full(), self.task, self.model, shared, self.items, presets)
+        return Job._planned(Full(), self.task, self.model, shared, self.items, presets)
 
     def finished(self) -> Evaluation | None:
         """What a complete earlier run left; None where there is none."""
@@ -176,12 +192,19 @@ class Job:
         task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
         budget, in_bytes = self.settings.budget, self.settings.most_bytes
         asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
-        asked = size(in_bytes) if in_bytes else asked
+        asked = size(in_bytes) if in_bytes else "by layer" if self.settings.layer_budgets else asked
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
     def announce(self, pending: Sequence[Item]) -> None:
         """Says where the run is and what of it was there."""
         announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
+        known = len(self.items) - len(pending)
+        if (
+            known
+            and self.settings.results.save_prompts
+            and not all(r.prompt_ids for r in load_run(self.folder).records)
+        ):
+            say_once(f"results.save_prompts changes nothing for examples that are there already, in {self.folder}")
         if len(pending) == len(self.items):
             named = {"method": self.method, "task": self.task, "model": self.model}
             if words := not_continued(self.identity, named, akin(self.folder)):

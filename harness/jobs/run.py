@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.base import Task
-from harness.config.settings import Settings
+from harness.config.settings import Settings, SettingsError
 from harness.jobs.group import OnError, reporting, run_group
 from harness.jobs.job import Evaluation, Job, Presets
 from harness.jobs.planning.items import Item
@@ -24,6 +24,7 @@ from harness.models.base import ModelSource
 from harness.terminal.lasting import lasting_output
 from methods.base import Method, refuse_other_than_method
 
+OF_COMMANDS = ("dry_run", "workers", "trackers")  # settings that `python -m harness` reads before it runs jobs
 OnPlan = Callable[[int, Job, Job | None], None]  # number of the job, the job, the Full beside it
 
 
@@ -54,6 +55,9 @@ def evaluate(
     """
     refuse_other_than_method(method)
     wanted = Wanted(method, task, model, replace(settings or Settings(), **changes), presets)
+    for name in OF_COMMANDS:
+        if (value := getattr(wanted.settings, name)) != getattr(Settings(), name):
+            raise SettingsError(f"{name}={value} is for the command line, and evaluate does not read it: leave it out.")
     return evaluate_together([wanted])[-1]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import built, composed
-from harness.config.settings import SettingsError
+from harness.config.settings import Settings, SettingsError
 from harness.jobs.job import Job
 from harness.jobs.planning.items import itemised
 from harness.results.files import canonical
@@ -39,6 +39,10 @@ class Plan:
             )
         if recorded:
             recorded.check(task)
+        if recorded and settings.seed != Settings().seed and not settings.generation.temperature:
+            raise SettingsError(
+                "seed changes nothing beside replay: the trace has its own texts and times. Leave it out."
+            )
         settings = replace(settings, batch=traffic.slots)
         items = itemised(recorded.examples, model.tokenizer(), settings, model.describe().limit) if recorded else None
         job = Job.plan(method, task, model, settings, items)

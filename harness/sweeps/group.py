@@ -16,8 +16,6 @@ from harness.config.settings import settings_of
 from harness.jobs.planning.machine import check_machine
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
-from harness.terminal.notices import say_once
-from methods.tiers.tier import DEVICE, TIERS
 
 if TYPE_CHECKING:
     from harness.jobs.job import Evaluation, Job
@@ -126,13 +124,6 @@ def built(job: JobConfig, partial: Partial) -> Wanted:
     task = plugins.build(config["task"], "task", partial["task"])
     task.require(settings.data.folder())
     method, model = (plugins.build(config[kind], kind, partial[kind]) for kind in ("method", "model"))
-    name = type(method).__name__
-    if settings.placement != DEVICE and not method.offloads:
-        say_once(f"placement={settings.placement} is placement=device for {name}, which keeps nothing there")
-    if settings.disk_folder() is not None and not TIERS[settings.placement].in_files:
-        say_once(f"disk={settings.disk} changes nothing with placement={settings.placement}: set placement=disk")
-    if settings.codec is not None and not method.encodes:
-        say_once(f"codec={settings.codec} changes nothing for {name}, which has no tokens that it is meant for")
     from harness.jobs.run import Wanted
 
     return Wanted(method, task, model, settings, job.presets)

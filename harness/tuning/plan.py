@@ -11,13 +11,20 @@ from harness.config.catalogue import plain
 from harness.config.errors import sentence
 from harness.config.settings import TUNING_SEED, CommonWindows, Settings
 from harness.jobs.job import Job, Presets
-from harness.jobs.planning.effective import method_of
+from harness.jobs.planning.effective import method_of, without_effect
 from harness.models.base import ModelSource
+from harness.terminal.notices import say_once
 from harness.tuning.examples import Examples, examples_of, refuse_unseeded
 from harness.tuning.search import KEPT, curve_points, most_combinations
 from harness.tuning.space import START, Space, grids_of, space_of
 from harness.tuning.trials import Setting
 from methods.base import Method
+
+FULL = {  # baseline -> what becomes of Full
+    "run": ", and Full's",
+    "reuse": ", and Full's where it has run",
+    "off": " without Full's, so nobody will know what is lost to it (baseline=off)",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Plan:
         asked: Mapping[str, tuple[Any, ...]],
     ) -> Plan:
         """`settings` as for one run; the seed is the reserved one. `asked`: grids of the command line."""
+        for words in without_effect(settings, method):
+            say_once(words)
         method = method_of(settings, method, model.describe())
         settings = replace(settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
         grids = grids_of(method, asked)
@@ -58,9 +67,10 @@ class Plan:
     def title(self) -> str:
         settings, model = self.setting.settings, self.start.model.describe().name
         bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
-        asked = (
-            f"budget_bytes={settings.budget_bytes}" if settings.budget_bytes else f"budget={settings.budget}{bytes_too}"
-        )
+        asked = f"budget={settings.budget}{bytes_too}"
+        for name in ("budget_bytes", "layer_budgets"):
+            if value := getattr(settings, name):
+                asked = f"{name}={value}"
         return f"{self.setting.presets['task']}, {asked}, {model}"
 
     def lines(self) -> Iterator[str]:
@@ -80,7 +90,7 @@ class Plan:
         curves, combinations = len(curve_points(self.space)), most_combinations(self.space)
         yield (
             f"{curves} points on the curves, at most {combinations} combinations, then the best beside the start: "
-            f"at most {self.answers} answers, and Full's; runs in {self.setting.root}"
+            f"at most {self.answers} answers{FULL[self.setting.settings.baseline]}; runs in {self.setting.root}"
         )
 
     @property

@@ -38,6 +38,7 @@ class Method(metaclass=_TupleForList):
 
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
+    selects: ClassVar[bool] = True  # a step reads what it chooses, which `reuse_steps` lets further ones read as well
     rows_stay: ClassVar[bool] = False  # keys and values of a token are from turn to turn what the model made them
     generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens
     card: ClassVar[Card | None] = None

@@ -17,7 +17,7 @@ from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_v
 from harness.history.placement import without_copies
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
-from methods.tiers.tier import DISK, TIERS
+from methods.tiers.tier import DISK, HOST, TIERS
 
 RECOMPUTE = "recompute"
 RANGES = {
@@ -26,6 +26,7 @@ RANGES = {
     **dict.fromkeys(("sessions", "rate", "block_tokens", "ttl_s"), ABOVE_0),
     **dict.fromkeys(("think_s", "warmup", "seed"), FROM_0),
 }
+OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "ttl_s", "positions", "preload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,21 @@ class Scenario:
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
+    def unused(self) -> dict[str, str]:
+        """Keys that change nothing in this run, and why."""
+        found: dict[str, str] = {}
+        if self.policy == RECOMPUTE:
+            found |= dict.fromkeys(OF_STORE, f"policy={RECOMPUTE} stores nothing")
+        elif not self.capacities[DISK]:
+            found |= dict.fromkeys(("write_buffer", "block_tokens", "copies"), "disk=0 has no files")
+            if not self.capacities[HOST]:
+                found["preload"] = "what lies on the device is not loaded"
+        if self.data:
+            found |= dict.fromkeys(("question_share", "correlation"), "data has conversations of its own")
+        if self.arrivals == "anytime":
+            found["think_s"] = "arrivals=anytime waits for no answer"
+        return found
+
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
     """All combinations of the values in `key=value,value`; the last of two words for one key wins."""
@@ -98,8 +114,12 @@ def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
         if not equals:
             raise SettingsError(f"Cannot read {word!r}: write key=value, several values as key=a,b.")
         given[key] = [_value(key, value) for value in values.split(",")]
-    for point in product(*given.values()):
-        yield Scenario(**dict(zip(given, point, strict=True)))
+    found = [Scenario(**dict(zip(given, point, strict=True))) for point in product(*given.values())]
+    unused = [scenario.unused() for scenario in found]
+    for key in given:
+        if all(key in one for one in unused):
+            raise SettingsError(f"{key} changes nothing here, since {unused[0][key]}: leave it out.")
+    yield from found
 
 
 def _value(key: str, text: str) -> Any:

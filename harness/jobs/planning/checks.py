@@ -44,6 +44,13 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
 
 
 def _check_budget_is_said(settings: Settings, method: Method) -> None:
+    """Once. A budget at its default was not asked for; where it was, on a command line, config/overrides.py knows."""
+    taking = {"budget_bytes": settings.budget_bytes, "layer_budgets": settings.layer_budgets}
+    for name, value in taking.items():
+        if value and settings.budget not in (None, Settings().budget):
+            raise SettingsError(
+                f"budget={settings.budget} would be ignored beside {name}={value}: leave one of them out."
+            )
     if method.uses_budget and not settings.says_budget:
         raise SettingsError(
             f"budget=null leaves {type(method).__name__} without a budget: set budget or budget_bytes; budget=1.0 is "

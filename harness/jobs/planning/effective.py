@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from evals.base import Task
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item
@@ -14,9 +15,22 @@ from harness.models.base import ModelInfo
 from harness.models.devices import choose_device
 from harness.terminal.notices import say_once
 from methods.base import Budget, Method, PaperBudget
+from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
-from methods.tiers.tier import DEVICE
+from methods.tiers.tier import DEVICE, TIERS
+
+PICKING = ("temperature", "top_k", "top_p", "force_length")  # settings of generation
+NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use for, and the values that say so
+    "budget": None,
+    "budget_bytes": None,
+    "budget_rule": "read",
+    "align": "tokens",
+    "dense_layers": [],
+    "layer_budgets": [],
+    "reuse_steps": 0,
+    "budget_generated": None,
+}
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -25,14 +39,61 @@ def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
     return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
 
 
+class Idle(NamedTuple):
+    """Settings that change nothing for a method: the values that say so, and why."""
+
+    neutral: Mapping[str, Any]
+    why: str
+
+
+def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
+    """What the method has no use for."""
+    if not method.uses_budget:
+        yield Idle(NO_BUDGET, "which uses no budget")
+    else:
+        if not method.paper_differs:
+            yield Idle({"budget_rule": "read"}, "whose paper counts as we do")
+        if not method.selects:
+            yield Idle({"reuse_steps": 0}, "whose steps choose nothing")
+    if not method.offloads:
+        yield Idle({"placement": DEVICE}, "which keeps nothing elsewhere")
+        yield Idle({"disk": None}, "which keeps nothing elsewhere")
+    elif not TIERS[settings.placement].in_files:
+        yield Idle({"disk": None}, f"since placement={settings.placement}")
+    if not method.encodes:
+        yield Idle({"codec": None}, "which has no tokens that it is meant for")
+    if not method.dense_prefill:
+        yield Idle({"shared_prefill": False}, "whose prefill is not Full's, so that it runs beside")
+
+
 def without_effect(settings: Settings, method: Method) -> Iterator[str]:
-    """What of `windows` and `budget_rule` changes nothing for `method`, in words."""
-    name = type(method).__name__
-    given = {key for key, value in vars(settings.windows).items() if value is not None}
-    for key in sorted(given - method.window_names.keys()):
-        yield f"windows.{key} changes nothing for {name}, which has no such parameter"
-    if settings.budget_rule == "paper" and not method.paper_differs:
-        yield f"budget_rule=paper changes nothing for {name}, whose paper counts as we do"
+    """What changes nothing for `method`, in words. Settings at their defaults were not asked for."""
+    usual = Settings()
+    for neutral, why in _idle(settings, method):
+        asked = {
+            name for name, value in neutral.items() if getattr(settings, name) not in (value, getattr(usual, name))
+        }
+        yield from _nothing(asked, method, why)
+    if isinstance(method, Full) and settings.baseline != usual.baseline:
+        yield "baseline changes nothing for Full, which is the baseline"
+    if settings.shared_prefill and method.dense_prefill and settings.warmup != usual.warmup:
+        yield "warmup changes nothing under shared_prefill=true, which measures no times"
+    windows = {f"windows.{name}" for name, value in vars(settings.windows).items() if value is not None}
+    comm = {"comm"} if settings.comm is not None else set()
+    if not method.uses_budget:
+        yield from _nothing(windows | comm, method, "which uses no budget")
+        return
+    yield from _nothing(
+        windows - {f"windows.{name}" for name in method.window_names}, method, "which has no such windows"
+    )
+    if type(method).at_communication is Method.at_communication:
+        yield from _nothing(comm, method, "whose scoring moves nothing")
+
+
+def _nothing(names: Set[str], method: Method, why: str) -> Iterator[str]:
+    if names:
+        verb = "changes" if len(names) == 1 else "change"
+        yield f"{' and '.join(sorted(names))} {verb} nothing for {type(method).__name__}, {why}"
 
 
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
@@ -45,27 +106,30 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
         changes |= {"graphs": "off" if device == "cpu" else "on"}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
     changes |= {"overflow": settings.overflow.resolved(settings.history)}
-    if not method.paper_differs:
-        changes |= {"budget_rule": "read"}
-    if not method.uses_budget:
-        changes |= {
-            "budget": None,
-            "budget_bytes": None,
-            "align": "tokens",
-            "dense_layers": [],
-            "layer_budgets": [],
-            "reuse_steps": 0,
-            "budget_generated": None,
-        }
-    elif settings.budget_bytes is not None:
+    if settings.budget_bytes is not None:
         changes |= {"budget": None, "align": "device_bytes"}
-    if not method.offloads:
-        changes |= {"placement": DEVICE}
-    if not method.encodes:
-        changes |= {"codec": None}
-    if not method.dense_prefill:
-        changes |= {"shared_prefill": False}
+    elif settings.layer_budgets:
+        changes |= {"budget": None}
+    for neutral, _ in _idle(settings, method):
+        changes |= neutral
     return replace(settings, **changes)
+
+
+def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -> Iterator[str]:
+    """What changes nothing for these examples, in words."""
+    usual, wanted = Settings(), settings.generation
+    turns = [turn for item in items for turn in item.turns]
+    forced = all(turn.forced for turn in turns)
+    if forced:
+        picking = [name for name in PICKING if getattr(wanted, name) != getattr(usual.generation, name)]
+        names = [*(f"generation.{name}" for name in picking), *["triage"] * (settings.triage == "on")]
+        yield from (f"{name} changes nothing here: all that is answered is given" for name in names)
+    if settings.seed != usual.seed and not task.seeded and (forced or not wanted.temperature):
+        yield "seed changes nothing here: the task has the same examples whatever it is, and no token is drawn"
+    if settings.chat == "none" and not any(turn.example.chat for turn in turns):
+        yield "chat=none changes nothing here: this task has no prompt wrapped"
+    if settings.protocol == "context" and all(turn.prompt.split == len(turn.prompt.ids) for turn in turns):
+        yield "protocol=context changes nothing here: no question stands behind a context"
 
 
 def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:

@@ -99,9 +99,11 @@ def test_what_changes_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         Job.plan(method, niah(), MODEL, wanted)
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "note: windows.recent_ratio changes nothing for Streaming, which has no such parameter.",
-        "note: budget_rule=paper changes nothing for Streaming, whose paper counts as we do.",
-        "note: windows.recent_ratio changes nothing for Quest, which has no such parameter.",
-        "note: windows.sinks changes nothing for Quest, which has no such parameter.",
-        "note: budget_rule=paper changes nothing for Quest, whose paper counts as we do.",
+        "note: budget_rule changes nothing for Full, which uses no budget.",
+        "note: baseline changes nothing for Full, which is the baseline.",
+        "note: windows.recent_ratio and windows.sinks change nothing for Full, which uses no budget.",
+        "note: budget_rule changes nothing for Streaming, whose paper counts as we do.",
+        "note: windows.recent_ratio changes nothing for Streaming, which has no such windows.",
+        "note: budget_rule changes nothing for Quest, whose paper counts as we do.",
+        "note: windows.recent_ratio and windows.sinks change nothing for Quest, which has no such windows.",
     ]

@@ -87,6 +87,8 @@ def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, 
     code, _, err = serve(*stored, replay)  # the same arrivals and words: the same run
     assert (code, "was there already" in err) == (0, True)
     assert len(list((tmp_path / "out" / "tables").iterdir())) == 1
+    code, _, err = serve("method=full", replay, "seed=7")
+    assert (code, "seed changes nothing beside replay" in err) == (2, True)
     code, _, err = serve("method=full", replay, "history=recompute", "rate=100")
     assert code == 0, err
     [other] = [one for one in _folders(tmp_path / "out") if one[1]["settings"]["history"] == "recompute"]

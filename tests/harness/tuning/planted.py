@@ -38,8 +38,11 @@ class Planted(Method):
 class PlantedKeep(Keep):
     method: Planted
 
+    def size(self, budget: int) -> int:
+        return budget + self.method.extra
+
     def keep(self, size: int) -> Tensor:
-        rows = torch.arange(self.store.length - size - self.method.extra, self.store.length)
+        rows = torch.arange(self.store.length - size, self.store.length)
         return rows.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def decode(self, x: AttnInput) -> Tensor:

@@ -1,0 +1,160 @@
+"""No word is ignored in silence by the other commands: each changes something, is refused, or is said to be idle."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.commands import lint, tune
+from harness.config.settings import SettingsError
+from harness.history.simulation.costs import load as load_costs
+from harness.history.simulation.outcome import simulated
+from harness.history.simulation.scenario import Scenario, scenarios
+from harness.serve.plan import Plan
+from harness.serve.traffic import OWN, READ, points
+from tests.fast import MODEL_ARGS, TASK_ARGS
+from tests.harness.test_every_setting import OTHERS, STORE, Changes, Other, keys
+from tests.talks import configured
+
+
+def tuned(*words: str) -> list[str]:
+    small_search = ["method=streaming", *MODEL_ARGS, *TASK_ARGS, "method.sinks=1,4", "dry_run=true"]
+    return [*small_search, *words]
+
+
+@pytest.mark.parametrize("word", ["workers=2", "trackers=[wandb]", "wandb.project=x", "tensorboard.folder=x", "seed=3"])
+def test_tune_refuses_what_it_does_not_read(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(tuned(word)) == 2
+    assert word.partition("=")[0].partition(".")[0] in capsys.readouterr().err
+
+
+def test_tune_says_what_the_method_has_no_use_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of shorthands too, which it spells out for itself."""
+    assert tune.main(tuned("comm=0.125", "windows.recent_ratio=0.4")) == 0
+    err = capsys.readouterr().err
+    assert "note: comm changes nothing for Streaming, whose scoring moves nothing.\n" in err
+    assert "note: windows.recent_ratio changes nothing for Streaming, which has no such windows.\n" in err
+
+
+@pytest.mark.parametrize(
+    ("baseline", "says"),
+    [
+        ("run", "answers, and Full's; runs in"),
+        ("reuse", "answers, and Full's where it has run; runs in"),
+        ("off", "answers without Full's, so nobody will know what is lost to it (baseline=off); runs in"),
+    ],
+)
+def test_tune_says_what_becomes_of_full(baseline: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(tuned(f"baseline={baseline}")) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_lint_says_what_is_about_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    lint.main([*MODEL_ARGS, *TASK_ARGS, "batch=2", "generation.temperature=0.5", "method=full", "budget_generated=8"])
+    err = capsys.readouterr().err
+    assert "note: batch and generation.temperature and progress change nothing here: lint runs no model\n" in err
+    assert "note: budget_generated changes nothing for Full, which uses no budget\n" in err
+
+
+def test_lint_counts_the_windows_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the run itself does."""
+    assert lint.main([*MODEL_ARGS, *TASK_ARGS, "method=pqcache", "windows.sinks=200"]) == 2
+    assert "its sinks and windows need" in capsys.readouterr().err
+
+
+TIGHT = {"host": "2GB", "disk": "20GB", "sessions": 40, "warmup": 0, "rate": 2.0, "write_buffer": "1GB"}
+SIMULATED: dict[str, Other] = {
+    "model": Other("llama-65b"),
+    "policy": Other("lru"),
+    "device": Other("1GB"),
+    "host": Other("4GB"),
+    "disk": Other("6GB"),
+    "write_buffer": Other("10MB"),
+    "block_tokens": Other(4096),
+    "copies": Other(False, {"disk": "6GB"}),
+    "ttl_s": Other(20),
+    "positions": Other("coupled"),
+    "truncation_ratio": Other(0.9),
+    "preload": Other("off"),
+    "data": Other("absent.json"),
+    "sessions": Other(41),
+    "rate": Other(3.0),
+    "arrivals": Other("anytime"),
+    "think_s": Other(3),
+    "question_share": Other(0.6),
+    "correlation": Other(0.1),
+    "warmup": Other(20),
+    "seed": Other(5),
+}
+UNUSED = {
+    "policy=recompute": ("device=1GB", "host=1GB", "disk=20TB", "write_buffer=1MB", "block_tokens=64", "copies=false",
+                         "ttl_s=9", "positions=coupled", "preload=off"),
+    "disk=0": ("write_buffer=1MB", "block_tokens=64", "copies=false"),
+    "arrivals=anytime": ("think_s=9",),
+    "data=x.json": ("question_share=0.5", "correlation=0.1"),
+}  # fmt: skip
+
+
+def test_every_key_of_simulate_changes_something() -> None:
+    assert SIMULATED.keys() == asdict(Scenario()).keys()
+    costs = load_costs()
+
+    def figures(changes: Changes) -> Any:
+        try:
+            row = simulated(Scenario(**TIGHT | changes), costs)
+        except ValueError as error:
+            return str(error)
+        return {name: value for name, value in row.items() if name != "settings"}
+
+    same = [key for key, (value, beside) in SIMULATED.items() if figures({**beside, key: value}) == figures(beside)]
+    assert not same
+
+
+@pytest.mark.parametrize(("beside", "word"), [(beside, word) for beside, words in UNUSED.items() for word in words])
+def test_simulate_refuses_what_no_run_reads(beside: str, word: str) -> None:
+    key, value = beside.split("=")
+    with pytest.raises(SettingsError, match=f"{word.partition('=')[0]} changes nothing here, since {key}"):
+        list(scenarios([beside, word]))
+    other = {"policy": "lru", "disk": "10TB", "arrivals": "answered"}.get(key)
+    if other:  # one of the runs reads it
+        assert len(list(scenarios([f"{key}={value},{other}", word]))) == 2
+
+
+SERVED: dict[str, Other] = {
+    "rate": Other(2.0),
+    "think_s": Other(9.0),
+    "replay": Other("absent.jsonl"),
+    "slots": Other(2),
+    "interleave": Other("true", {"prefill_chunk": 64}),
+    "read_buffer": Other(1, STORE),
+    "clock": Other("busy"),
+}
+
+
+@pytest.mark.parametrize("key", SERVED)
+def test_every_key_of_serve_makes_another_run(key: str, tmp_path: Path) -> None:
+    assert list(SERVED) == list(OWN)
+    folder = configured(tmp_path)
+
+    def identity(changes: Changes) -> Any:
+        words = [f"{name}={value}" for name, value in changes.items()]
+        try:
+            [point] = points(["task=talks", "method=full", *MODEL_ARGS, *words])
+            return Plan.of(point, [folder]).identity
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return str(error)
+
+    value, beside = SERVED[key]
+    assert identity({**beside, key: value}) != identity(beside)
+
+
+def test_serve_refuses_the_settings_that_it_does_not_read() -> None:
+    for key in keys():
+        if key.partition(".")[0] not in READ and key not in OWN:
+            with pytest.raises(SettingsError, match=f"{key} changes nothing for harness.serve"):
+                points([f"{key}={OTHERS[key].value}"])
