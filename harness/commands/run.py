@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -33,13 +34,21 @@ from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import say_once, tell_of_builds
+from harness.terminal.notices import complain_once, say_once, tell_of_builds
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Trackers
 from kernels.temporary import TemporaryFolder
 
 NAMED = 3  # failed jobs, at the end
+
+
+class Failure(NamedTuple):
+    """`job`: its number; None for the whole command. `label`: what tells it from the others."""
+
+    job: int | None
+    label: str
+    reason: str
 
 
 @dataclass
@@ -49,7 +58,7 @@ class Command:
     arguments: list[str]
     jobs: int = 1
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
-    failed: list[str] = field(default_factory=list)  # which jobs, and why
+    failed: list[Failure] = field(default_factory=list)
     ledger: Path | None = None  # its root: where harness.status looks
     trackers: Trackers = field(default_factory=Trackers)
 
@@ -58,8 +67,8 @@ class Command:
         return f"python -m harness {shlex.join(self.arguments)}"
 
     def fail(self, message: str) -> None:
-        self.failed.append(message)
-        print(f"error: {message}", file=sys.stderr)
+        self.failed.append(Failure(None, "", message))
+        complain_once(message)
 
     def run(self) -> None:
         """Everything but the table."""
@@ -80,12 +89,14 @@ class Command:
 
     def _run_here(self, jobs: Sequence[JobConfig], words: Overrides) -> None:
         """A single command, or one that writes nothing: without a ledger."""
-        planner, self.jobs = Planner(), len(jobs)
+        planner, labels, self.jobs = Planner(), _labels(jobs), len(jobs)
         for numbers in groups(jobs):
             group = Group([jobs[number] for number in numbers], words.partial, planner)
             group.run()
             self.finished += group.folders
-            self.failed += [trouble.sentence for trouble in group.troubles]
+            for trouble in group.troubles:
+                number = numbers[trouble.place or 0]
+                self.failed.append(Failure(number, labels[number], trouble.sentence))
 
     def _sweep(self, jobs: Sequence[JobConfig], words: Overrides, root: Path) -> None:
         self.jobs, self.ledger = len(jobs), root
@@ -96,14 +107,15 @@ class Command:
             session = launch(sweep, self.line, words.launcher, config_dirs(self.arguments))
         else:
             session = work_here(sweep, self.line)
-        labels = distinct(jobs)
+        labels = _labels(jobs)
         for number, end in session.ends():
             if end["status"] == "done":
                 self.finished += [root / end[key] for key in ("full", "folder") if end[key]]
                 continue
-            self.failed.append(f"{' '.join(labels[number]) or 'the job'}: {end['reason']}")
-            if words.launcher:  # a worker cannot say it here
-                print(f"error: {self.failed[-1]}", file=sys.stderr)
+            self.failed.append(Failure(number, labels[number], end["reason"]))
+        if words.launcher:  # a worker cannot say it here
+            for line in self._reasons():
+                complain_once(f"{line}.")
 
     def report(self) -> int:
         """Prints the table at the end; the exit code."""
@@ -112,17 +124,28 @@ class Command:
 
             print_report(list(dict.fromkeys(self.finished)))
             self.trackers.publish(list(dict.fromkeys(self.finished)))
-        if len(self.failed) > 1 or (self.failed and self.finished):
+        jobs_failed = any(one.job is not None for one in self.failed)
+        if jobs_failed and (self.finished or self.jobs > 1):
             print(self._failures(), file=sys.stdout if self.finished else sys.stderr)
         return 1 if self.failed else 0
 
     def _failures(self) -> str:
-        """What the table above it says nothing of, in a line."""
-        count = f"{len(self.failed)} of {self.jobs} jobs" if self.jobs > 1 else "the job"
-        few = [shorten(line, 160, placeholder=" ...") for line in self.failed[:NAMED]]
-        more = [f"{len(self.failed) - NAMED} more"] * (len(self.failed) > NAMED)
+        """What the table above it says nothing of, in a line; without a table the reasons stand right above."""
+        count = f"{len({one.job for one in self.failed})} of {self.jobs} jobs" if self.jobs > 1 else "the job"
         where = f"`python -m harness.status {self.ledger}` shows why" if self.ledger else "see above"
-        return f"\n{count} failed: {'; '.join([*few, *more])}; {where}."
+        if not self.finished:
+            return f"\n{count} failed; {where}."
+        reasons = [shorten(line, 160, placeholder=" ...") for line in self._reasons()]
+        more = [f"{len(reasons) - NAMED} more"] * (len(reasons) > NAMED)
+        return f"\n{count} failed: {'; '.join([*reasons[:NAMED], *more])}; {where}."
+
+    def _reasons(self) -> list[str]:
+        """Each once, behind the first of the jobs that failed for it and the number of the others."""
+        jobs = defaultdict[str, list[str]](list)
+        for one in self.failed:
+            jobs[one.reason].append(one.label)
+        named = {why: f"{one} and {len(more)} more" if more else one for why, (one, *more) in jobs.items()}
+        return [f"{who}: {why.rstrip('.')}" if who else why.rstrip(".") for why, who in named.items()]
 
 
 def compose(words: Sequence[str]) -> list[JobConfig]:
@@ -140,6 +163,11 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
         sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
         collect()
     return with_own_stores(jobs)
+
+
+def _labels(jobs: Sequence[JobConfig]) -> list[str]:
+    """What tells each job from the others; a single one needs no name."""
+    return [" ".join(words) for words in distinct(jobs)] if len(jobs) > 1 else [""]
 
 
 def _settings(job: JobConfig) -> Settings | None:
@@ -178,6 +206,7 @@ def main() -> int:
     if {"-h", "--help"} & set(arguments):
         return _help(arguments)
     say_once.cache_clear()
+    complain_once.cache_clear()
     tell_of_builds()
     forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence

@@ -24,6 +24,7 @@ from harness.history.file import write
 from harness.history.index import Entry, Index
 from harness.history.policies import Policy
 from harness.history.tier import Files
+from harness.results.files import unwritable
 from harness.results.lock import FolderInUse, FolderLock
 from harness.terminal.stopping import whole
 
@@ -56,11 +57,8 @@ def check_arguments(
 
 def check_folder(folder: Path) -> None:
     """Raises `HistoryError` where it cannot be made or written to."""
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    if not there.is_dir():
-        raise HistoryError(f"the store cannot use {folder}: {there} is a file; name another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise HistoryError(f"the store cannot use {folder}: {there} is not writable; name another folder")
+    if why := unwritable(folder):
+        raise HistoryError(f"the store cannot use {folder}: {why}; name another folder")
 
 
 @contextmanager

@@ -86,6 +86,14 @@ def drop_half_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def unwritable(folder: Path) -> str | None:
+    """Say why nothing can be written there, without a try; None where names and modes allow it."""
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not there.is_dir():
+        return f"{there} is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Says in one sentence that, and why, a folder below the results root cannot be written."""

@@ -72,7 +72,7 @@ class Run:
         Where another process writes it: `wait` until that is done, or raise `FolderInUse`.
         """
         folder = cls.place(root, identity, task, method)
-        with files.writing(folder):
+        with files.writing(root):
             folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder, wait=wait)
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,10 @@ from harness.config import plugins
 from harness.config.errors import is_memory, one_sentence
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import settings_of
-from harness.jobs.planning.machine import check_machine
+from harness.jobs.planning.machine import check_machine, check_results
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
+from harness.terminal.notices import complain_once
 
 if TYPE_CHECKING:
     from harness.jobs.job import Evaluation, Job
@@ -100,7 +100,7 @@ class Group:
     def _note(self, error: Exception, place: int | None) -> None:
         self.troubles.append(Trouble(error, one_sentence(error), place))
         if self.aloud:
-            print(f"error: {self.troubles[-1].sentence}", file=sys.stderr, flush=True)
+            complain_once(self.troubles[-1].sentence)
 
     def _give_back_memory(self) -> None:
         """The frames of an error hold the tensors that filled the memory: the next jobs need it."""
@@ -121,6 +121,7 @@ def built(job: JobConfig, partial: Partial) -> Wanted:
     settings = settings_of(config)
     refuse_unknown(config)
     check_machine(settings)
+    check_results(settings)
     task = plugins.build(config["task"], "task", partial["task"])
     task.require(settings.data.folder())
     method, model = (plugins.build(config[kind], kind, partial[kind]) for kind in ("method", "model"))

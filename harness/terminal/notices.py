@@ -16,6 +16,12 @@ def say_once(message: str) -> None:
     print(f"note: {message}.", file=sys.stderr, flush=True)
 
 
+@cache
+def complain_once(message: str) -> None:
+    """An error, once per command, however many of its jobs it ends."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
 class _Builds(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say_once(record.getMessage() if record.levelno > logging.INFO else BUILDING)

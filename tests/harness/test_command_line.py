@@ -31,8 +31,36 @@ def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: 
     assert "streaming" in out
     assert "20%" in out
     last = out.splitlines()[-1]
-    assert last.startswith("2 of 4 jobs failed: method=full budget=-1: budget=-1 is neither a share")
+    assert last.startswith("2 of 4 jobs failed: method=full budget=-1 and 1 more: budget=-1 is neither a share")
     assert last.endswith(f"; `python -m harness.status {tmp_path / 'runs'}` shows why.")
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["workers=0"], []),
+        (["-m", "workers=0", "budget=0.1,0.2"], ["", "2 of 2 jobs failed; see above."]),
+        (["results.root=/proc/nowhere"], []),
+        (["results.root=/proc/nowhere", "-m", "method=full,streaming"], []),
+        (["results.root=/dev/null"], []),
+        (["task=ruler", "task.tasks=[vt]", "task.lengths=[512]"], []),
+    ],
+)
+def test_what_ends_several_jobs_is_said_once(cli: Cli, words: list[str], end: list[str]) -> None:
+    code, out, err = cli("method=streaming", *words) if "-m" not in words else cli(*words)
+    first, *others = [line for line in err.splitlines() if not line.startswith("note:")]
+    assert code == 1
+    assert first.startswith("error: ")
+    assert others == end
+    assert out == ""
+
+
+def test_many_jobs_that_fail_for_one_reason_are_one_line(cli: Cli, tmp_path: Path) -> None:
+    vt = ["task=ruler", "task.tasks=[vt]", "task.lengths=[512]", "task.samples=1"]
+    code, out, err = cli("-m", *vt, "method=full,streaming", "budget=0.1,0.2")
+    assert (code, out) == (1, "")
+    assert err.count("vt does not fit") == 1
+    assert err.splitlines()[-1] == f"4 of 4 jobs failed; `python -m harness.status {tmp_path / 'runs'}` shows why."
 
 
 BROKEN = """from dataclasses import dataclass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from harness.config.settings import Settings, SettingsError
 from harness.models.devices import check_device
+from harness.results.files import unwritable
 
 
 def check_machine(settings: Settings) -> None:
@@ -18,3 +20,11 @@ def check_machine(settings: Settings) -> None:
     settings.disk_folder()
     if settings.device != "auto":
         check_device(settings.device)
+
+
+def check_results(settings: Settings) -> None:
+    """Raises `SettingsError` where no run could be written."""
+    if why := unwritable(Path(settings.results.root)):
+        raise SettingsError(
+            f"results.root={settings.results.root} cannot be written, for {why}: choose another folder."
+        )
