@@ -9,6 +9,8 @@ Gaffke 2005; Learned-Miller and Thomas 2019 (arXiv:1905.06208); weights as of Fa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
@@ -16,7 +18,7 @@ from scipy import special
 Floats = NDArray[np.float64]
 
 _STEP = 0.2  # of the quadrature
-_NODES = 90  # at most, ten at a time
+_NODES = 90  # at most, half of them at a time
 _NOTHING = 1e-12  # of the largest value
 _PRECISE, _STEPS = 1e-10, 100  # of an end; steps at most, for values on which secants stall
 
@@ -33,8 +35,17 @@ def upper_end(values: Floats, weights: Floats, top: float, level: float, between
     """Where in this range of means `upper_p` falls to `level`; the nearer end where it does so beyond.
 
     The secant method with the root held between two ends, on the scale of normal deviates: `upper_p` is almost a line
-    there, and five steps find what takes fifteen on its own scale.
+    there, and five steps find what takes fifteen on its own scale. A process that shows the same rows again, in a
+    table, on a page, to a tracker, finds them once.
     """
+    return _upper_end(values.tobytes(), weights.tobytes(), top, level, between)
+
+
+@lru_cache(maxsize=4096)
+def _upper_end(
+    value_bytes: bytes, weight_bytes: bytes, top: float, level: float, between: tuple[float, float]
+) -> float:
+    values, weights = np.frombuffer(value_bytes), np.frombuffer(weight_bytes)
     aim = special.ndtri(level)
 
     def excess(mean: float) -> float:
@@ -65,9 +76,9 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
     An integral of the moment generating function over a line through its saddle point, good to about 7 digits.
     """
-    if values.ndim == 1:  # equal values are one, with a gamma of their shapes together
+    if values.ndim == shapes.ndim == 1:  # equal values are one, with a gamma of their shapes together
         values, which = np.unique(values, return_inverse=True)
-        shapes = np.bincount(which, shapes)
+        shapes = np.bincount(which, shapes).astype(float)
     values = np.where(abs(values) < _NOTHING * abs(values).max(-1, keepdims=True), 0.0, values)
     turned = (values * shapes).sum(-1) > 0  # the smaller of the two tails is worked out
     values, shapes = np.broadcast_arrays(np.where(turned[..., None], -1, 1) * values, shapes)
@@ -75,7 +86,11 @@ def tail(values: Floats, shapes: Floats) -> Floats:
     smallest = np.min(np.where(shapes > 0, values, np.inf), axis=-1)
     beyond = np.where((largest <= 0) & (smallest >= 0), 1.0, 0.0)
     mixed = (largest > 0) & (smallest < 0)
-    if mixed.any():
+    counted = (shapes > 0) & (values != 0)
+    if mixed.ndim == 0 and mixed and counted.sum() == 2:  # one gamma against another: a beta variable
+        falls, rises = shapes[counted & (values < 0)], shapes[counted & (values > 0)]
+        beyond = special.betaincc(rises, falls, smallest / (smallest - largest))[0]
+    elif mixed.any():
         beyond[mixed] = _integral(values[mixed] / largest[mixed][:, None], shapes[mixed])
     return np.where(turned, 1 - beyond, beyond)
 
@@ -87,7 +102,7 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
     scale = 1 / np.sqrt((shapes * ratios**2).sum(-1) + saddle**-2)
     bend = 2 / 3 * scale**3 * ((shapes * ratios**3).sum(-1) - saddle**-3)
     total = np.zeros(len(values))
-    for block in np.split(_STEP * np.arange(_NODES), _NODES // 10):
+    for block in np.split(_STEP * np.arange(_NODES), 2):
         along, across = np.cosh(block), np.sinh(block)
         points = saddle[:, None] + scale[:, None] * (bend[:, None] * (along - 1) + 1j * across)  # [R nodes]
         logs = -(shapes[:, None] * np.log(1 - points[..., None] * values[:, None])).sum(-1) - np.log(points)

@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str] | None] = {
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
     "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
-    "papers": {"reports", "results"},
+    "papers": {"terminal", "reports", "results"},
     "observations": {"config", "engine", "jobs", "models", "reports", "results"},
     "history": {"terminal", "config", "results", "reports"},
     "conversations": {"config", "models", "prompts", "engine", "results", "history"},

@@ -18,7 +18,8 @@ from harness.reports.labels import budget, labels
 from harness.reports.needles import cause_table
 from harness.results import files, triage
 from harness.results.records import StoreError
-from harness.results.store import find
+from harness.results.store import find, load_all
+from harness.results.summary_file import Neighbours
 from harness.terminal.tables import text_table
 from harness.terminal.visible import visible
 
@@ -28,7 +29,11 @@ WIDTH = 100
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        subjects = [subject(folder) for folder in find(options.folders)]
+        runs, damage = load_all(find(options.folders))
+        for text in damage:
+            print(visible(f"left out: {text}"), file=sys.stderr)
+        neighbours = Neighbours(runs)
+        subjects = [subject(run, neighbours) for run in runs]
         print(visible("\n\n".join(explanation(one) for one in subjects)))
         for table in comparisons([one.run for one in subjects]):
             if columns := cause_table(table):
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
         return 2
-    return 0
+    return 2 if damage else 0
 
 
 def explanation(one: Subject) -> str:
@@ -64,7 +69,7 @@ def _draw(one: Subject) -> Iterator[Path]:
     """A map of the needle per run that has followed some, in `plots` beside the run's folder."""
     from harness.reports.pictures.needle_map import needle_map
 
-    if lines := triage.followed(one.run.folder, one.run.info):
+    if lines := triage.followed(one.run.triaged):
         folder = one.run.folder.parent / "plots"
         folder.mkdir(exist_ok=True)
         yield from needle_map(lines, folder / f"{one.run.folder.name}-needle.png", _head(one))

@@ -16,8 +16,9 @@ from harness.reports.document import as_latex, as_text
 from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import write_csv
 from harness.results import files
+from harness.results.folder.bound import is_bound
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, find, load
+from harness.results.store import StoredRun, find, load_all
 from harness.terminal.visible import visible
 from methods.tiers.tier import TIERS, bytes_key
 
@@ -48,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--html takes a folder, and writes index.html there: --html {options.html.with_suffix('')}")
     try:
         found = find(options.folders)
-        runs, unreadable = _load(found)
+        runs, unreadable = load_all(found)
+        if not runs:
+            raise StoreError("; ".join(unreadable))
         if found_at := _places(found, options.folders):
             print(visible(found_at), file=sys.stderr)
         shown = [run for run in runs if not run.is_empty]
         tables = [_sorted(table, options.sort) for table in comparisons(shown)]
         left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-        print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out)]))
+        print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
         for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
             print(f"wrote {path}")
     except StoreError as error:
@@ -84,10 +87,21 @@ def _empty(runs: Sequence[StoredRun]) -> str:
     return " ".join(f"without a single example, and so in no table: {named}".split())
 
 
+def _unbound(runs: Sequence[StoredRun]) -> Iterator[str]:
+    """How many runs are older than the checksums of their settings, in one line."""
+    if count := sum(not is_bound(run.info) for run in runs):
+        yield (
+            f"{count} of {len(runs)} runs are from before run.json and config.yaml had checksums: these are taken as "
+            "they are, until the same command opens the folder again"
+        )
+
+
 def print_report(folders: Sequence[Path]) -> None:
     """The tables of these runs, as at the end of a command that ran them."""
-    tables = comparisons([load(folder) for folder in folders])
-    print("\n" + as_text(tables, colour=shows_colour(sys.stdout), brief=True))
+    runs, unreadable = load_all(folders)
+    print("\n" + as_text(comparisons(runs), colour=shows_colour(sys.stdout), brief=True))
+    for message in unreadable:
+        print(visible(f"left out: {message}"), file=sys.stderr)
 
 
 def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]) -> Iterator[Path]:
@@ -119,19 +133,6 @@ def _sorted(table: Comparison, sort: str | None) -> Comparison:
     known.sort(key=lambda pair: pair[0], reverse=descending)
     entries = [entry for _, entry in known] + [entry for value, entry in values if value is None]
     return Comparison(table.title, table.metric, entries)
-
-
-def _load(folders: Sequence[Path]) -> tuple[list[StoredRun], list[str]]:
-    """Runs that can be read, and what is wrong with the others."""
-    runs, unreadable = [], []
-    for folder in folders:
-        try:
-            runs.append(load(folder))
-        except StoreError as error:
-            unreadable.append(str(error))
-    if not runs:
-        raise StoreError(unreadable[0])
-    return runs, unreadable
 
 
 def _parser() -> argparse.ArgumentParser:

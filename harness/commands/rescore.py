@@ -1,7 +1,7 @@
 """`python -m harness.rescore DIR...`: score finished runs again with the scorers of today; nothing is generated.
 
 Outputs and first scores stay in examples.jsonl. The new scores go into rescored.jsonl beside it, and what changed into
-the `rescored` section of run.json; reports then show the new ones and say so.
+the `rescored` section of run.json; reports then show the new ones and say so. `--first` goes back to the first ones.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from harness.config.errors import is_known, sentence
 from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
-from harness.results import files
+from harness.results.folder import bound
+from harness.results.folder.names import EXAMPLES, RESCORED
 from harness.results.lock import FolderLock
 from harness.results.pairs import mean_score
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
-from harness.results.store import StoredRun, find, load, read_records, write_rescored
+from harness.results.store import StoredRun, find, load, write_rescored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for folder in folders:
         try:
-            print(rescore(folder, options.data_root))
+            print(first_scores(folder) if options.first else rescore(folder, options.data_root))
         except Exception as error:
             if not is_known(error):
                 raise
@@ -48,20 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def rescore(folder: Path, data_root: str | None = None) -> str:
     """One sentence on what became of the run's scores. `data_root` in place of the run's own."""
-    run = load(folder)
+    run = load(folder, first_scores=True)
     if run.status != "complete":
         raise StoreError("the run is not complete; finish it with the command that started it, then score it again")
     task, examples = _regenerated(run.config, data_root)
     lock = FolderLock(folder)
     try:
-        lines = list(_scores(read_records(folder, run.info), task, examples))
+        lines = list(_scores(run.records, task, examples))
         section = _section(run, task, lines)
         write_rescored(folder, lines, run.info)
-        files.write_json(folder / "run.json", run.info | {"rescored": section})
+        bound.write_info(folder, bound.bind(folder, run.info | {"rescored": section}, EXAMPLES, RESCORED))
     finally:
         lock.release()
     first, mean = (f"{100 * section[key]['mean']:.2f}" for key in ("first", "present"))
     return f"{folder.name}: {section['changed']} of {len(lines)} scores differ from the first, mean {first} -> {mean}"
+
+
+def first_scores(folder: Path) -> str:
+    """Drops what was scored again, and says which scores are shown now."""
+    run = load(folder, first_scores=True)
+    lock = FolderLock(folder)
+    try:
+        (folder / RESCORED).unlink(missing_ok=True)
+        info = {key: value for key, value in run.info.items() if key != "rescored"}
+        bound.write_info(folder, bound.bind(folder, info, RESCORED))
+    finally:
+        lock.release()
+    return f"{folder.name}: the scores are the first ones, of task version {load(folder).scorer}"
 
 
 def _regenerated(config: Mapping[str, Any], data_root: str | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
@@ -91,17 +105,17 @@ def _scores(
 
 def _section(run: StoredRun, task: Task, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What run.json says: both versions with their means, and every rescoring before this one."""
-    records = read_records(run.folder, run.info)
-    present = [record.rescored(line) for record, line in zip(records, lines, strict=True)]
-    changed = sum(a.score != b.score for a, b in zip(records, present, strict=True))
+    present = [record.rescored(line) for record, line in zip(run.records, lines, strict=True)]
+    changed = sum(a.score != b.score for a, b in zip(run.records, present, strict=True))
     before = run.info.get("rescored")
     origin = run.info.get("provenance") or {}
     first = {"task_version": run.info.get("task_info", {}).get("version"), "sources": origin.get("sources")}
     return {
-        "first": first | {"mean": mean_score(records)},
+        "first": first | {"mean": mean_score(run.records)},
         "present": {"task_version": task.version, "sources": source_hash(), "mean": mean_score(present)},
         "changed": changed,
         "at": now(),
+        "records": run.digest,
         "earlier": [*before.get("earlier", []), _alone(before)] if before else [],
     }
 
@@ -114,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--data-root", metavar="FOLDER", help="where the data sets are now, if not where they were")
+    parser.add_argument("--first", action="store_true", help="drop later scores: the run's own are shown again")
     return parser
 
 

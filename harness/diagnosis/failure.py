@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.results.store import ERROR, StoredRun
+from harness.results.folder.names import ERROR
+from harness.results.store import StoredRun
 
 
 def failure(run: StoredRun) -> Iterator[str]:

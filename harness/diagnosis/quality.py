@@ -42,7 +42,10 @@ def _score(subject: Subject) -> Iterator[str]:
     if subject.is_full:
         return
     if not beside or subject.full is None:
-        yield "How Full does on these prompts was not measured: run with baseline=run."
+        if subject.damage:
+            yield f"How Full does on these prompts is not known where {'; '.join(subject.damage)}."
+        else:
+            yield "How Full does on these prompts was not measured: run with baseline=run."
         return
     told = f"Full scores {percent(beside['mean'])} on the same prompts"
     if not beside["diff"]:

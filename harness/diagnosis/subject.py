@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from harness.results.pairs import FULL
-from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
-from harness.results.summary_file import current_summary, reference
+from harness.results.store import StoredRun
+from harness.results.summary_file import Neighbours, reference, summary_of
 
 
 @dataclass(frozen=True)
@@ -23,32 +19,26 @@ class Subject:
     full: StoredRun | None
     full_summary: dict[str, Any] | None
     traced: dict[str, Any] | None  # `trace` of its summary
+    damage: list[str]  # sentences on folders beside it that cannot be read
 
     @property
     def is_full(self) -> bool:
         return bool(self.summary["method"] == FULL)
 
 
-def subject(folder: Path) -> Subject:
+def subject(run: StoredRun, neighbours: Neighbours) -> Subject:
     """With what lies beside the folder of the run."""
-    run = load(folder)
-    others = list(_beside(folder))
+    others = neighbours.beside(run)
     full = reference(run, others)
     twin = next((other for other in (run, *others) if _traced(run, other)), None)
     return Subject(
         run,
-        current_summary(run, full),
+        summary_of(run, full),
         full,
-        current_summary(full, None) if full else None,
-        current_summary(twin, None)["trace"] if twin else None,
+        summary_of(full, None) if full else None,
+        summary_of(twin, None)["trace"] if twin else None,
+        neighbours.damage(run),
     )
-
-
-def _beside(folder: Path) -> Iterator[StoredRun]:
-    for path in sorted(folder.resolve().parent.glob("*/run.json")):
-        if path.parent != folder.resolve():
-            with suppress(StoreError):
-                yield load(path.parent)
 
 
 def _traced(run: StoredRun, other: StoredRun) -> bool:

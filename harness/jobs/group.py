@@ -73,6 +73,7 @@ class _Member:
     def __init__(self, job: Job, run: Run, on_error: OnError) -> None:
         self.job, self.run, self.on_error = job, run, on_error
         self._closing = ExitStack()
+        run.complement(**job.facts())
         job.announce(self.pending)
 
     @property
@@ -88,9 +89,9 @@ class _Member:
 
     def start(self, loaded: LoadedModel) -> None:
         job = self.job
-        job.note(self.run, loaded)
+        job.note(self.run)
         with Usage(loaded.model.device) as usage:
-            attachment = job.attachment(loaded, self.run.info.get("measured", {}))
+            attachment = job.attachment(loaded, self.run.info)
         if measured := job.method.measured(attachment.prepared):
             self.run.note(measured=dict(measured))
         self.run.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)

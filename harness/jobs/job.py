@@ -3,6 +3,7 @@ harness/jobs/group.py runs it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,12 +34,16 @@ from harness.jobs.planning.machine import check_machine
 from harness.jobs.runner import is_loaded
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.calibration import calibration_text
+from harness.results.files import canonical, writing
+from harness.results.folder.bound import read_info
+from harness.results.folder.find import akin, is_run
+from harness.results.folder.names import INFO
 from harness.results.identity import identity, not_continued
 from harness.results.provenance import provenance
-from harness.results.records import Record
-from harness.results.store import Run, akin
+from harness.results.records import Record, StoreError
+from harness.results.store import Run, read_records
 from harness.results.store import load as load_run
-from harness.results.summary_file import write_summary
+from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
 from kernels import toolchain
@@ -134,15 +139,26 @@ class Job:
         return Job._planned(Full(), self.task, self.model, shared, self.items, presets)
 
     def finished(self) -> Evaluation | None:
-        """What a complete earlier run left; None where there is none."""
-        return self.evaluation() if self.is_done() else None
+        """What a complete earlier run left; None where there is none, and where it is damaged, which is said."""
+        if not self.folder.is_dir() or not is_run(self.folder, os.listdir(self.folder)):
+            return None
+        try:
+            return self.evaluation() if self._has_all(load_run(self.folder).records) else None
+        except StoreError as error:
+            say_once(f"{self.label} is not there to compare with: {error}")
+            return None
 
     def is_done(self) -> bool:
-        """Whether the folder holds every example already."""
-        if not (self.folder / "run.json").is_file():
+        """Whether the folder holds every example already; a damaged one has to be opened first, which repairs it."""
+        if not (self.folder / INFO).is_file():
             return False
-        found = {record.id for record in load_run(self.folder).records}
-        return found >= {item.example.id for item in self.items}
+        try:
+            return self._has_all(read_records(self.folder, read_info(self.folder)))
+        except StoreError:
+            return False
+
+    def _has_all(self, records: Sequence[Record]) -> bool:
+        return {record.id for record in records} >= {item.example.id for item in self.items}
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
         """Raise `SettingsError` where a model that is still to be loaded, the caches of this job and of those `beside`
@@ -181,8 +197,10 @@ class Job:
     def evaluation(self, full: Evaluation | None = None) -> Evaluation:
         """What the run's folder holds now, with its summary brought up to date."""
         folder = self.folder
-        stored = load_run(folder)
-        summary = write_summary(stored, load_run(full.folder) if full else None)
+        stored, beside = load_run(folder), load_run(full.folder) if full else None
+        summary = summary_of(stored, beside)
+        with writing(folder):
+            write_summary(stored, beside, summary)
         return Evaluation(folder, full.folder if full else None, stored.records, summary)
 
     @property
@@ -210,24 +228,29 @@ class Job:
             if words := not_continued(self.identity, named, akin(self.folder)):
                 say_once(words)
 
-    def note(self, run: Run, loaded: LoadedModel) -> None:
-        """What run.json says of this run beside its configuration."""
-        run.note(
-            provenance=provenance(self.settings.device),
-            task_info={"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of this run beside its configuration, whoever runs it."""
+        return {
+            "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
-            presets=dict(self.presets or {}) or None,
-            num_expected=len(self.items),
-            weights=loaded.weights,
-            budget_use=_budget_use(self.method),
-            simulated=self.settings.shared_prefill,
-            host_is_cpu=self.settings.device == "cpu",
-        )
+            "presets": dict(self.presets or {}) or None,
+            "num_expected": len(self.items),
+            "weights": self.model.describe().weights,
+            "budget_use": _budget_use(self.method),
+            "simulated": self.settings.shared_prefill,
+            "host_is_cpu": self.settings.device == "cpu",
+        }
 
-    def attachment(self, loaded: LoadedModel, measured: Mapping[str, Any]) -> Attachment:
-        """`measured`: what an earlier session measured of the machine, which a run keeps."""
+    def note(self, run: Run) -> None:
+        """What run.json says of this run beside its configuration."""
+        run.note(provenance=provenance(self.settings.device), **self.facts())
+
+    def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
+        """`info`: run.json, which keeps what an earlier session measured of the machine. Raises `StoreError` where it
+        did, and that is lost: other numbers would make other answers."""
+        measured = info.get("measured", {})
         method = replace(self.method, **measured)  # type: ignore[type-var]
-        return Attachment(
+        attachment = Attachment(
             loaded.model,
             method,
             self.budget,
@@ -237,6 +260,14 @@ class Job:
             codec_of(self.settings),
             self.settings.disk_folder(),
         )
+        if info.get("rebuilt") and not measured:
+            for key, value in method.measured(attachment.prepared).items():
+                if canonical({key: value}) != canonical({key: getattr(method, key)}):
+                    raise StoreError(
+                        f"the {key} that this run measured on its machine were lost with {self.folder / INFO}, and "
+                        "others would mix two methods: restore that file from a copy, or delete the folder to run anew"
+                    )
+        return attachment
 
 
 def _budget_use(method: Method) -> dict[str, Any]:

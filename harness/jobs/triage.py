@@ -43,10 +43,13 @@ def triage(job: Job) -> None:
     lock = FolderLock(job.folder, wait=True)
     try:
         run = load_run(job.folder)
-        known = {line["id"] for line in stored.read(run.folder, run.info)}
+        known = {line["id"] for line in run.triaged}
         pending = [record for record in stored.wrong(run.records) if record.id not in known]
         if pending:
-            _examine(job, pending, run.info)
+            try:
+                _examine(job, pending, run.info)
+            finally:
+                stored.bind(run.folder, run.info)
     finally:
         lock.release()
 
@@ -57,7 +60,7 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
     loaded = load(job.model, job.settings.dtype, job.settings.device)
     items = {item.example.id: item for item in job.items}
     plain_run = replace(job.settings, fidelity=0, trace="off", graphs="off")
-    attachment = job.attachment(loaded, info.get("measured", {}))
+    attachment = job.attachment(loaded, info)
     full = Attachment(loaded.model, Full())
     with routed(loaded.model):
         runner = Runner(job.task, plain_run, job.folder, attachment, loaded)
@@ -91,7 +94,12 @@ class Case:
     def line(self) -> dict[str, Any]:
         """What triage.jsonl holds of it."""
         answers = [needle.answer for needle in self.lost]
-        line = {"id": self.record.id, "score": self.record.score, "answers": answers}
+        line = {
+            "id": self.record.id,
+            "answer": self.record.answer_sha256,
+            "score": self.record.score,
+            "answers": answers,
+        }
         if seen := self.seen():
             return line | {"cause": seen}
         return line | {"needle": list(self.positions)} | self._followed()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from harness.reports.compare import comparisons
 from harness.reports.spreadsheet import table_rows
 from harness.results.files import read_json
-from harness.results.store import find, load
+from harness.results.store import find, load_all
+from harness.terminal.notices import say_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +25,10 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
 
     folder = runs / experiment if runs else None
     if folder is not None and folder.is_dir():
-        return pd.DataFrame(table_rows(comparisons([load(one) for one in find([folder])])))
+        stored, damage = load_all(find([folder]))
+        for text in damage:
+            say_once(f"left out: {text}")
+        return pd.DataFrame(table_rows(comparisons(stored)))
     return pd.read_csv(COMMITTED / f"{experiment}.csv")
 
 

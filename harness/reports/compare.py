@@ -16,10 +16,18 @@ from harness.reports.labels import budget, labels, titles
 from harness.results.alarms.alarm import Alarm, Row
 from harness.results.alarms.table import alarms as table_alarms
 from harness.results.pairs import FULL, paired
-from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
+from harness.results.store import StoredRun
 from harness.results.summary import detectable
-from harness.results.summary_file import ONE_TABLE, combination, current_summary, method_of, reference
+from harness.results.summary_file import (
+    ONE_TABLE,
+    Neighbours,
+    combination,
+    method_of,
+    reference,
+    summary_damage,
+    summary_of,
+    write_summary,
+)
 from harness.results.twins import merged
 
 
@@ -33,6 +41,7 @@ class Entry:
     summary: dict[str, Any]
     label: str
     copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
+    damage: tuple[str, ...] = ()  # sentences on files that the row was to rest on, or to agree with
 
     @property
     def title(self) -> str:
@@ -89,36 +98,34 @@ class Comparison:
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
-    """One table per combination of what must not be mixed; summaries are brought up to date on the way."""
+    """One table per combination of what must not be mixed, worked out from the records; each summary.json is brought up
+    to date on the way."""
     tables: dict[str, list[StoredRun]] = defaultdict(list)
     for run in runs:
         tables[combination(run)].append(run)
     groups = list(tables.values())
     names = titles([next((run for run in group if run.info.get("presets")), group[0]) for group in groups], ONE_TABLE)
-    return [_comparison(group, title) for group, title in zip(groups, names, strict=True)]
+    neighbours = Neighbours(runs)
+    return [_comparison(group, title, neighbours) for group, title in zip(groups, names, strict=True)]
 
 
-def _comparison(runs: Sequence[StoredRun], title: str) -> Comparison:
+def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -> Comparison:
     entries, found = [], merged(runs)
     runs = [group[0] for group in found]
     for (run, *copies), label in zip(found, labels(runs), strict=True):
-        full = reference(run, runs)
-        summary = current_summary(run, full)
-        entries.append(Entry(run, full or _beside(run, summary), summary, label, tuple(copies)))
+        full = reference(run, runs) or neighbours.full_of(run)
+        summary, damage = summary_of(run, full), list[str]()
+        if changed := summary_damage(run.folder):
+            damage.append(f"{changed}; no number here comes from that file")
+        if full is None and method_of(run) != FULL:  # which Full a folder held is known no more
+            damage += neighbours.damage(run)
+        with suppress(OSError):  # results that may only be read are reported as well
+            write_summary(run, full, summary)
+        entries.append(Entry(run, full, summary, label, tuple(copies), tuple(damage)))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
     return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
-
-
-def _beside(run: StoredRun, summary: Mapping[str, Any]) -> StoredRun | None:
-    """The Full that a summary names, where the report was not asked for it."""
-    named = (summary["full"] or {}).get("folder")
-    if named is None:
-        return None
-    with suppress(StoreError):
-        return load(run.folder.parent / named)
-    return None
 
 
 def asked(summary: Mapping[str, Any]) -> float:

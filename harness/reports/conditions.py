@@ -84,8 +84,9 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 def _common_settings(runs: Sequence[StoredRun]) -> str:
     """Settings that are no default and that all rows share: labels say the others."""
-    usual = flatten(recorded_defaults())
-    found = [flatten({key: value for key, value in run.config.items() if key in recorded_defaults()}) for run in runs]
+    defaults = recorded_defaults()
+    usual = flatten(defaults)
+    found = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
     left_out = {*NOT_NAMED, *SHOWN_APART}
     keys = [key for key in found[0] if key in usual and key.partition(".")[0] not in left_out]
     shared = [key for key in keys if all(one.get(key) == found[0][key] != usual[key] for one in found)]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,7 +21,7 @@ from harness.terminal.stopping import whole
 from kernels.temporary import replacing
 
 RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
-ADVICE = "restore the line, or delete it to have the example run again"
+QUICK_YAML = 10_000  # characters
 
 
 def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
@@ -33,11 +33,11 @@ def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return _read(path, json.loads, json.JSONDecodeError)
+    return _read(path, json.loads)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    return _read(path, yaml.safe_load, yaml.YAMLError)
+    return _read(path, _yaml)
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -106,62 +106,74 @@ def writing(folder: Path) -> Iterator[None]:
 def reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: this is not YAML ({error.problem})"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return (error.strerror if isinstance(error, OSError) else None) or lines[0]
 
 
-def _read(path: Path, parse: Any, refusal: type[Exception]) -> dict[str, Any]:
+def _yaml(text: str) -> Any:
+    """With libyaml, ten times as fast, where PyYAML was built with it; but that overflows the stack on what is nested
+    ten thousand times, as bytes of any kind may be."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if len(text) < QUICK_YAML else yaml.SafeLoader
+    return yaml.load(text, loader)
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         plain = parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, refusal) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:  # bytes of any kind
         raise StoreError(f"cannot read {path}: {reason(error)}") from error
     if not isinstance(plain, dict):
         raise StoreError(f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong")
     return plain
 
 
-def sealed_lines(path: Path, run: str, *, required: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each line where it stands, for an error to name, and what was sealed; raises as `parse` and `unseal` do."""
-    for number, line in enumerate(whole_lines(path), 1):
-        where = f"{path}, line {number}"
-        yield where, unseal(parse(line, where), run, where, required=required)
+class Line(NamedTuple):
+    """One line of a run, without its seal. `where` names file and line for an error."""
+
+    where: str
+    plain: dict[str, Any]
+    checksum: str
 
 
-def parse(line: str | bytes, where: str) -> dict[str, Any]:
-    """The mapping that one line holds; `where` names file and line in the error."""
+def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> Line:
+    """What was sealed. Raises `RecordError`, which begins with `where`, for what is no line of ours, for a line of
+    another run or a changed one; for one without a seal where that is `required`: runs from before there were seals
+    have none."""
+    plain = _parse(text, where)
+    checksum, owner = plain.pop(CHECKSUM, None), plain.get(RUN)
+    if checksum is None and owner is None and not required:
+        return Line(where, plain, checksum_of(plain))
+    name = f"{where}: example {plain.get('id')!r}"
+    if checksum is None or owner is None:
+        raise RecordError(f"{name} lacks its run or its checksum")
+    if checksum != checksum_of(plain):
+        raise RecordError(f"{name} was changed after it was written")
+    if owner != run:
+        raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]})")
+    del plain[RUN]
+    return Line(where, plain, checksum)
+
+
+def _parse(text: bytes, where: str) -> dict[str, Any]:
     try:
-        plain = json.loads(line)
-    except ValueError as error:
-        raise RecordError(f"{where}: not a JSON line ({error}); delete the line to have it run again") from error
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: not a JSON line ({reason(error)})") from error
     if not isinstance(plain, dict):
-        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; delete the line")
+        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record")
     return plain
 
 
 def seal(plain: Mapping[str, Any], run: str) -> dict[str, Any]:
     """`plain` with the identity of its run and the checksum of both."""
-    bound = {**plain, RUN: run}
-    return bound | {CHECKSUM: _checksum(bound)}
+    return with_checksum({**plain, RUN: run})
 
 
-def unseal(line: Mapping[str, Any], run: str, where: str, *, required: bool = True) -> dict[str, Any]:
-    """What was sealed. Raises `RecordError`, which begins with `where`, for a line of another run or a changed one;
-    for one without a seal where that is `required`: runs from before there were seals have none."""
-    plain = dict(line)
-    checksum = plain.pop(CHECKSUM, None)
-    owner = plain.get(RUN)
-    if checksum is None and owner is None and not required:
-        return plain
-    name = f"{where}: example {plain.get('id')!r}"
-    if checksum is None or owner is None:
-        raise RecordError(f"{name} lacks its run or its checksum; {ADVICE}")
-    if checksum != _checksum(plain):
-        raise RecordError(f"{name} was changed after it was written; {ADVICE}")
-    if owner != run:
-        raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]}); {ADVICE}")
-    del plain[RUN]
-    return plain
+def with_checksum(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plain, CHECKSUM: checksum_of(plain)}
 
 
-def _checksum(plain: Mapping[str, Any]) -> str:
+def checksum_of(plain: Mapping[str, Any]) -> str:
+    """Over what `plain` means: another program may write it with other spaces, or its keys in another order."""
     text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -174,6 +175,10 @@ class Record(Reply):
     def replies(self) -> Sequence[Reply]:
         return self.turns or (self,)
 
+    @property
+    def answer_sha256(self) -> str:
+        return answer_digest({"prompt_sha256": self.prompt_sha256, "output": self.output, "tokens": self.tokens})
+
     def rescored(self, line: Mapping[str, Any]) -> Record:
         """With later scores of the same outputs: a line of rescored.jsonl."""
         again = line.get("turns", [line])
@@ -222,6 +227,12 @@ def by_tier(plain: Mapping[str, Any]) -> dict[str, Any]:
     held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
     names = set(map(bytes_key, held))
     return {key: value for key, value in plain.items() if key not in names} | ({KV: held} if held else {})
+
+
+def answer_digest(plain: Mapping[str, Any]) -> str:
+    """Of what a record asked and what came out, whatever it took: what is told of an answer holds for this one."""
+    told = [plain.get(key) for key in ("prompt_sha256", "output", "tokens")]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:

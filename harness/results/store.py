@@ -1,8 +1,8 @@
 """The folder of one run: what ran, one line per example, and how to go on after a crash.
 
 `config.yaml` (resolved), `run.json` (status, times, provenance), `examples.jsonl` (the results themselves),
-`rescored.jsonl` (later scores of the same outputs), `summary.json` (derived, made again at will) and, where a session
-failed, `error.txt` (its traceback).
+`rescored.jsonl` (later scores of the same outputs), `summary.json` (derived, a copy for other programs) and, where a
+session failed, `error.txt` (its traceback). What binds them to each other: results/folder/bound.py.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from harness.config.renamed import with_new_names
-from harness.config.settings import Results
-from harness.results import files
-from harness.results.files import seal
+from harness.results import files, triage
+from harness.results.files import CHECKSUM, Line, checksum_of, seal
+from harness.results.folder import bound
+from harness.results.folder.bound import FILES, Digest
+from harness.results.folder.find import find, instead
+from harness.results.folder.names import CONFIG, ERROR, EXAMPLES, RESCORED
+from harness.results.folder.repair import repaired
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now, when
 from harness.results.records import Record, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
 
-__all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "read_records"]
+__all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "load_all", "read_records"]
 
 ENDS = ("complete", "failed", "interrupted")
-EXAMPLES, ERROR = "examples.jsonl", "error.txt"
-RESCORED = "rescored.jsonl"  # id, score, details, turns: what later scorers made of the outputs in examples.jsonl
 
 
 class Run:
     """A run folder open for writing, by this process alone. `info` is what stands in run.json.
 
     A session begins with the first record that it adds, and run.json with provenance and backends is written before
-    that record: whatever the moment of a kill, a folder says where its records come from.
+    that record: whatever the moment of a kill, a folder says where its records come from. A damaged folder is made
+    whole first: what can be made anew is, and records that are sound stay.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, digest: str) -> None:
-        path = folder / "run.json"
+    def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
         remove_abandoned(folder)
         self.folder, self._lock = folder, lock
-        self._before = files.read_json(path) if path.exists() else {}
-        if self._before.get("identity_sha256", digest) != digest:
-            raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
-        files.drop_half_line(folder / EXAMPLES)
-        self.info = {"sealed": not self._before} | self._before | {"identity_sha256": digest}
-        self._ids = {record.id for record in read_records(folder, self.info)}
+        self._before = repaired(folder, digest, config)
+        if not self._before:
+            files.write_yaml(folder / CONFIG, config)
+        info = {"sealed": not self._before} | self._before | {"identity_sha256": digest}
+        self.info = info if self._before else bound.bind(folder, info, CONFIG)
+        lines = bound.read_lines(folder, EXAMPLES, self.info)
+        self._ids, self._digest = {record.id for record in _records(lines)}, Digest(lines)
         self._begun = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
         self._file = open(folder / EXAMPLES, "ab", buffering=0)  # noqa: SIM115 (open for the life of the run)
@@ -76,11 +78,10 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder, wait=wait)
             try:
-                run = cls(folder, lock, _digest(identity))
-                if not (folder / "config.yaml").exists():
-                    files.write_yaml(folder / "config.yaml", config)
-                run.note(task=task, method=method, identity=dict(identity))
-                if not run._before:
+                run = cls(folder, lock, _digest(identity), config)
+                is_new = not run._before
+                run.complement(task=task, method=method, identity=dict(identity))
+                if is_new:
                     run._begin()
             except BaseException:
                 lock.release()
@@ -99,7 +100,10 @@ class Run:
         """On disk when this returns: a crash later costs nothing of it."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
-        line = self._line(record)
+        plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
+        if self.info["sealed"]:
+            plain = seal(plain, self.info["identity_sha256"])
+        line = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         if not self._begun:
             self._begin()
         with files.writing(self.folder), whole():
@@ -112,12 +116,7 @@ class Run:
                 self._file.truncate(end)
                 raise
             self._ids.add(record.id)
-
-    def _line(self, record: Record) -> bytes:
-        plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
-        if self.info["sealed"]:
-            plain = seal(plain, self.info["identity_sha256"])
-        return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            self._digest.add(plain.get(CHECKSUM) or checksum_of(plain))
 
     def records(self) -> list[Record]:
         return read_records(self.folder, self.info)
@@ -129,13 +128,19 @@ class Run:
             if self._begun:
                 self._write()
 
+    def complement(self, **facts: Any) -> None:
+        """Adds facts that hold whoever makes the records, where run.json lacks them: a session without work adds these
+        alone."""
+        for known in (self._before, self.info):
+            known.update({key: value for key, value in facts.items() if key not in known})
+
     def _begin(self) -> None:
         self._begun = True
         self._write()
 
     def _write(self) -> None:
-        with files.writing(self.folder):
-            files.write_json(self.folder / "run.json", self.info)
+        self.info[FILES] = {**self.info[FILES], EXAMPLES: self._digest.plain()}
+        bound.write_info(self.folder, self.info)
 
     def close(self, status: str, error: str | None = None) -> None:
         """A session that added nothing leaves times and machine as they were."""
@@ -190,6 +195,8 @@ class StoredRun:
     info: dict[str, Any]
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
+    triaged: Sequence[triage.Line] = ()
+    digest: str | None = None  # of the lines of examples.jsonl
 
     @property
     def scorer(self) -> str:
@@ -203,63 +210,43 @@ class StoredRun:
         return not self.records and self.status in ("failed", "interrupted")
 
 
-def find(paths: Iterable[Path]) -> list[Path]:
-    """All run folders at or below `paths`, each once."""
-    found: dict[Path, Path] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise StoreError(f"no such folder: {path}{_instead(path)}")
-        below = sorted(file.parent for file in path.rglob("run.json"))
-        if not below:
-            raise StoreError(f"no runs in {path}: the folder of a run holds run.json")
-        for folder in below:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
-
-
-def _instead(path: Path) -> str:
-    """Where the run may be that was named without its folder."""
-    root = Path(Results().root)
-    if (usual := root / path).is_dir():
-        return f"; did you mean {usual}?"
-    if len(path.parts) == 1:
-        return f"; name a run with its folder, as in {usual}"
-    return f"; give the folder that results.root named, such as {root}, or a run's in it"
-
-
-def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Other runs of the same task and method beside `folder`, with their run.json."""
-    for path in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/run.json")):
-        if path.parent != folder:
-            with suppress(StoreError):
-                yield path.parent, files.read_json(path)
-
-
-def load(folder: Path) -> StoredRun:
-    """Read-only: the half-written last line of a run that goes on is left out and left alone."""
+def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
+    """Read-only: the half-written last line of a run that goes on is left out and left alone. Raises `StoreError` where
+    a file is not as it was written. `first_scores`: those of the run itself, whatever was scored again since."""
     if not folder.is_dir():
-        raise StoreError(f"no such folder: {folder}{_instead(folder)}")
-    if not (folder / "run.json").is_file():
-        raise StoreError(f"{folder} is not the folder of a run: it holds no run.json")
-    info, config = files.read_json(folder / "run.json"), with_new_names(files.read_yaml(folder / "config.yaml"))
+        raise StoreError(f"no such folder: {folder}{instead(folder)}")
+    info = bound.read_info(folder)
+    config, lines = bound.read_config(folder, info), bound.read_lines(folder, EXAMPLES, info)
+    records = _records(lines)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"
     elif status == "running":
         status = "interrupted"
-    return StoredRun(folder, config, info, rescored(read_records(folder, info), folder, info), status)
+    shown = records if first_scores else rescored(records, folder, info)
+    told = triage.read(folder, info, records)
+    return StoredRun(folder, config, info, shown, status, told, Digest(lines).plain()["sha256"])
+
+
+def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
+    """The runs that can be read, and a sentence on each of the others."""
+    runs, damage = [], []
+    for folder in folders:
+        try:
+            runs.append(load(folder))
+        except StoreError as error:
+            damage.append(str(error))
+    return runs, damage
 
 
 def read_records(folder: Path, info: Mapping[str, Any]) -> list[Record]:
-    """In the order they were written; a line that is damaged, doubled, changed or of another run is an error that names
-    it. `info`: run.json, which says whose lines these have to be."""
-    found: dict[str, Record] = {}
-    for where, plain in _lines(folder / EXAMPLES, info):
-        record = Record.from_plain(plain, where)
-        if record.id in found:
-            raise StoreError(f"{where}: example {record.id!r} a second time; delete one of the two lines")
-        found[record.id] = record
-    return list(found.values())
+    """In the order they were written, with the run's own scores; a line that is damaged, doubled, changed or of another
+    run is an error that names it. `info`: run.json, which says whose lines these have to be."""
+    return _records(bound.read_lines(folder, EXAMPLES, info))
+
+
+def _records(lines: Iterable[Line]) -> list[Record]:
+    return [Record.from_plain(line.plain, line.where) for line in lines]
 
 
 def write_rescored(folder: Path, lines: Iterable[Mapping[str, Any]], info: Mapping[str, Any]) -> None:
@@ -268,12 +255,8 @@ def write_rescored(folder: Path, lines: Iterable[Mapping[str, Any]], info: Mappi
 
 def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -> list[Record]:
     """With the scores of the last `python -m harness.rescore`, where there was one."""
-    scores = {line["id"]: line for _, line in _lines(folder / RESCORED, info)}
+    scores = {line.plain["id"]: line.plain for line in bound.read_rescored(folder, info)}
     return [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
-
-
-def _lines(path: Path, info: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    return files.sealed_lines(path, str(info.get("identity_sha256")), required=info.get("sealed", False))
 
 
 def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:

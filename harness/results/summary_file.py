@@ -1,57 +1,92 @@
-"""`summary.json`: which Full a run is held against, and the one place that writes the file."""
+"""The summary of a run, worked out from its records; which Full it is held against; and `summary.json`, its copy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.results import files, triage
+from harness.results import files
+from harness.results.files import CHECKSUM
+from harness.results.folder.names import INFO, SUMMARY
 from harness.results.pairs import FULL
 from harness.results.records import StoreError
-from harness.results.store import EXAMPLES, StoredRun, load
-from harness.results.summary import SCHEMA, summarise
+from harness.results.store import StoredRun, load
+from harness.results.summary import summarise
 from methods.tiers.tier import DEVICE
 
-NAME = "summary.json"
 ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
-def write_summary(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
-    """Derives the summary of `run` beside `full` and writes it into the run's folder."""
-    summary = _derived(run, full)
-    files.write_json(run.folder / NAME, summary)
-    return summary
+class Neighbours:
+    """Runs beside others, each read once."""
+
+    def __init__(self, known: Sequence[StoredRun] = ()) -> None:
+        self._read: dict[Path, StoredRun | None] = {run.folder.resolve(): run for run in known}
+        self._damage: dict[Path, str] = {}
+
+    def beside(self, run: StoredRun, named: str = "*") -> list[StoredRun]:
+        """Those in the folder that holds the run's own, which is left out."""
+        own = run.folder.resolve()
+        folders = sorted(path.parent for path in own.parent.glob(f"{named}/{INFO}"))
+        found = [self._run(folder) for folder in folders if folder != own]
+        return [other for other in found if other is not None]
+
+    def full_of(self, run: StoredRun) -> StoredRun | None:
+        """The Full beside a run to hold it against."""
+        return None if method_of(run) == FULL else reference(run, self.beside(run, f"*-{FULL}-*"))
+
+    def damage(self, run: StoredRun) -> list[str]:
+        """Sentences on those beside a run that were wanted and cannot be read."""
+        beside = run.folder.resolve().parent
+        return [text for folder, text in self._damage.items() if folder.parent == beside]
+
+    def _run(self, folder: Path) -> StoredRun | None:
+        if folder not in self._read:
+            try:
+                self._read[folder] = load(folder)
+            except StoreError as error:
+                self._read[folder], self._damage[folder] = None, str(error)
+        return self._read[folder]
 
 
-def current_summary(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
-    """summary.json as it is, or made again from the records where it is missing or older than what it rests on."""
-    path = run.folder / NAME
-    with suppress(StoreError):
-        if path.exists() and not _stale(stored := files.read_json(path), path, run, full):
-            return stored
-    full = full or reference(run, list(_neighbours(run)))
-    try:
-        return write_summary(run, full)
-    except OSError:  # results that may only be read are reported as well
-        return _derived(run, full)
-
-
-def _derived(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
-    """Names its Full by folder and hash, where it is held against one."""
-    records = full.records if full else None
-    triaged = triage.read(run.folder, run.info)
-    info = run.info | {"status": run.status}
-    summary = summarise(run.records, config=run.config, info=info, full=records, triaged=triaged)
+def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
+    """Worked out from the records of `run` beside those of `full`, which it names where it is held against one."""
+    records, info = full.records if full else None, run.info | {"status": run.status}
+    summary = summarise(run.records, config=run.config, info=info, full=records, triaged=run.triaged)
     if full and summary["full"]:
-        summary["full"] |= _identity(full)
+        summary["full"] |= {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
     return summary
 
 
-def _identity(full: StoredRun) -> dict[str, Any]:
-    return {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
+def write_summary(run: StoredRun, full: StoredRun | None, summary: Mapping[str, Any]) -> None:
+    """Brings summary.json up to date, a copy for other programs that nobody here reads back. `records`: the digest of
+    the lines that it was worked out from, and of Full's."""
+    copy = {**summary, "records": run.digest}
+    if full and copy["full"]:
+        copy["full"] = {**copy["full"], "records": full.digest}
+    copy = files.with_checksum(json.loads(json.dumps(copy)))
+    with suppress(StoreError):
+        if files.read_json(run.folder / SUMMARY) == copy:
+            return
+    files.write_json(run.folder / SUMMARY, copy)
+
+
+def summary_damage(folder: Path) -> str | None:
+    """What is wrong with the summary.json that is there, in a sentence; one from before it had a checksum is not
+    checked."""
+    path = folder / SUMMARY
+    if not path.exists():
+        return None
+    try:
+        stored = files.read_json(path)
+    except StoreError as error:
+        return str(error)
+    changed = stored.pop(CHECKSUM, None) not in (None, files.checksum_of(stored))
+    return f"{path} was changed after it was written" if changed else None
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
@@ -65,28 +100,6 @@ def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
 
 def _is_baseline(run: StoredRun) -> bool:
     return method_of(run) == FULL and run.config.get("placement", DEVICE) == DEVICE
-
-
-def _stale(summary: Mapping[str, Any], path: Path, run: StoredRun, full: StoredRun | None) -> bool:
-    if summary.get("schema") != SCHEMA or summary.get("status") != run.status:
-        return True
-    if summary.get("num_examples") != len(run.records) or (full is not None and not _names(summary, full)):
-        return True
-    sources = [one.folder / name for one in (run, full) if one for name in (EXAMPLES, "run.json", triage.NAME)]
-    return any(source.exists() and source.stat().st_mtime > path.stat().st_mtime for source in sources)
-
-
-def _neighbours(run: StoredRun) -> Iterator[StoredRun]:
-    """Runs of Full beside the run's own folder."""
-    for folder in sorted(run.folder.parent.glob(f"*-{FULL}-*")):
-        with suppress(StoreError):
-            yield load(folder)
-
-
-def _names(summary: Mapping[str, Any], full: StoredRun) -> bool:
-    """Whether the summary is held against this Full."""
-    named = summary.get("full") or {}
-    return all(named.get(key) == value for key, value in _identity(full).items())
 
 
 def combination(run: StoredRun) -> str:

@@ -10,9 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from harness.results import files
-from harness.results.records import Record
+from harness.results.folder import bound
+from harness.results.folder.names import TRIAGED
+from harness.results.records import Record, RecordError
 
-NAME = "triage.jsonl"
 # cause -> (head of its column, what is said of such answers)
 CAUSES: Mapping[str, tuple[str, str]] = {
     "not_in_prompt": ("cut\noff", "have no needle in the prompt: it was cut"),
@@ -30,20 +31,33 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 Line = dict[str, Any]
 
 
-def read(folder: Path, info: Mapping[str, Any]) -> list[Line]:
-    """As they were written; a line that a crash cut in half is left out. `info`: run.json."""
-    return [line for _, line in files.sealed_lines(folder / NAME, str(info.get("identity_sha256")))]
+def read(folder: Path, info: Mapping[str, Any], records: Sequence[Record]) -> list[Line]:
+    """As they were written; a line that a crash cut in half is left out. Raises `RecordError` for a damaged one, and
+    for one about another answer than the record has. `info`: run.json."""
+    known = {record.id: record for record in records}
+    found = []
+    for where, line, _ in bound.read_lines(folder, TRIAGED, info):
+        record = known.get(str(line.get("id")))
+        if record is None or line.get("answer", record.answer_sha256) != record.answer_sha256:
+            raise RecordError(f"{where}: example {line.get('id')!r} has another answer now; {bound.AGAIN}")
+        found.append(line)
+    return found
 
 
-def followed(folder: Path, info: Mapping[str, Any]) -> list[Line]:
-    """Lines whose needle was followed through at least one step."""
-    return [line for line in read(folder, info) if line.get("held") and line["held"][0]]
+def followed(lines: Sequence[Line]) -> list[Line]:
+    """Those whose needle was followed through at least one step."""
+    return [line for line in lines if line.get("held") and line["held"][0]]
 
 
 def append(folder: Path, line: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """On disk when this returns. The caller holds the folder's lock."""
     plain = json.loads(json.dumps(line))  # as it will be read: the checksum is over that
-    files.append_line(folder / NAME, files.seal(plain, str(info["identity_sha256"])))
+    files.append_line(folder / TRIAGED, files.seal(plain, str(info["identity_sha256"])))
+
+
+def bind(folder: Path, info: Mapping[str, Any]) -> None:
+    """Has run.json vouch for the lines that are there. The caller holds the folder's lock."""
+    bound.write_info(folder, bound.bind(folder, info, TRIAGED))
 
 
 def wrong(records: Sequence[Record]) -> list[Record]:

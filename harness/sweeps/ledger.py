@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.results import files
+from harness.results.folder.bound import count_lines
+from harness.results.folder.names import EXAMPLES
 from harness.results.lock import FolderLock, is_locked
 from harness.results.provenance import now
 from harness.results.records import StoreError
-from harness.results.store import EXAMPLES
 from harness.sweeps.jobs import JobConfig, digest, groups, job_of
 
 FOLDER, SWEEP, LOG = "sweeps", "sweep.json", "log.jsonl"
@@ -179,9 +179,7 @@ def examples_in(root: Path, planned: Mapping[str, Any]) -> int:
 
 
 def count_examples(folder: Path) -> int:
-    with suppress(FileNotFoundError):
-        return (folder / EXAMPLES).read_bytes().count(b"\n")
-    return 0
+    return count_lines(folder / EXAMPLES)
 
 
 def _process(event: Event) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.results import files
+from harness.results.folder.bound import damage, read_info
+from harness.results.folder.find import is_run, runs_below
+from harness.results.folder.names import EXAMPLES
 from harness.results.lock import holder, is_locked
 from harness.results.provenance import now, when
 from harness.results.records import StoreError
-from harness.results.store import EXAMPLES
 from harness.sweeps.jobs import distinct
 from harness.sweeps.ledger import Event, Log, Sweep, count_examples
 
@@ -73,7 +75,8 @@ def _state(log: Log, job: int, running: bool) -> State:
     if planned is None:
         return told
     folder, full = (log.sweep.root / planned[key] if planned[key] else None for key in ("folder", "full"))
-    run = run_state(folder) if folder and (folder / "run.json").is_file() else State("", "to do")
+    there = folder is not None and folder.is_dir() and is_run(folder, os.listdir(folder))
+    run = run_state(folder) if folder and there else State("", "to do")
     known = replace(run, total=planned["examples"], folder=folder, full=full)
     if run.status == "done" and told.status == "failed" and full and run_state(full).status != "done":
         return replace(known, status="failed", seconds=told.seconds, reason=told.reason)
@@ -99,22 +102,26 @@ def _told(log: Log, job: int, running: bool) -> State:
 
 
 def run_state(folder: Path) -> State:
-    """A run folder at a glance: its lines are counted, not read."""
+    """A run folder at a glance: its lines are counted, not read. One that is damaged is to be run again."""
     info: dict[str, Any] = {}
-    with suppress(StoreError, OSError):
-        info = files.read_json(folder / "run.json")
+    try:
+        info = read_info(folder)
+        wrong = damage(folder, info)
+    except StoreError as error:
+        wrong = str(error)
     done, total, said = count_examples(folder), info.get("num_expected"), info.get("status")
     running = said != "complete" and is_locked(folder)
     ended = now() if running else info.get("ended") or _last_written(folder)
     session = _between(info["started"], ended) if ended and "started" in info else None
     made = done - info.get("began_with", 0)
+    at_rest = "interrupted" if wrong else AT_REST.get(str(said), "interrupted")
     return State(
         folder.name,
-        status="running" if running else AT_REST.get(str(said), "interrupted"),
+        status="running" if running else at_rest,
         done=done,
         total=total,
         seconds=None if session is None else session + _before(info),
-        reason=NO_WORD if said == "running" and not running else info.get("error"),
+        reason=wrong or (NO_WORD if said == "running" and not running else info.get("error")),
         folder=folder,
         rate=session / made if session and made > 0 else None,
         at=ended,
@@ -138,8 +145,7 @@ def _last_written(folder: Path) -> str | None:
 def other_runs(root: Path, known: Iterable[State]) -> list[State]:
     """Runs that no sweep asked for."""
     mine = {folder.resolve() for state in known for folder in (state.folder, state.full) if folder}
-    folders = sorted(file.parent for file in root.rglob("run.json"))
-    return [run_state(folder) for folder in folders if folder.resolve() not in mine]
+    return [run_state(folder) for folder in runs_below(root) if folder.resolve() not in mine]
 
 
 def _with_totals(states: Sequence[State]) -> list[State]:

@@ -6,6 +6,8 @@ import logging
 import sys
 from functools import cache
 
+from harness.terminal.visible import visible
+
 BUILDING = "building kernels for this processor, once per machine and version: about a minute"
 SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, or fp32"
 
@@ -13,7 +15,7 @@ SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, 
 @cache
 def say_once(message: str) -> None:
     """Once per process, however many jobs of a sweep it concerns."""
-    print(f"note: {message}.", file=sys.stderr, flush=True)
+    print(visible(f"note: {message}."), file=sys.stderr, flush=True)
 
 
 @cache

@@ -14,15 +14,20 @@ from harness.reports.document import as_text
 from harness.reports.pictures import frontier, heatmap
 from harness.reports.stamps import stamps
 from harness.results import files
-from harness.results.store import load
+from harness.results.folder.names import CONFIG, INFO, SUMMARY
+from harness.results.store import load_all
+from harness.terminal.notices import say_once
 from harness.trackers.base import FinishedRun
 
-KEPT = ("summary.json", "run.json", "config.yaml")
+KEPT = (SUMMARY, INFO, CONFIG)
 
 
 def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
     """`scratch` takes the pictures and tables, and must live until they are published."""
-    for number, table in enumerate(comparisons([load(folder) for folder in folders])):
+    runs, damage = load_all(folders)
+    for text in damage:
+        say_once(f"not sent: {text}")
+    for number, table in enumerate(comparisons(runs)):
         place = scratch / str(number)
         place.mkdir()
         text = as_text([table], markdown=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +15,9 @@ import pytest
 
 from harness.commands import report, show
 from harness.reports.compare import comparisons
+from harness.results.folder import bound
 from harness.results.store import StoredRun, load
-from harness.results.summary_file import current_summary, reference
+from harness.results.summary_file import reference
 from harness.terminal import tables
 from tests.fake_records import record, records, write_run
 
@@ -131,36 +130,50 @@ def test_a_full_of_the_same_code_is_nearer_than_a_longer_one(tmp_path: Path) -> 
     assert reference(run, [of("mine", short), of("mine", long)]) == of("mine", long)
 
 
-def test_summaries_are_made_where_missing_or_stale(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, results)
-    [path] = results.glob("niah-full-*/summary.json")
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"device": "marked"}))
-    printed(capsys, results)
-    assert json.loads(path.read_text())["device"] == "marked"  # up to date: left alone
-    for name in ("examples.jsonl", "run.json", "triage.jsonl"):
-        path.write_text(json.dumps(stored | {"device": "marked"}))
-        (path.parent / name).touch()
-        later = time.time() + 5
-        os.utime(path.parent / name, (later, later))
-        printed(capsys, results)
-        assert json.loads(path.read_text()) == stored, name
-        os.utime(path.parent / name, (0, 0))
-    path.write_text("{half")
-    printed(capsys, results)
-    assert json.loads(path.read_text()) == stored
+def test_no_number_comes_from_summary_json(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a copy: what somebody wrote there is named, and written anew from the records."""
+    text = printed(capsys, results)
+    [path] = results.glob("niah-h2o-*/summary.json")
+    stored = path.read_text()
+    edited = json.dumps(json.loads(stored) | {"score": {"mean": 0.99, "ci95": [0.9, 1.0], "groups": {}}})
+    for damaged in (edited, stored.replace("interrupted", "complete"), "{half", "[]", ""):
+        path.write_text(damaged)
+        again = [unwrapped for unwrapped in printed(capsys, results).replace("\n    ", " ").splitlines()]
+        [said] = [line for line in again if "summary.json" in line]
+        assert "no number here comes from that file" in said
+        again.remove(said)
+        assert again == text.replace("\n    ", " ").splitlines()
+        assert path.read_text() == stored
+    path.unlink()
+    assert printed(capsys, results) == text
+    assert path.read_text() == stored
 
 
-def test_a_summary_names_its_full_and_is_made_again_for_another(tmp_path: Path) -> None:
+def test_summary_json_says_which_records_it_is_made_of(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, results)
+    runs = {path.parent: json.loads(path.read_text()) for path in results.glob("*/summary.json")}
+    digests = {folder.name: bound.read_info(folder)["files"]["examples.jsonl"]["sha256"] for folder in runs}
+    assert len({*digests.values()}) == len(digests) == 4
+    for folder, summary in runs.items():
+        assert summary["records"] == digests[folder.name]
+        if summary["full"]:
+            assert summary["full"]["records"] == digests[summary["full"]["folder"]]
+
+
+def test_a_summary_of_an_older_version_is_written_anew(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, results)
+    [path] = results.glob("niah-h2o-*/summary.json")
+    path.write_text(json.dumps({"schema": 9, "status": "complete"}))
+    assert printed(capsys, results) == text
+    assert json.loads(path.read_text())["schema"] > 9
+
+
+def test_a_summary_names_its_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quest = load(write_run(tmp_path, records(RIGHT, **SPARSE), "quest"))
-    right, wrong = (load(write_run(tmp_path / name, records([score] * 10))) for name, score in (("a", 1.0), ("b", 0.0)))
-    made = current_summary(quest, right)
-    assert made["full"]["folder"] == right.folder.name
-    assert made["full"]["identity_sha256"] == right.info["identity_sha256"]
-    assert json.loads((quest.folder / "summary.json").read_text()) == made
-    wrong = replace(wrong, info=wrong.info | {"identity_sha256": "f" * 64})
-    assert current_summary(quest, wrong)["full"]["mean"] == 0.0
-    assert current_summary(quest, right) == made
+    right = load(write_run(tmp_path, records([1.0] * 10)))
+    printed(capsys, quest.folder)
+    named = json.loads((quest.folder / "summary.json").read_text())["full"]
+    assert (named["folder"], named["identity_sha256"]) == (right.folder.name, right.info["identity_sha256"])
 
 
 def test_csv_holds_raw_numbers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

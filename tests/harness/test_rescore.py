@@ -16,7 +16,9 @@ from harness.commands import report, rescore
 from harness.config.settings import Results, Settings
 from harness.jobs.run import evaluate
 from harness.results import store
+from harness.results.folder.names import RESCORED
 from methods.full import Full
+from tests.fake_records import rewrite
 from tests.fast import MODEL, STREAMING, niah
 
 
@@ -104,6 +106,49 @@ def test_the_same_command_still_finds_its_run(results: Path, monkeypatch: pytest
     assert run_json(place)["rescored"]["present"]["mean"] == 0.25
 
 
+@pytest.mark.usefixtures("other_scorer")
+def test_the_way_back_to_the_first_scores(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(results)])
+    before = capsys.readouterr().out
+    place = folder(results, "streaming")
+    rescore.rescore(place)
+    assert rescore.main([str(place), "--first"]) == 0
+    assert capsys.readouterr().out == f"{place.name}: the scores are the first ones, of task version 1\n"
+    assert not (place / RESCORED).exists()
+    assert report.main([str(results)]) == 0
+    assert capsys.readouterr().out == before
+
+
+@pytest.mark.usefixtures("other_scorer")
+@pytest.mark.parametrize("damage", ["removed", "cut", "of an earlier rescoring", "without its section"])
+def test_later_scores_that_are_damaged_are_not_shown_until_they_are_made_again(
+    results: Path, capsys: pytest.CaptureFixture[str], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder(results, "streaming")
+    path, first = place / RESCORED, (place / "run.json").read_bytes()
+    rescore.rescore(place)
+    text = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(text.splitlines(keepends=True)[0])
+    elif damage == "without its section":  # killed between the two
+        (place / "run.json").write_bytes(first)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Niah, "score", lambda self, example, output: Score(1.0, {}))
+            rescore.rescore(place)
+        path.write_bytes(text)
+    assert report.main([str(results)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"left out: {path} ")
+    assert "; run python -m harness.rescore on its folder again" in err
+    assert not any(line.startswith("streaming") for line in out.splitlines())
+    assert rescore.main([str(place)]) == 0
+    assert path.read_bytes() == text
+    assert report.main([str(results)]) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,17 +164,17 @@ def test_other_prompts_or_no_data_are_refused(
     config = yaml.safe_load((place / "config.yaml").read_text())
     target = config["task"] if change.keys() <= config["task"].keys() else config
     target |= change
-    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    rewrite(place, config)
     assert rescore.main([str(place)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert not (place / store.RESCORED).exists()
+    assert not (place / RESCORED).exists()
 
 
 def test_an_unfinished_run_is_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = folder(results, "full")
-    (place / "run.json").write_text(json.dumps(run_json(place) | {"status": "interrupted"}))
+    rewrite(place, status="interrupted")
     assert rescore.main([str(results)]) == 2
     said = capsys.readouterr()
     assert "the run is not complete" in said.err

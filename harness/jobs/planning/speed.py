@@ -4,7 +4,6 @@ nothing of it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.catalogue import plain
 from harness.config.nested import flatten
+from harness.results.folder.find import runs_below
 from harness.results.provenance import machine
-from harness.results.records import StoreError
-from harness.results.store import StoredRun, find, load
+from harness.results.store import StoredRun, load_all
 from harness.results.timing import decode_throughput
 
 if TYPE_CHECKING:
@@ -67,10 +66,7 @@ def measured(job: Job, earlier: Sequence[StoredRun]) -> Speed | str:
 
 def earlier_runs(root: Path) -> list[StoredRun]:
     """That can be read, the most recent first."""
-    found = []
-    for folder in find([root]) if any(root.glob("*/run.json")) else ():
-        with suppress(StoreError):
-            found.append(load(folder))
+    found, _ = load_all(runs_below(root))
     return sorted(found, key=lambda run: str(run.info.get("started", "")), reverse=True)
 
 

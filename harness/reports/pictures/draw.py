@@ -31,7 +31,7 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
             yield from frontier.frontier(rows, whole("frontier"), table.title)
         yield from _needles(number, table, folder)
         for place, entry in enumerate(table.entries, 1):
-            if lines := triage.followed(entry.run.folder, entry.run.info):
+            if lines := triage.followed(entry.run.triaged):
                 path = _picture(folder, f"{number}-{place}-{entry.title}", "needle")
                 yield from needle_map.needle_map(lines, path, f"{entry.title}: {table.title}")
 

@@ -24,6 +24,11 @@ def warnings(
 ) -> Iterator[str]:
     """What a reader must know before believing the row of a run."""
     chance = info.get("task_info", {}).get("chance", 0.0)
+    if lost := info.get("rebuilt"):
+        yield (
+            f"run.json was lost and made anew: of machine, versions and times of {lost['records']} examples nothing is "
+            "known"
+        )
     if not records:
         yield "no example was run"
     elif chance is not None:

@@ -18,12 +18,13 @@ from harness.jobs.job import Evaluation, Job
 from harness.jobs.planning.effective import with_own_limit
 from harness.jobs.run import evaluate
 from harness.models.base import ModelError
-from harness.results.files import read_json, write_json
+from harness.results.files import read_json
 from harness.results.store import Run
 from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.pqcache import PQCache
 from tests import forks
+from tests.fake_records import rewrite
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
 from tests.forks import Forked
 
@@ -145,7 +146,7 @@ def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path)
     measured = read_json(made.folder / "run.json")["measured"]
     assert len(measured["iterations"]) == 7
     other = {"iterations": [0.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.01]}
-    write_json(made.folder / "run.json", read_json(made.folder / "run.json") | {"measured": other})
+    rewrite(made.folder, measured=other)
     (made.folder / "examples.jsonl").unlink()
     again = run(tmp_path, auto, baseline="off")
     assert read_json(again.folder / "run.json")["measured"] == other

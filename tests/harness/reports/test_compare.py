@@ -91,16 +91,6 @@ def test_a_table_of_too_few_examples_says_so(tmp_path: Path) -> None:
     assert not any("80 % power" in note for note in told)
 
 
-def test_a_summary_of_older_statistics_is_made_again(tmp_path: Path) -> None:
-    from harness.results import files
-
-    write_run(tmp_path, records([1.0] * 4))
-    table = table_of(tmp_path)
-    path, fresh = table.entries[0].run.folder / "summary.json", table.entries[0].summary
-    files.write_json(path, fresh | {"schema": 4, "score": fresh["score"] | {"ci95": [0.9, 1.0]}})
-    assert table_of(tmp_path).entries[0].summary == fresh
-
-
 def test_the_spreadsheet_has_p_as_the_table_corrects_it(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 20))
     for budget, lost in ((0.1, 12), (0.2, 5), (0.3, 1)):

@@ -13,10 +13,10 @@ from harness.config.catalogue import entries
 from harness.reports import edited
 from harness.reports.compare import comparisons
 from harness.reports.labels import spelled
-from harness.results.files import read_json, write_json, write_lines
+from harness.results.files import write_lines
 from harness.results.meaning import meaning_now
 from harness.results.store import find, load
-from tests.fake_records import records, write_run
+from tests.fake_records import records, rewrite, write_run
 
 MANY = {"_target_": "methods.quest.Quest", **{f"a_parameter_with_a_long_name_{n}": 0 for n in range(9)}}
 
@@ -84,8 +84,7 @@ def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:
 def used_other_kernels(*folders: Path) -> None:
     """So that none is a copy."""
     for number, folder in enumerate(folders):
-        path = folder / "run.json"
-        write_json(path, read_json(path) | {"backends": {"attention": [number]}})
+        rewrite(folder, backends={"attention": [number]})
 
 
 def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path: Path) -> None:
@@ -164,12 +163,11 @@ def test_rows_of_edited_code_say_which_is_todays(tmp_path: Path) -> None:
     folders = [quest(tmp_path), tmp_path / "niah-quest-0123abcd"]
     shutil.copytree(*folders)
     for folder, code, hour in zip(folders, (today, "edited since"), (9, 8), strict=True):
-        known = read_json(folder / "run.json")
-        facts = {"identity_sha256": folder.name, "sealed": False, "started": f"2026-01-01T0{hour}:30:00+00:00"}
-        write_json(folder / "run.json", known | facts | {"identity": {"code": {"methods.quest": code}, "core": 2}})
         lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
         bare = [{key: line[key] for key in line if key not in ("run", "sha256")} for line in lines]
         write_lines(folder / "examples.jsonl", bare)
+        facts = {"identity_sha256": folder.name, "sealed": False, "started": f"2026-01-01T0{hour}:30:00+00:00"}
+        rewrite(folder, **facts, identity={"code": {"methods.quest": code}, "core": 2})
     [table] = comparisons([load(folder) for folder in folders])
     [said] = edited.notes(table.entries)
     assert said.startswith("quest: versions of its code (methods.quest): ")

@@ -17,13 +17,14 @@ from harness.config.settings import Settings
 from harness.jobs.job import Job
 from harness.jobs.run import evaluate
 from harness.results import meaning
-from harness.results.files import read_json, write_json
+from harness.results.files import read_json
 from harness.results.identity import identity, not_continued
 from harness.results.meaning import code_of
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
 from methods.pyramidkv import PyramidKV
+from tests.fake_records import rewrite
 from tests.fast import MODEL, PQ, niah
 
 CODE = '''
@@ -135,7 +136,7 @@ def test_an_older_folder_is_not_continued_and_the_command_says_so(
     }  # fmt: skip
     older = first.folder.with_name("niah-pqcache-01234567")
     first.folder.rename(older)
-    write_json(older / "run.json", info | {"identity": old})
+    rewrite(older, identity=old)
     capfd.readouterr()
     second = evaluate(PQ, niah(), MODEL, **settings)
     assert second.folder == first.folder != older

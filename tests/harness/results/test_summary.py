@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from evals import stats
-from harness.results.files import parse
 from harness.results.records import HISTORY_S, PEAKS, Record
 from harness.results.summary import against, detectable, summarise
 from tests.fake_records import config, record, records, talk, turn
@@ -242,7 +242,7 @@ def test_scores_by_turns_ago_count_a_conversation_as_one() -> None:
 
 def test_a_conversation_is_written_and_read() -> None:
     made = talk("a", turn(score=1.0, details={"f": 1.0, "word": "x"}), turn(score=0.5, token_s=[0.5, 0.75]))
-    assert Record.from_plain(parse(made.to_json(), "here"), "here") == made
+    assert Record.from_plain(json.loads(made.to_json()), "here") == made
     assert (made.score, made.details) == (0.75, {"f": 1.0})
     assert made.token_s == [1.0, 1.5, 1.6, 1.7, 2.2, 2.45]
     assert made.attended_share == pytest.approx(100 / 10)

@@ -15,9 +15,8 @@ from harness.reports.spreadsheet import table_rows
 from harness.reports.stamps import stamps
 from harness.results.alarms.alarm import Row
 from harness.results.alarms.times import shared
-from harness.results.files import read_json, write_json
 from harness.results.store import StoredRun, load
-from tests.fake_records import config, records, write_run
+from tests.fake_records import config, records, rewrite, write_run
 
 
 def machine(load: float | None = None, *, threads: int | None = 2, cpus: int = 2, **changes: Any) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def busy_table(root: Path) -> Comparison:
     write_run(root, records([1.0] * 3), facts={"provenance": {"machine": machine(1.0)}})
     write_run(root, records([1.0] * 3), "quest", facts={"provenance": {"machine": machine(9.0)}})
     for path in root.glob("*/run.json"):  # the load here and now is no part of this
-        write_json(path, read_json(path) | {"load_average_ended": None})
+        rewrite(path.parent, load_average_ended=None)
     [table] = comparisons([load(path.parent) for path in root.glob("*/run.json")])
     return table
 
@@ -172,6 +171,6 @@ def test_older_runs_noted_their_process_in_the_lock(tmp_path: Path) -> None:
     for pid, folder in enumerate(runs):
         (folder / ".lock").write_text(f'{{"pid": {pid}, "host": "here"}}')
         times = session((0, 10)) | {"provenance": {"machine": machine(1.0)}}
-        write_json(folder / "run.json", read_json(folder / "run.json") | times | {"load_average_ended": None})
+        rewrite(folder, **times, load_average_ended=None)
     [table] = comparisons([load(folder) for folder in runs])
     assert [alarm for alarm in table.alarms if "side by side" in alarm.text]

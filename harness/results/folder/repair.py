@@ -1,0 +1,152 @@
+"""Makes a damaged folder whole for the same command: what can be made anew is, and records that are sound stay.
+
+What is taken out of a file lies beside it, in a file whose name ends in .damaged. Every repair is said. Only run.json
+holds what nobody can make anew: machine, versions and times of earlier sessions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.config.nested import flatten
+from harness.config.settings import WITHOUT_EFFECT
+from harness.results import files
+from harness.results.files import Line
+from harness.results.folder import bound
+from harness.results.folder.bound import FILES, Digest, Info
+from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
+from harness.results.provenance import now
+from harness.results.records import RecordError, StoreError, answer_digest
+from harness.terminal.notices import say_once
+
+
+def repaired(folder: Path, run: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """run.json, after which all files of the folder are as it says; empty where there is neither that nor a record.
+
+    The caller holds the folder's lock. `run`: the identity that the folder is for; `config`: what it resolves to.
+    """
+    for name in (EXAMPLES, TRIAGED):
+        files.drop_half_line(folder / name)
+    info, is_new = _info(folder, run)
+    if not info:
+        return {}
+    lines, others = _sound_lines(folder, EXAMPLES, info)
+    answers = {str(line.plain.get("id")): answer_digest(line.plain) for line in lines}
+    _, other_causes = _sound_lines(folder, TRIAGED, info, answers)
+    repairs = [is_new, others, other_causes, _config(folder, info, config), _first_scores(folder, info, others)]
+    if others and info.get("status") == "complete":
+        info["status"] = "interrupted"
+    if any(repairs) or not bound.is_bound(info):
+        info = bound.bind(folder, info, CONFIG, EXAMPLES, RESCORED, TRIAGED)
+        if "rescored" in info:
+            info["rescored"] = {**info["rescored"], "records": bound.records_digest(info)}
+        bound.write_info(folder, info)
+    return info
+
+
+def _info(folder: Path, run: str) -> tuple[dict[str, Any], bool]:
+    """run.json, and whether it is new: where it is gone or damaged, it is what can be said of the records there."""
+    try:
+        info = bound.read_info(folder)
+        if (owner := info.get("identity_sha256", run)) == run:
+            return info, False
+        why = f"{folder / INFO} is another run's"
+    except StoreError as error:
+        owner, why = "", _told(error)
+    if owner[:8] == run[:8]:
+        raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
+    _set_aside(folder / INFO)
+    records = len(files.whole_lines(folder / EXAMPLES))
+    if not records:
+        return {}, False
+    say_once(f"{why}: it is made anew, and of machine, versions and times of the sessions before nothing is known")
+    rebuilt = {"at": now(), "records": records}
+    told = {"identity_sha256": run, "sealed": True, "status": "interrupted", "began_with": records, "rebuilt": rebuilt}
+    return told, True
+
+
+def _sound_lines(
+    folder: Path, name: str, info: Info, answers: Mapping[str, str] | None = None
+) -> tuple[list[Line], bool]:
+    """The lines of a file that are as they were written, and whether that is not all of them. `answers`: by example,
+    what lines have to be about."""
+    path, noted = folder / name, info.get(FILES, {}).get(name)
+    sound, damaged, texts = list[Line](), list[tuple[bytes, str]](), list[bytes]()
+    for text, line in bound.each_line(folder, name, info):
+        if isinstance(line, RecordError):
+            damaged.append((text, str(line)))
+        elif answers is not None and not _is_about(line, answers):
+            damaged.append((text, f"{line.where}: example {line.plain.get('id')!r} has another answer now"))
+        else:
+            sound.append(line)
+            texts.append(text)
+    again = "what is missing runs again" if name == EXAMPLES else "triage=on finds what is missing"
+    if damaged:
+        with open(path.with_name(name + DAMAGED), "ab") as aside:
+            aside.writelines(text + b"\n" for text, _ in damaged)
+        files.write_atomically(path, b"".join(text + b"\n" for text in texts).decode())
+        more = f", and {len(damaged) - 1} more lines are damaged" if len(damaged) > 1 else ""
+        say_once(f"{damaged[0][1]}{more}; set aside in {name}{DAMAGED}, and {again}")
+    if noted and (count := len(sound) + len(damaged)) < noted["lines"]:
+        say_once(f"{path} holds {count} of the {noted['lines']} lines that it had; {again}")
+    return sound, bool(damaged) or (noted is not None and Digest(sound[: noted["lines"]]).plain() != noted)
+
+
+def _is_about(line: Line, answers: Mapping[str, str]) -> bool:
+    """Whether a record is there that a line tells of; older lines do not say which answer that was."""
+    answer = answers.get(str(line.plain.get("id")))
+    return answer is not None and line.plain.get("answer", answer) == answer
+
+
+def _config(folder: Path, info: Info, config: Mapping[str, Any]) -> bool:
+    """Writes config.yaml anew where it is not what the run resolves to; whether it did."""
+    path = folder / CONFIG
+    try:
+        stored = bound.read_config(folder, info)
+        if bound.is_bound(info) or not (keys := _different(stored, config)):
+            return False
+        why = f"{path} has another {' and '.join(keys)} than this run"
+    except StoreError as error:
+        why = _told(error)
+    _set_aside(path)
+    files.write_yaml(path, config)
+    say_once(f"{why}: it is written anew")
+    return True
+
+
+def _different(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Keys that both have and that differ, but for those that have no effect: these may differ in one run."""
+    ours, theirs = (flatten(json.loads(files.canonical(one))) for one in (config, stored))
+    bear = [key for key in ours.keys() & theirs.keys() if not {key, key.partition(".")[0]} & {*WITHOUT_EFFECT}]
+    return sorted(key for key in bear if ours[key] != theirs[key])
+
+
+def _first_scores(folder: Path, info: dict[str, Any], other_records: bool) -> bool:
+    """Drops later scores that are damaged, or of records that are no longer all there; whether it did."""
+    path = folder / RESCORED
+    if "rescored" not in info and not path.exists():
+        return False
+    try:
+        bound.read_rescored(folder, info)
+        if "rescored" in info and not other_records:
+            return False
+        why = f"{path} holds scores of other records than {EXAMPLES} does"
+    except StoreError as error:
+        why = _told(error)
+    _set_aside(path)
+    info.pop("rescored", None)
+    say_once(f"{why}: the scores are the first ones again, until python -m harness.rescore {folder}")
+    return True
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        path.replace(path.with_name(path.name + DAMAGED))
+
+
+def _told(error: StoreError) -> str:
+    """Without the advice: what it advises is what happens."""
+    return str(error).partition("; ")[0]
