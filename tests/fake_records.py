@@ -11,7 +11,8 @@ from harness.results.files import CHECKSUM, read_json, write_json, write_yaml
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES
 from harness.results.folder.names import CONFIG, EXAMPLES, INFO
-from harness.results.records import Record, Reply, by_tier, whole
+from harness.results.measures import MEASURES
+from harness.results.records import Record, Reply, nested, whole
 from harness.results.store import Run
 
 
@@ -49,8 +50,9 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "data": {},
         "prompt_ids": None,
     }
-    held = by_tier(plain)["kv"] | by_tier(changes).get("kv", {})
-    return Record(**by_tier(plain) | by_tier(changes) | {"kv": held})
+    usual, other = nested(dict.fromkeys(MEASURES) | plain), nested(changes)
+    both = {key: usual[key] | other.get(key, {}) for key in ("kv", "measured")}
+    return Record(**usual | other | both)
 
 
 def turn(**changes: Any) -> Reply:

@@ -93,7 +93,7 @@ def measure(
         "seal_s": own.first.seal_s,
         "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
-        "attended_prompt": made.attended_prompt,
+        "attended_prompt": made.measured.get("attended_prompt"),
         **{f"{tier}_bytes": size for tier, size in made.kv.items()},
         "moved_bytes_per_step": sum(own.moved) / len(own.moved),
         "fallback": made.fallback,
@@ -114,7 +114,7 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     if table is not head:  # then one row of it is read
         weights -= table.nbytes
-    attended = decoding.last.attended_total or 0.0
+    attended = decoding.last.measured.get("attended_total") or 0.0
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
     return (weights + rows) / read_gb_s / 1e9
 

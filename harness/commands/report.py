@@ -17,6 +17,7 @@ from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import write_csv
 from harness.results import files
 from harness.results.folder.bound import is_bound
+from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
 from harness.terminal.visible import visible
@@ -33,8 +34,7 @@ SORTS = {
     "tpot": ("tpot_s.p50", False),
     "throughput": ("throughput_tok_s", True),
     **{tier: (f"memory.{bytes_key(tier)}", False) for tier in TIERS},
-    "moved": ("memory.moved_bytes_per_step", False),
-    "read": ("memory.read_bytes_per_step", False),
+    **{row.sort: (f"{row.section}.{key}", False) for key, row in MEASURES.items() if row.sort},
     "n": ("num_examples", True),
 }
 

@@ -36,22 +36,16 @@ from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
+from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, whole
 
 WARMUP_TOKENS = 4
-MEASURED = (
+OF_A_GENERATION = (
     "token_s",
     "share_s",
     "decode_share_s",
     "seal_s",
     "question_s",
-    "attended_prompt",
-    "attended_total",
-    "union_prompt",
-    "moved_bytes_per_step",
-    "from_disk_bytes_per_step",
-    "read_bytes_per_step",
-    "hit_rate",
     "sealed",
     "fallback",
     "trace",
@@ -260,7 +254,8 @@ class Runner:
                 "details": dict(score.details),
                 "kv": made.kv,
                 "data": dict(example.data),
-                **{name: getattr(made, name) for name in MEASURED},
+                **{name: getattr(made, name) for name in OF_A_GENERATION},
+                "measured": dict.fromkeys(MEASURES) | made.measured,
                 **reuse,
             }
             history += len(turn.prompt.ids)

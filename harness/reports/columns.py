@@ -14,7 +14,7 @@ from harness.reports.beside import turns
 from harness.reports.compare import Comparison, Entry, asked
 from harness.reports.labels import budget
 from harness.reports.stamps import legend, stamps
-from harness.results.records import over_known
+from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -49,10 +49,8 @@ def score_table(comparison: Comparison) -> list[Column]:
         _tpot(rows),
         number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
         *_stored(memory),
-        quantity("moved", [one["moved_bytes_per_step"] for one in memory], BYTES, "/step", hide_zeros=True),
-        quantity("from disk", [one.get("from_disk_bytes_per_step") for one in memory], BYTES, "/step", hide_zeros=True),
-        *_traced_reads(entries),
-        share("hits", [one.get("hit_rate") for one in memory]),
+        *_measured(rows),
+        share("read\nof Full's", [_of_full(entry) for entry in entries]),
     ]
 
 
@@ -95,16 +93,29 @@ def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
     return columns
 
 
-def _traced_reads(entries: Sequence[Entry]) -> list[Column]:
-    """Columns that stay empty, and so out of the table, where no run was traced; the share, where Full was not."""
-    read = [entry.summary["memory"].get("read_bytes_per_step") for entry in entries]
-    return [quantity("read", read, BYTES, "/step"), share("read\nof Full's", [_of_full(entry) for entry in entries])]
+def _measured(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """What the table of measures shows; a column in which nothing was measured stays empty, and so out of the table."""
+    return [
+        _of_unit(measure, [row[measure.section].get(key) for row in rows])
+        for key, measure in MEASURES.items()
+        if measure.head and measure.section
+    ]
+
+
+def _of_unit(measure: Measure, values: Sequence[float | None]) -> Column:
+    assert measure.head
+    if measure.unit == "share":
+        return share(measure.head, values)
+    if measure.unit == "bytes":
+        return quantity(measure.head, values, BYTES, "/step", hide_zeros=measure.hides_zeros)
+    return number(measure.head, measure.unit, values)
 
 
 def _of_full(entry: Entry) -> float | None:
-    """Bytes read, of those that Full read on the same examples."""
-    every = {record.id: record.read_bytes_per_step for record in entry.full.records} if entry.full else {}
-    pairs = [(record.read_bytes_per_step, every.get(record.id)) for record in entry.run.records]
+    """Bytes read, of those that Full read on the same examples; unknown where one of the two was not traced."""
+    key = "read_bytes_per_step"
+    every = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
+    pairs = [(record.measured.get(key), every.get(record.id)) for record in entry.run.records]
     return over_known(fmean, [own / whole for own, whole in pairs if own and whole])
 
 

@@ -54,9 +54,8 @@ def _beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
 def needed(entry: Entry) -> Needed | None:
     """Of the example that needs the most; None where no example says what it moved."""
     replies = [reply for record in entry.run.records for reply in record.replies]
-    known = [
-        Needed(reply.kv, reply.moved_bytes_per_step) for reply in replies if reply.moved_bytes_per_step is not None
-    ]
+    moved = [(reply.kv, reply.measured.get("moved_bytes_per_step")) for reply in replies]
+    known = [Needed(held, bytes_) for held, bytes_ in moved if bytes_ is not None]
     return max(known, key=lambda one: one.total, default=None)
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
+from harness.results.measures import MEASURES, over_known, over_turns
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 HISTORY_S = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")  # of a conversation's turn
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
-KV = "kv"  # the field that a line has as one key per tier
+KV, MEASURED = "kv", "measured"  # fields that a line has as a key for each tier, and for each line of the table
 STOPS = ("eos", "stop_string", "length", "forced")
 
 
@@ -44,14 +45,8 @@ class Reply:
     decode_share_s: float | None = None  # the same of the steps behind the second token
     seal_s: float | None
     question_s: float | None
-    attended_prompt: float | None  # sealed prompt tokens attended per KV head, mean over steps; null without a step
-    attended_total: float | None  # the same with the current and the generated tokens on top
-    union_prompt: float | None = None  # the same of distinct tokens over a KV head's query heads, every eighth step
+    measured: Mapping[str, float | None]  # the numbers of harness/results/measures.py, a key each
     kv: Mapping[str, int]  # bytes of its own cache by tier, a key each; of the whole batch in lines without `share_s`
-    moved_bytes_per_step: float | None
-    from_disk_bytes_per_step: float | None = None  # of these, what a disk gave
-    read_bytes_per_step: float | None = None  # of keys, values and indices, wherever they lie; null unless trace=on
-    hit_rate: float | None = None  # of rows asked of the method's cache on the device, those that it had
     sealed: bool
     fallback: str | None  # what the method did in place of its rule, and why
     trace: dict[str, Any] | None
@@ -136,7 +131,7 @@ class Reply:
         return self._share("union_prompt")
 
     def _share(self, name: str) -> float | None:
-        found = [(getattr(reply, name), reply.sealed_at) for reply in self.replies]
+        found = [(reply.measured.get(name), reply.sealed_at) for reply in self.replies]
         return over_known(fmean, [tokens / sealed for tokens, sealed in found if tokens is not None and sealed])
 
 
@@ -202,31 +197,37 @@ class Record(Reply):
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
         """`where` names file and line in the error."""
         plain = {RENAMED.get(key, key): value for key, value in plain.items()}
-        unknown, missing = plain.keys() - {*FIELDS, *map(bytes_key, TIERS)}, REQUIRED - plain.keys()
+        unknown = plain.keys() - {*FIELDS, *map(bytes_key, TIERS), *MEASURES}
+        missing = REQUIRED - plain.keys()
         if unknown or missing:
             found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
             raise RecordError(f"{where}: {', '.join(found)}; another version of the harness wrote this run")
         try:
-            turns = [Reply(**by_tier(turn)) for turn in plain.get("turns") or ()]
-            return cls(**{**by_tier(plain), "turns": turns or None})
+            later = dict.fromkeys(MEASURES)  # than the line: they were not measured
+            turns = [Reply(**nested(later | turn)) for turn in plain.get("turns") or ()]
+            return cls(**{**nested(later | dict(plain)), "turns": turns or None})
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply's fields as a line has them: a key for the bytes of each tier."""
+    """A reply's fields as a line has them: a key for the bytes of each tier, and for each number that is measured."""
     return {name: value for key, field in plain.items() for name, value in _keys(key, field)}
 
 
 def _keys(key: str, value: Any) -> list[tuple[str, Any]]:
-    return [(bytes_key(tier), size) for tier, size in value.items()] if key == KV else [(key, value)]
+    if key == KV:
+        return [(bytes_key(tier), size) for tier, size in value.items()]
+    return [(name, value.get(name)) for name in MEASURES] if key == MEASURED else [(key, value)]
 
 
-def by_tier(plain: Mapping[str, Any]) -> dict[str, Any]:
+def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What `flat` gave, as fields. Lines that are older than a tier have no bytes there."""
     held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
-    names = set(map(bytes_key, held))
-    return {key: value for key, value in plain.items() if key not in names} | ({KV: held} if held else {})
+    numbers = {name: plain[name] for name in MEASURES if name in plain}
+    names = {*map(bytes_key, held), *numbers}
+    others = {key: value for key, value in plain.items() if key not in names}
+    return others | ({KV: held} if held else {}) | ({MEASURED: numbers} if numbers else {})
 
 
 def answer_digest(plain: Mapping[str, Any]) -> str:
@@ -240,15 +241,6 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
     a clock on which one turn follows the other at once; bytes: the last turn's."""
     ends = list(accumulate((turn.token_s[-1] for turn in turns), initial=0.0))
     first, last = turns[0], turns[-1]
-    means = (
-        "attended_prompt",
-        "attended_total",
-        "union_prompt",
-        "moved_bytes_per_step",
-        "from_disk_bytes_per_step",
-        "read_bytes_per_step",
-        "hit_rate",
-    )
     sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)
     counts = ("reused_tokens", "dropped_tokens", "new_tokens")
     return {
@@ -265,7 +257,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "fallback": next((turn.fallback for turn in turns if turn.fallback), None),
         "trace": None,
         "data": dict(first.data),
-        **{name: over_known(fmean, [getattr(turn, name) for turn in turns]) for name in means},
+        MEASURED: over_turns([turn.measured for turn in turns]),
         **{name: over_known(sum, [getattr(turn, name) for turn in turns]) for name in (*sums, *counts)},
     }
 
@@ -277,13 +269,10 @@ def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     return {"score": fmean(score for score, _ in turns), "details": means}
 
 
-def over_known(reduce: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
-    """Null where no value is known."""
-    known = [value for value in values if value is not None]
-    return reduce(known) if known else None
-
-
 RENAMED = {"graph_s": "capture_s"}  # key of older lines -> its name today
 HEAD = ("id", "group", "prompt_sha256")  # stand first in a line
 FIELDS = (*HEAD, *(field.name for field in fields(Record) if field.name not in HEAD))
-REQUIRED = {field.name for field in fields(Record) if field.default is MISSING} - {KV} | {bytes_key(DEVICE)}
+REQUIRED = {field.name for field in fields(Record) if field.default is MISSING} - {KV, MEASURED} | {
+    bytes_key(DEVICE),
+    *(name for name, measure in MEASURES.items() if measure.since_first),
+}

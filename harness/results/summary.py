@@ -14,8 +14,9 @@ from harness.engine.step_parts import PARTS
 from harness.results import timing, triage
 from harness.results.alarms.run import warnings
 from harness.results.identity import model_name
+from harness.results.measures import over_examples, over_known
 from harness.results.pairs import columns, group_means, mean_score, paired
-from harness.results.records import HISTORY_S, PEAKS, Record, Reply, over_known
+from harness.results.records import HISTORY_S, PEAKS, Record, Reply
 from methods.tiers.tier import TIERS, bytes_key
 
 SCHEMA = 10
@@ -125,7 +126,7 @@ def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any)
 
 
 def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
-    tokens, share = ([getattr(r, f"{what}_{name}") for r in records] for name in ("prompt", "share"))
+    tokens, share = [r.measured.get(f"{what}_prompt") for r in records], [getattr(r, f"{what}_share") for r in records]
     return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, share)}
 
 
@@ -221,9 +222,8 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     largest = {bytes_key(tier): over_known(max, [record.kv.get(tier, 0) for record in records]) for tier in TIERS}
     peaks = ("device_peak_bytes", "host_peak_bytes")
     largest |= {name: over_known(max, [getattr(record, name) for record in records]) for name in peaks}
-    means = ("moved_bytes_per_step", "from_disk_bytes_per_step", "read_bytes_per_step", "hit_rate")
     largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
-    return largest | {name: over_known(fmean, [getattr(record, name) for record in records]) for name in means}
+    return largest | over_examples("memory", [record.measured for record in records])
 
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:

@@ -8,8 +8,9 @@ from statistics import fmean
 
 from evals import stats
 from harness.results import pairs
+from harness.results.measures import over_known
 from harness.results.pairs import mean_score, paired
-from harness.results.records import Record, over_known
+from harness.results.records import Record
 from harness.terminal.tables import BYTES, Column, percent, probability, scaled
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -57,7 +58,7 @@ class Row:
 
     @property
     def moved_bytes(self) -> float | None:
-        return over_known(fmean, [record.moved_bytes_per_step for record in self.records])
+        return over_known(fmean, [record.measured.get("moved_bytes_per_step") for record in self.records])
 
     @property
     def score(self) -> str:

@@ -14,7 +14,8 @@ from harness.jobs.planning.capacity import free_bytes
 from harness.jobs.planning.items import Item
 from harness.jobs.run import Wanted, evaluate_together
 from harness.models.base import ModelSource
-from harness.results.records import Record, over_known
+from harness.results.measures import over_known
+from harness.results.records import Record
 from harness.results.store import load
 from harness.tuning.space import START, Point, Space
 from methods.base import Method
@@ -110,7 +111,7 @@ class Trials:
 
 def _read(records: Sequence[Record]) -> float | None:
     """Prompt tokens of a step, mean over the examples."""
-    return over_known(fmean, [record.attended_prompt for record in records])
+    return over_known(fmean, [record.measured.get("attended_prompt") for record in records])
 
 
 def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
@@ -118,7 +119,7 @@ def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None
     if job.budget is None:
         return None
     dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_whole_layers)
-    lengths = [record.sealed_tokens for record in records if record.attended_prompt is not None]
+    lengths = [record.sealed_tokens for record in records if record.measured.get("attended_prompt") is not None]
     per_layer = ((n if layer in dense else job.budget.tokens(n, layer)) for n in lengths for layer in layers)
     return fmean(per_layer) if lengths else None
 

@@ -107,7 +107,7 @@ def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(na
             made[most] = Engine(kv).generate(prompt(71), max_new_tokens=24)
     assert made[24].tokens == made[None].tokens
     wholes = len(made[MOST].tokens[0]) - 1
-    total = made[MOST].attended_total - made[MOST].attended_prompt  # type: ignore[operator]
+    total = made[MOST].measured["attended_total"] - made[MOST].measured["attended_prompt"]  # type: ignore[operator]
     if not method.uses_budget:
         assert total == pytest.approx((wholes + 1) / 2)
     else:

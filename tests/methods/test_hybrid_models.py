@@ -74,12 +74,12 @@ def test_a_small_budget_rules_the_layers_that_see_everything(name: str, architec
         made = answer(kv)
         dense = sum(index in getattr(method, "dense_layers", ()) for index in range(len(kv.specs)))
         cache = kv.cache(capacity=LENGTH + NEW)
-    assert made.attended_prompt is not None
+    assert made.measured["attended_prompt"] is not None
     if method.uses_budget:
         most = (BUDGET * LENGTH * (len(kv.specs) - dense) + LENGTH * dense) / len(kv.specs)
-        assert 0 < made.attended_prompt <= most
+        assert 0 < made.measured["attended_prompt"] <= most
     else:
-        assert made.attended_prompt == LENGTH
+        assert made.measured["attended_prompt"] == LENGTH
     sliding = [layer for layer in cache.layers if layer not in cache.method_layers]
     assert footprint(sliding)["device"] == len(sliding) * WINDOW * 2 * 2 * 16 * 4
 

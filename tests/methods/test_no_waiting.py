@@ -111,7 +111,7 @@ def test_the_engine_reads_a_steps_token_and_nothing_else(
         for reading in READS:
             patch.setattr(Tensor, reading, counted(getattr(Tensor, reading)))
         made = Engine(kv).generate(prompt(length), max_new_tokens=6, sampler=sampler)
-    assert made.attended_prompt
+    assert made.measured["attended_prompt"]
     assert sampler.seen[2:] == [1] * 4  # the seal lies in the second token's time
 
 

@@ -34,13 +34,7 @@ class Generation:
     decode_share_s: float = 0.0  # the same of the steps behind the second token
     sealed: bool = False
     fallback: str | None = None
-    attended_prompt: float | None = None  # mean over the method's layers and steps
-    attended_total: float | None = None
-    union_prompt: float | None = None  # `attended_prompt`, a KV head's query heads together: UNION_EVERY
-    moved_bytes_per_step: float | None = None
-    from_disk_bytes_per_step: float | None = None
-    read_bytes_per_step: float | None = None  # of keys, values and indices, of steps that were clocked
-    hit_rate: float | None = None  # of a method's cache on the device; null where it has none
+    measured: dict[str, float | None] = field(default_factory=dict)  # of its steps: harness/results/measures.py
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)

@@ -74,7 +74,7 @@ class RunningBatch:
             out.fidelity = [watch.report(stepper.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
         if stepper.tracer is not None:
             out.trace = stepper.tracer.medians(slot.parts)
-            out.read_bytes_per_step = fmean(slot.read) if slot.read else None
+            out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
         return out
 
     def _advance(self, running: list[Slot]) -> None:

@@ -132,13 +132,16 @@ class Slot:
         out.kv = footprint(self.cache.layers)
         out.nll = self.sampler.mean_nll() if isinstance(self.sampler, Forced) else None
         if steps:
-            out.attended_prompt = self._mean_prompt_reads()
-            out.union_prompt = out.attended_prompt + self._mean_excess()
-            out.attended_total = out.attended_prompt + sum(self._other_reads) / steps
-            out.moved_bytes_per_step = (traffic.total_bytes - before.total_bytes) / steps
-            out.from_disk_bytes_per_step = (traffic.from_disk_bytes - before.from_disk_bytes) / steps
+            attended = self._mean_prompt_reads()
+            out.measured |= {
+                "attended_prompt": attended,
+                "union_prompt": attended + self._mean_excess(),
+                "attended_total": attended + sum(self._other_reads) / steps,
+                "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
+                "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
+            }
         if looked_up := traffic.looked_up - before.looked_up:
-            out.hit_rate = (traffic.found - before.found) / looked_up
+            out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
 
     def _take(self, logits: Tensor) -> None:
         """Pick the next token of every sequence and note its time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.results.measures import MEASURES
 from methods.tiers.tier import TIERS
 
 _MEANINGS = {
@@ -20,11 +21,7 @@ _MEANINGS = {
     "TT2T": "time to the second token, seal included; median",
     "TPOT p50/90": "time per output token behind the second: median and 90th percentile",
     "decode": "tokens per second behind the second token",
-    "moved": "bytes copied between host and device per step, mean",
-    "from disk": "those of them that a file gave",
-    "read": "keys, values and index that a step read, mean (traced runs)",
     "read\nof Full's": "of what Full read on the same examples",
-    "hits": "share of the rows asked of a method's device cache that were there",
     "found in": "tier in which a turn found its history",
     "reused": "tokens of its history that a turn found",
     "computed": "tokens that a turn prefilled, its own prompt among them",
@@ -36,5 +33,7 @@ _MEANINGS = {
 
 
 def meaning(head: str) -> str | None:
-    """Of a column; those of bytes held stand in the table of tiers."""
-    return next((tier.meaning for tier in TIERS.values() if tier.head == head), _MEANINGS.get(head))
+    """What stands below a head; of bytes held it is in the table of tiers, of numbers of a step in that of measures."""
+    held = {tier.head: tier.meaning for tier in TIERS.values()}
+    measured = {measure.head: measure.shown for measure in MEASURES.values() if measure.head}
+    return (_MEANINGS | held | measured).get(head)

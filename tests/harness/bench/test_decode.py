@@ -95,7 +95,7 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     with routed(model):
         decoding = decode.Decoding(kv, prompt(100), options(synthetic=True))
     assert decoding.cache.num_tokens == 100 + 4
-    assert decoding.first.attended_prompt == 40
+    assert decoding.first.measured["attended_prompt"] == 40
     spec = layer_specs(model)[0]
     shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))
     seen: list[Any] = []
@@ -116,7 +116,7 @@ def test_the_floor_counts_each_weight_once() -> None:
         decoding.timed_turn()
     table = model.get_input_embeddings().weight
     weights = sum(x.nbytes for x in model.parameters()) - table.nbytes
-    attended = decoding.last.attended_total
+    attended = decoding.last.measured["attended_total"]
     assert attended is not None
     rows = 3 * 2 * 2 * 16 * 4 * attended
     assert decode.floor_s(decoding, 2.0) == pytest.approx((weights + rows) / 2e9)

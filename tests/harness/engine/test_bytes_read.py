@@ -40,8 +40,8 @@ def read(method: Method, **more: Any) -> float:
         engine = Engine(kv)
         engine.tracer = Tracer(torch.device("cpu"))
         made = engine.generate(prompt(PROMPT), max_new_tokens=NEW)
-    assert made.read_bytes_per_step is not None
-    return made.read_bytes_per_step
+    assert made.measured["read_bytes_per_step"] is not None
+    return made.measured["read_bytes_per_step"]
 
 
 EXPECTED = {

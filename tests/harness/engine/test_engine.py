@@ -33,15 +33,14 @@ def test_token_times_rise_and_seal_lies_before_the_second() -> None:
     assert made.sealed
     assert made.seal_s is not None
     assert made.seal_s < made.token_s[1] - made.token_s[0]
-    assert (made.attended_prompt, made.attended_total) == (30, 30 + (1 + 2 + 3 + 4 + 5) / 5)
+    assert (made.measured["attended_prompt"], made.measured["attended_total"]) == (30, 30 + (1 + 2 + 3 + 4 + 5) / 5)
 
 
 def test_a_single_token_needs_no_seal() -> None:
     with attached(tiny("llama"), PQ, budget=0.3) as kv:
         made = Engine(kv).generate(prompt(50), max_new_tokens=1)
     assert not made.sealed
-    assert (made.stops, made.attended_prompt, len(made.token_s)) == (["length"], None, 1)
-    assert made.union_prompt is None
+    assert (made.stops, made.measured, len(made.token_s)) == (["length"], {}, 1)
 
 
 def unions(cache: KVCache) -> list[float]:
@@ -66,16 +65,16 @@ def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(
         monkeypatch.setattr(Slot, "_note_reads", lambda slot: counted.append(unions(caches[0])) or note(slot))
         made = engine.generate(prompt(100, batch=batch), max_new_tokens=UNION_EVERY + 3)
     counts = [fmean(one) for one in zip(*counted[::UNION_EVERY], strict=True)]
-    assert made.attended_prompt == pytest.approx((100 + 20 + 20) / 3)
-    assert made.union_prompt == pytest.approx((100 + sum(counts)) / 3)
-    assert (made.union_prompt > made.attended_prompt) == (select_per == "query_head")
+    assert made.measured["attended_prompt"] == pytest.approx((100 + 20 + 20) / 3)
+    assert made.measured["union_prompt"] == pytest.approx((100 + sum(counts)) / 3)
+    assert (made.measured["union_prompt"] > made.measured["attended_prompt"]) == (select_per == "query_head")
 
 
 @pytest.mark.parametrize("method", [Full(), Streaming(sinks=4, positions="cache"), PQ])
 def test_the_union_of_heads_that_read_alike_is_what_was_attended(method: Any) -> None:
     with attached(tiny("llama"), method, budget=0.3) as kv:
         made = Engine(kv).generate(prompt(100), max_new_tokens=4)
-    assert made.union_prompt == made.attended_prompt
+    assert made.measured["union_prompt"] == made.measured["attended_prompt"]
 
 
 def test_a_union_is_never_less_than_what_was_attended() -> None:
@@ -83,9 +82,9 @@ def test_a_union_is_never_less_than_what_was_attended() -> None:
     method = InfiniGen(dense_layers=(0,), alpha=1.0, skew=False)
     with attached(tiny("llama"), method, budget=0.3, calibration=prompt(64, seed=9)) as kv:
         made = Engine(kv).generate(prompt(100), max_new_tokens=12)
-    assert made.attended_prompt is not None
-    assert made.attended_prompt % 1  # no step's
-    assert made.union_prompt == made.attended_prompt
+    assert made.measured["attended_prompt"] is not None
+    assert made.measured["attended_prompt"] % 1  # no step's
+    assert made.measured["union_prompt"] == made.measured["attended_prompt"]
 
 
 def test_each_sequence_of_a_batch_stops_for_itself() -> None:
@@ -110,7 +109,7 @@ def test_protocol_context_with_a_full_budget_is_the_same_text() -> None:
         split = Engine(kv).generate(ids, max_new_tokens=8, context_tokens=50)
     assert split.tokens == whole.tokens
     assert split.question_s is not None
-    assert split.attended_prompt == 50
+    assert split.measured["attended_prompt"] == 50
 
 
 def test_sampling_follows_its_seed_and_its_limits() -> None:
@@ -161,7 +160,7 @@ def test_a_second_turn_brings_offloaded_tokens_back() -> None:
     assert torch.allclose(logits["device"], logits["host"], atol=1e-5)
 
 
-def test_footprint_counts_each_storage_once_by_tier() -> None:
+def test_footprint_counts_each_storage_once_nested() -> None:
     with attached(tiny("llama"), Streaming(sinks=4, positions="cache"), budget=24) as kv, torch.no_grad():
         cache = kv.cache(capacity=110)
         kv.model(prompt(100), past_key_values=cache)

@@ -103,7 +103,7 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
         made = answer(kv, 100)
         cache = kv.cache(capacity=100 + NEW)
     assert made.kv["device"] == (whole * (100 + NEW) + SLIDING[architecture] * WINDOW) * ROW
-    assert (made.attended_prompt, made.union_prompt) == (20, 20)
+    assert (made.measured["attended_prompt"], made.measured["union_prompt"]) == (20, 20)
     assert len(cache.method_layers) == whole
     sliding = [layer for layer in cache.layers if layer.spec.window is not None]
     assert footprint(sliding)["device"] == SLIDING[architecture] * WINDOW * ROW
@@ -168,14 +168,14 @@ def test_windows_of_models_that_run_by_blocks(
 def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> None:
     model = other("mistral", sliding_window=WINDOW)
     with attached(model, Oracle(sinks=0, recent_ratio=0), budget=0.5) as kv:
-        assert answer(kv, 20, new=4).attended_prompt == 10
+        assert answer(kv, 20, new=4).measured["attended_prompt"] == 10
         with pytest.raises(ValueError, match=r"slides over 24 tokens and this text takes 25, so Oracle"):
             answer(kv, 20, new=5)
     with attached(model, Full()) as kv:
         made = answer(kv, 50)
-    assert made.attended_prompt is not None
-    assert made.attended_prompt < WINDOW  # of those that are in the window, fewer with every step
-    assert made.attended_total == WINDOW
+    assert made.measured["attended_prompt"] is not None
+    assert made.measured["attended_prompt"] < WINDOW  # of those that are in the window, fewer with every step
+    assert made.measured["attended_total"] == WINDOW
 
 
 def test_an_answer_may_be_longer_than_the_window_of_every_layer() -> None:
@@ -184,8 +184,8 @@ def test_an_answer_may_be_longer_than_the_window_of_every_layer() -> None:
     with attached(model, Full()) as kv:
         made = answer(kv, 50, new=WINDOW + 6)
     assert len(made.tokens[0]) == WINDOW + 6
-    assert made.union_prompt == made.attended_prompt < WINDOW  # means over steps
-    assert made.attended_total == WINDOW
+    assert made.measured["union_prompt"] == made.measured["attended_prompt"] < WINDOW  # means over steps
+    assert made.measured["attended_total"] == WINDOW
 
 
 def test_what_a_config_does_not_say_is_refused() -> None:

@@ -32,8 +32,7 @@ NEW = 8
 LENGTHS = (61, 90, 74, 83)  # the second leaves after three tokens, and a fifth joins
 LATER = 67
 MEASURED = (
-    "tokens", "stops", "sealed", "fallback", "attended_prompt", "attended_total", "union_prompt",
-    "moved_bytes_per_step", "hit_rate", "kv",
+    "tokens", "stops", "sealed", "fallback", "measured", "kv",
 )  # fmt: skip
 
 ORACLE = Oracle(sinks=2)

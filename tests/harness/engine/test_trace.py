@@ -21,10 +21,17 @@ from harness.jobs.job import Evaluation
 from harness.jobs.run import Wanted, evaluate, evaluate_together
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
+from harness.results.records import Record
 from harness.results.store import load
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny
+
+
+def bytes_read(record: Record) -> float:
+    read = record.measured["read_bytes_per_step"]
+    assert read
+    return read
 
 
 def run(folder: Path, **changes: Any) -> Evaluation:
@@ -49,8 +56,10 @@ def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> N
         assert all(seconds >= 0 for seconds in trace["parts_s"].values())
         assert all(trace["parts_s"][part] > 0 for part in ("select", "fetch", "attend", "model"))
         assert 0 < trace["step_s"] < record.token_s[-1]
-        assert record.read_bytes_per_step
-    assert made.summary["memory"]["read_bytes_per_step"] == fmean(one.read_bytes_per_step or 0 for one in made.records)
+        assert record.measured["read_bytes_per_step"]
+    assert made.summary["memory"]["read_bytes_per_step"] == fmean(
+        one.measured["read_bytes_per_step"] or 0 for one in made.records
+    )
     assert made.summary["traced"]
     assert made.summary["tpot_s"]["p50"] is made.summary["throughput_tok_s"] is None
     assert made.summary["trace"].keys() == {"step_s", *(f"{part}_s" for part in PARTS)}
@@ -67,7 +76,7 @@ def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
     assert [record.tokens for record in plain.records] == [record.tokens for record in traced.records]
     assert [record.fidelity for record in plain.records] == [record.fidelity for record in traced.records]
     assert {record.trace for record in plain.records} == {None}
-    assert {record.read_bytes_per_step for record in plain.records} == {None}
+    assert {record.measured["read_bytes_per_step"] for record in plain.records} == {None}
     assert plain.summary["trace"] is None
     assert not (plain.folder / PROFILE).exists()
 
@@ -112,12 +121,14 @@ def test_reports_show_what_a_step_reads_and_its_share_of_full(tmp_path: Path) ->
     [table] = comparisons([full, load(made.folder)])
     shares = []
     for whole, part in zip(full.records, made.records, strict=True):
-        shares.append((part.read_bytes_per_step or 0) / (whole.read_bytes_per_step or 1))
-        size = (whole.read_bytes_per_step or 0) / (whole.attended_total or 0)  # of a token, in all layers
-        index = (part.read_bytes_per_step or 0) - size * (part.attended_total or 0)
-        assert 0 < index < 0.1 * (whole.read_bytes_per_step or 0)
+        shares.append(bytes_read(part) / bytes_read(whole))
+        size = bytes_read(whole) / (whole.measured["attended_total"] or 0)  # of a token, in all layers
+        index = bytes_read(part) - size * (part.measured["attended_total"] or 0)
+        assert 0 < index < 0.1 * bytes_read(whole)
     columns = {column.head: column.values for column in score_table(table)}
-    assert columns["read"] == [fmean(one.read_bytes_per_step or 0 for one in run.records) for run in (full, made)]
+    assert columns["read"] == [
+        fmean(one.measured["read_bytes_per_step"] or 0 for one in run.records) for run in (full, made)
+    ]
     assert columns["read\nof Full's"] == [None, fmean(shares)]
 
 

@@ -66,7 +66,7 @@ def test_measured_traffic_is_equal(name: str) -> None:
     limit = aligned(Budget(0.2), "moved_bytes", method, info, "fp32", "host")
     with attached(model, method, budget=limit, placement="host", calibration=prompt(64, seed=9)) as kv:
         made = Engine(kv).generate(prompt(LENGTH), max_new_tokens=4, stops=[never])
-    assert made.moved_bytes_per_step == pytest.approx(80 * 3 * 2 * 2 * 16 * 4, rel=0.02)
+    assert made.measured["moved_bytes_per_step"] == pytest.approx(80 * 3 * 2 * 2 * 16 * 4, rel=0.02)
 
 
 def test_a_run_reads_more_of_the_prompt_where_its_window_does_not_move(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_run_reads_more_of_the_prompt_where_its_window_does_not_move(tmp_path:
     row = INFO.kv_bytes("fp32", 1)
     for record in made.records:
         asked = int(0.2 * record.prompt_tokens)
-        assert record.moved_bytes_per_step == pytest.approx(asked * row, rel=0.02)
-        assert record.attended_prompt > 1.9 * asked
+        assert record.measured["moved_bytes_per_step"] == pytest.approx(asked * row, rel=0.02)
+        assert record.measured["attended_prompt"] > 1.9 * asked
     plain = evaluate(PQ, niah(), MODEL, settings(tmp_path, placement="host", budget=0.2))
     assert plain.folder != made.folder
 

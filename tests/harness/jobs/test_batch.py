@@ -26,8 +26,8 @@ from tests import fast
 from tests.fast import PQ, STREAMING
 
 OWN = (
-    "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "attended_prompt", "attended_total",
-    "union_prompt", "kv", "moved_bytes_per_step", "hit_rate", "sealed", "fallback",
+    "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "measured", "kv",
+    "sealed", "fallback",
 )  # fmt: skip
 
 

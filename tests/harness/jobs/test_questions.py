@@ -67,8 +67,8 @@ def together(engine: Engine) -> list[Generation]:
 
 def seen(made: Generation) -> dict[str, Any]:
     """What a record holds of an answer, but for times and the room kept free."""
-    reads = {name: getattr(made, name) for name in ("attended_prompt", "attended_total", "union_prompt")}
-    traffic = {name: getattr(made, name) for name in ("moved_bytes_per_step", "hit_rate")}
+    reads = {name: made.measured[name] for name in ("attended_prompt", "attended_total", "union_prompt")}
+    traffic = {name: made.measured.get(name) for name in ("moved_bytes_per_step", "hit_rate")}
     return {"tokens": made.tokens, "fidelity": made.fidelity} | reads | traffic
 
 
@@ -149,7 +149,7 @@ def test_only_what_steps_may_change_is_copied() -> None:
 
 # whole runs
 
-OWN = ("output", "tokens", "score", "details", "prompt_sha256", "attended_prompt", "moved_bytes_per_step")
+OWN = ("output", "tokens", "score", "details", "prompt_sha256", "measured")
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,7 @@ def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
             "score",
             "details",
             "prompt_sha256",
-            "attended_prompt",
-            "moved_bytes_per_step",
+            "measured",
         ):
             assert getattr(record, name) == getattr(own, name), name
         first = f"{record.id[0]}/0"
@@ -368,7 +367,7 @@ def test_the_record_of_a_conversation_is_that_of_its_turns(tmp_path: Path) -> No
     assert record.details == {"length": fmean(turn.details["length"] for turn in turns)}
     assert record.token_s[-1] == pytest.approx(sum(turn.token_s[-1] for turn in turns))
     assert all(turn.seal_s for turn in turns)
-    shares = [turn.attended_prompt / (turn.history_tokens + turn.prompt_tokens) for turn in turns]  # type: ignore[operator]
+    shares = [turn.measured["attended_prompt"] / (turn.history_tokens + turn.prompt_tokens) for turn in turns]  # type: ignore[operator]
     assert shares == pytest.approx([0.3] * 4, abs=0.01)
     assert record.attended_share == pytest.approx(fmean(shares))
 

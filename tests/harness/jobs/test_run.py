@@ -50,9 +50,9 @@ def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
     assert [record.id for record in made.records] == [f"magic_city/400/{d}/0" for d in ("0", "33.3", "66.7", "100")]
     for record in made.records:
         assert record.prompt_tokens == len(record.prompt_ids or []) <= 400
-        assert record.attended_prompt == int(0.2 * record.prompt_tokens)
+        assert record.measured["attended_prompt"] == int(0.2 * record.prompt_tokens)
         assert record.kv["host"] > 0
-        assert record.moved_bytes_per_step
+        assert record.measured["moved_bytes_per_step"]
         assert record.sealed
         assert len(record.token_s) == len(record.tokens)
     summary = made.summary
@@ -70,8 +70,8 @@ def test_a_cache_on_the_device_reports_its_hits(tmp_path: Path) -> None:
     cached = replace(PQ, cache_tokens=160, cache_block=16)
     made = run(tmp_path, cached, budget=0.2, placement="host", baseline="off")
     assert [record.tokens for record in made.records] == [record.tokens for record in plain.records]
-    assert all(record.hit_rate and 0 < record.hit_rate < 1 for record in made.records)
-    assert made.summary["memory"]["hit_rate"] == fmean(record.hit_rate or 0 for record in made.records)
+    assert all(record.measured["hit_rate"] and 0 < record.measured["hit_rate"] < 1 for record in made.records)
+    assert made.summary["memory"]["hit_rate"] == fmean(record.measured["hit_rate"] or 0 for record in made.records)
     assert plain.summary["memory"]["hit_rate"] is None
 
 
@@ -194,7 +194,7 @@ def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
     for record in made.records:
         assert record.context_tokens is not None
         assert record.context_tokens < record.prompt_tokens
-        assert record.attended_prompt == int(0.2 * record.context_tokens)
+        assert record.measured["attended_prompt"] == int(0.2 * record.context_tokens)
         assert record.question_s
 
 

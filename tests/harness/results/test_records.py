@@ -29,7 +29,7 @@ def test_a_conversation_adds_up_what_turns_took_and_ends_as_the_last_one_does() 
     assert one.token_s == [1.0, 1.5, 2.0, 2.25]
     assert (one.seal_s, one.question_s, one.prompt_tokens) == (0.2, None, 20)
     assert (one.kv["device"], one.stop, one.sealed, one.fallback) == (170, "eos", True, "why")
-    assert (one.score, one.attended_prompt) == (0.75, 100.0)
+    assert (one.score, one.measured["attended_prompt"]) == (0.75, 100.0)
 
 
 def test_bytes_are_a_key_per_tier_and_a_line_may_be_older_than_a_tier() -> None:

@@ -53,8 +53,8 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
         *(f"{name}_peak_bytes" for name in PEAKS),
         "moved_bytes_per_step",
         "from_disk_bytes_per_step",
-        "read_bytes_per_step",
         "hit_rate",
+        "read_bytes_per_step",
     ]
     assert list(row["memory"]) == memory
     assert isinstance(row["schema"], int)
