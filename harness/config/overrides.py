@@ -102,9 +102,8 @@ def parse(overrides: Sequence[str]) -> Iterator[Override]:
 
 
 def _unread(word: str) -> str:
-    if word in commands():
-        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
-    return f"Cannot read {word!r}: {HOW}."
+    first = f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+    return first if word in commands() else f"Cannot read {word!r}: {HOW}."
 
 
 def _refuse_folders(config_dirs: Sequence[Path]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from harness.config.catalogue import GROUPS
 from harness.config.settings import Settings
 from harness.results.files import Line
-from harness.results.records import KV, PEAKS, Record, RecordError
+from harness.results.measures import MEASURES
+from harness.results.records import KV, MEASURED, PEAKS, Record, RecordError
 from methods.tiers.tier import TIERS, bytes_key
 
 
@@ -55,10 +56,13 @@ KINDS: dict[str, Any] = {
     "list[str]": [str], "dict[str, Any]": {}, "dict[str, int | None]": dict.fromkeys(PEAKS, int), "list[Reply]": [{}],
 }  # fmt: skip
 RECORD = {
-    field.name: KINDS[str(field.type).removesuffix(" | None")] for field in fields(Record) if field.name != KV
+    field.name: KINDS[str(field.type).removesuffix(" | None")]
+    for field in fields(Record)
+    if field.name not in (KV, MEASURED)
 } | {
     "trace": {"parts_s": {}, "step_s": NUMBER, "steps": int},
     **{bytes_key(tier): int for tier in TIERS},
+    **dict.fromkeys(MEASURES, NUMBER),
 }
 
 

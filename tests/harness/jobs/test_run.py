@@ -17,7 +17,7 @@ from harness.jobs import group
 from harness.jobs.job import Evaluation, Job
 from harness.jobs.planning.effective import with_own_limit
 from harness.jobs.run import evaluate
-from harness.models.base import ModelError
+from harness.models.devices import DeviceError
 from harness.results.files import read_json
 from harness.results.store import Run
 from harness.terminal.notices import say_once
@@ -247,7 +247,7 @@ def test_a_device_that_is_not_here_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ModelError, match="is not available: torch sees 0 CUDA devices"):
+    with pytest.raises(DeviceError, match="is not available: torch sees 0 CUDA devices"):
         run(tmp_path, **wrong)
     with pytest.raises(SettingsError, match="device=cdua is unknown: choose auto, cpu, cuda or cuda:N"):
         run(tmp_path, device="cdua")
