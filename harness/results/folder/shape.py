@@ -67,6 +67,8 @@ RECORD = {
 
 
 def check_info(info: Mapping[str, Any], path: Path) -> None:
+    if "status" not in info:
+        raise RecordError(f"{path} holds no status, which every run writes")
     _check(info, INFO, str(path), "")
 
 

@@ -25,6 +25,7 @@ from harness.jobs.triage import Case
 from harness.models.embedded import SmolLM2
 from harness.results import triage
 from harness.results.files import read_json
+from harness.results.folder.names import TRIAGED
 from harness.results.records import StoreError
 from harness.results.store import load
 from methods.base import Method
@@ -87,7 +88,7 @@ def knowing(folder: Path, task: Planted | None = None, tokens: int = 8, **change
 
 
 def only(made: Evaluation) -> dict[str, Any]:
-    (line,) = triage.read(made.folder, load(made.folder).info)
+    (line,) = load(made.folder).triaged
     return line
 
 
@@ -182,12 +183,12 @@ def test_triage_changes_no_record_and_is_taken_up_again(tmp_path: Path) -> None:
     traced = run(tmp_path, PQ, task, triage="on")
     assert traced.folder == plain.folder
     assert (plain.folder / "examples.jsonl").read_bytes() == before
-    lines = (plain.folder / triage.NAME).read_bytes()
+    lines = (plain.folder / TRIAGED).read_bytes()
     assert run(tmp_path, PQ, task, triage="on").folder == plain.folder
-    assert (plain.folder / triage.NAME).read_bytes() == lines
-    (plain.folder / triage.NAME).write_bytes(lines[:-20])  # killed while it wrote
+    assert (plain.folder / TRIAGED).read_bytes() == lines
+    (plain.folder / TRIAGED).write_bytes(lines[:-20])  # killed while it wrote
     run(tmp_path, PQ, task, triage="on")
-    assert (plain.folder / triage.NAME).read_bytes() == lines
+    assert (plain.folder / TRIAGED).read_bytes() == lines
     assert read_json(plain.folder / "summary.json")["triage"]["wrong"] == 1
 
 
@@ -222,16 +223,16 @@ def test_fulls_answer_under_another_stop_is_another_answer(tmp_path: Path) -> No
 def test_right_answers_are_left_alone(tmp_path: Path) -> None:
     made = run(tmp_path, Full(), knowing(tmp_path), triage="on")
     assert made.records[0].score == 1
-    assert not (made.folder / triage.NAME).exists()
+    assert not (made.folder / TRIAGED).exists()
     assert made.summary["triage"] is None
 
 
 def test_a_changed_line_is_refused(tmp_path: Path) -> None:
     made = run(tmp_path, Oracle(), knowing(tmp_path), triage="on")
-    file = made.folder / triage.NAME
+    file = made.folder / TRIAGED
     file.write_text(file.read_text().replace('"score":0.0', '"score":0.5'))
     with pytest.raises(StoreError, match="changed after it was written"):
-        triage.read(made.folder, load(made.folder).info)
+        load(made.folder)
 
 
 def test_sampling_cannot_be_given_again() -> None:

@@ -248,6 +248,15 @@ def test_what_nobody_can_make_anew_is_said_of_the_row(root: Path, capsys: pytest
     assert load(place(root, "h2o")).info["num_expected"] == 4
 
 
+def test_an_empty_run_json_is_no_older_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = place(root, "quest") / INFO
+    path.write_text("{}")
+    with pytest.raises(StoreError, match=r"run\.json holds no status"):
+        load(path.parent)
+    assert "run.json holds no status, which every run writes: it is made anew" in commands(root, capsys)
+    assert [record.id for record in load(path.parent).records] == ["e0", "e1", "e2", "e3"]
+
+
 def test_lost_records_make_a_run_incomplete_until_they_ran_again(root: Path) -> None:
     """A command may be killed between the repair and the first example."""
     folder, settings = place(root, "full"), config("full")
