@@ -69,7 +69,7 @@ def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
             assert found.tokens == TOKENS
             for name, x in given.items():
                 assert (found.layers[name] - x).abs().max() < (0.01 if codec is None else 0.7 if "8" in codec else 6)
-            sizes[codec] = store.bytes_nested()["disk"]
+            sizes[codec] = store.bytes_by_tier()["disk"]
             dropped = store.truncate("a", 0.5)  # in the midst of a block
             rest = store.get("a", tokens[dropped:], store.lineage("a"))
             assert rest.tokens == 75
@@ -86,5 +86,5 @@ def test_conversations_go_on_from_eight_bits() -> None:
     assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
     assert len(talk.said) == len(wanted.said)
     assert talk.said[:NEW] == wanted.said[:NEW]  # a first turn finds nothing
-    sizes = [one.histories.store.bytes_nested()["host"] for one in (talk, plain)]  # type: ignore[attr-defined]
+    sizes = [one.histories.store.bytes_by_tier()["host"] for one in (talk, plain)]  # type: ignore[attr-defined]
     assert sizes[0] < sizes[1]
