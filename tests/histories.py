@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import zlib
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from harness.history.block import Found
 from harness.history.fingerprint import Fingerprint
-from harness.history.store import Found, HistoryStore
+from harness.history.store import HistoryStore
 
 PRINT = Fingerprint(
     model="toy", weights="1", tokenizer="bytes", rotary="default, keys before rotation", dtype="float32"
@@ -37,6 +42,18 @@ def opened(folder: Path | None = None, **settings: Any) -> HistoryStore:
     usual = {"host": 10_000 * TOKEN_BYTES, "disk": 10_000 * TOKEN_BYTES if folder else 0, "block_tokens": 4}
     usual["io_threads"] = 0
     return HistoryStore(PRINT, folder=folder, **usual | settings)
+
+
+def full_disk(patch: pytest.MonkeyPatch, after: int = 0) -> None:
+    """From the next block of a store on, or behind so many files and folders of it; other files have room."""
+    real, written = os.fsync, count()
+
+    def fsync(fd: int) -> None:
+        if "/blocks/" in os.readlink(f"/proc/self/fd/{fd}") and next(written) >= after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd)
+
+    patch.setattr(os, "fsync", fsync)
 
 
 def right(found: Found, session: str, tokens: Sequence[int], dropped: int = 0) -> bool:

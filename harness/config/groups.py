@@ -13,6 +13,7 @@ from methods.tiers.tier import TIERS
 
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 POLICIES = ("scheduler_aware", "lru", "fifo")
+LOST = ("count", "fail")
 OF_DISK = ("folder", "durable", "copies")  # settings that nothing reads without a disk tier
 
 
@@ -57,6 +58,7 @@ class StoreSettings:
     copies: bool = False
     io_threads: int = 2
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007
+    lost: str = "count"
 
     @property
     def given(self) -> str:

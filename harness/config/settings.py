@@ -14,6 +14,7 @@ from typing import Any, Union
 
 from harness.config.catalogue import plain
 from harness.config.groups import (
+    LOST,
     OVERFLOWS,
     POLICIES,
     CommonWindows,
@@ -54,6 +55,7 @@ CHOICES = {
     "questions": ("separate", "shared"),
     "history": ("device_prefix", "store", "recompute"),
     "store.policy": POLICIES,
+    "store.lost": LOST,
     "overflow.by": (None, *OVERFLOWS),
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,7 +37,8 @@ class Resumed:
     """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss.
 
     `load_s`: seconds that the turn has waited for it, a fresh one too; `hidden_s`: those in which its layers were on
-    their way while it computed. Both are complete behind `compute`.
+    their way while it computed. Both are complete behind `compute`, and so is `lost`: why what was stored is not there,
+    where computing it again gives something else.
     """
 
     cache: KVCache
@@ -45,6 +47,7 @@ class Resumed:
     load_s: float = 0.0
     hidden_s: float = 0.0
     loading: Loading | None = None
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ class Saved:
 
 
 class Histories(ABC):
-    """One per run: it knows how caches of its engine are started."""
+    """One per run: it knows how caches of its engine are started. `stores`: what it keeps may get lost."""
+
+    stores: ClassVar[bool] = False
 
     def __init__(self, start: Start) -> None:
         self.start = start
@@ -91,7 +96,7 @@ class Histories(ABC):
         try:
             logits = _computed(found.cache, tokens[found.reused :], prefill)
         except HistoryLost:
-            found = Resumed(self.start(found.cache.capacity), load_s=found.load_s)
+            found = self._anew(found)
             logits = _computed(found.cache, tokens, prefill)
         if found.loading is not None:
             wait_for(found.cache.state.request.device)
@@ -102,6 +107,10 @@ class Histories(ABC):
 
     @abstractmethod
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed: ...
+
+    def _anew(self, found: Resumed) -> Resumed:
+        """Nothing of what was found may be used."""
+        return Resumed(self.start(found.cache.capacity), load_s=found.load_s)
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """The prompt is prefilled and not sealed: what `save` will be given may begin to leave the device. `tokens`:

@@ -39,7 +39,8 @@ def histories(
         return
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
     with opened(settings.store, whose, attachment, run) as store:
-        yield StoredHistories(_starting(attachment), attachment, store, read_buffer)
+        fails = settings.store.lost == "fail"
+        yield StoredHistories(_starting(attachment), attachment, store, read_buffer, fails_if_lost=fails)
 
 
 def in_memory(history: str, attachment: Attachment) -> Histories:

@@ -33,6 +33,8 @@ class Cut:
         self.by_token = attachment.method.rows_stay and attachment.codec is None and not drops
         self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
         self.shareable = self.by_token and not attachment.method.uses_budget  # sparse reads shape the rows of answers
+        # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone
+        self.repeatable = self.shareable and dtype in (torch.float32, torch.float64)
         self._kinds = _alike(self.rotations)
         self._checked = 0  # tokens of the longest text whose rotations follow from positions
 

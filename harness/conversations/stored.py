@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from harness.conversations.histories import Histories, Resumed, Start, both_ends
+from harness.conversations.lost import refusal
 from harness.conversations.rows import Contents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.block import Rows
-from harness.history.fingerprint import EXACT, behind_cut
+from harness.history.block import Plain, Rows
+from harness.history.fingerprint import EXACT, behind_cut, computed_again
+from harness.history.losses import Loss
 from harness.history.overlap.leaving import Copying, Leaving, as_given
 from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.store import NOTHING, HistoryStore
+
+
+class Text(NamedTuple):
+    """Tokens, known again without being kept."""
+
+    length: int
+    digest: int
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> Text:
+        return cls(len(tokens), hash(tuple(tokens)))
 
 
 class StoredHistories(Histories):
@@ -25,15 +40,27 @@ class StoredHistories(Histories):
 
     What a cut left is of a lineage of its own, and so is what was computed behind it (harness/history/fingerprint.py).
     A session is asked for under the lineage that it was saved with here; one that was not, as EXACT.
+
+    A history that was stored and is not there is computed again, as any other text. Where that gives something else
+    than what was stored, the turn is `lost`, and what it computes is of a lineage of its own too.
     """
 
+    stores = True
+
     def __init__(
-        self, start: Start, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
+        self,
+        start: Start,
+        attachment: Attachment,
+        store: HistoryStore,
+        read_buffer: int | None = None,
+        fails_if_lost: bool = False,
     ) -> None:
-        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. Raises `ValueError`
-        where `store` shares and rows are not what every conversation would compute."""
+        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. `fails_if_lost`: a lost
+        turn raises `HistoryError`. Raises `ValueError` where `store` shares and rows are not what every conversation
+        would compute."""
         super().__init__(start)
         self.store, self.cut, self.read_buffer = store, Cut(attachment), read_buffer
+        self.fails_if_lost = fails_if_lost
         if store.share and not self.cut.shareable:
             raise ValueError(
                 "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
@@ -44,22 +71,44 @@ class StoredHistories(Histories):
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
         self._early: WeakKeyDictionary[KVCache, tuple[int, Leaving]] = WeakKeyDictionary()  # from which token on
         self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
+        self._held: dict[str, Text] = {}  # by session: what is to be found of it
+        self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
 
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         self.cut.check(capacity)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
             loading = self._open(session, tokens)
-        cache = self.start(capacity)
-        if loading is None:
-            return Resumed(cache)
-        try:
-            loading.begin()
-        except HistoryLost:
-            return Resumed(cache)
-        self._behind[cache] = self._lineage(session)
+        cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
+        if loading is None or not _begun(loading):
+            return Resumed(cache, lost=self._lost(session, held, cache))
+        self._behind[cache], self._asked[cache] = self._lineage(session), (session, held)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
         return Resumed(cache, loading.tokens, loading.tier, loading=loading)
+
+    def _anew(self, found: Resumed) -> Resumed:
+        fresh = super()._anew(found)
+        return replace(fresh, lost=self._lost(*self._asked.pop(found.cache), fresh.cache))
+
+    def _to_be_found(self, session: str, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` were stored, where computing them again would not give the same."""
+        held = self._held.get(session)
+        if held is None or Text.of(tokens[: held.length]) != held:
+            return 0
+        plain = isinstance(self.store.coding, Plain) and self._lineage(session) == EXACT
+        return 0 if plain and self.cut.repeatable else held.length
+
+    def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
+        """Why, if `held`, which `cache` will compute again, was to be found."""
+        if not held:
+            return None
+        loss = self.store.loss(session) or Loss.DAMAGED
+        if self.fails_if_lost:
+            disk = self.store.contents.disk
+            raise refusal(session, len(held), loss, disk.folder if disk else None)
+        if not self.cut.repeatable:
+            self._behind[cache] = computed_again(self._lineage(session), held)
+        return loss
 
     def ahead(self, session: str, tokens: Sequence[int]) -> None:
         if session not in self._ahead and self.read_buffer != 0:
@@ -83,7 +132,7 @@ class StoredHistories(Histories):
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
-        self._lineages[session] = lineage
+        self._lineages[session], self._held[session] = lineage, Text.of(tokens)
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
         start, early = self._early.pop(cache, (known, None))
         leaving, end = [], known
@@ -108,14 +157,19 @@ class StoredHistories(Histories):
         """Rows before their rotation are let go of where they lie, if the oldest go and nothing is rotated."""
         if naive:
             raise ValueError("A store has keys before their rotation: take the device's own cache for NKVT.")
+        before = self._lineage(session)
         if sinks or not self.cut.rows_alone:
-            return super().shorten(session, tokens, keep, capacity, sinks=sinks)
-        self._ahead.pop(session, None)
-        self.cut.check(len(tokens))
-        if self.store.known(session, tokens, self._lineage(session)) == len(tokens):
-            self.store.truncate(session, (keep + 0.5) / len(tokens))
-            self._lineages[session] = self.store.lineage(session) or EXACT
-        return both_ends(tokens, keep, sinks)
+            kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)
+        else:
+            self._ahead.pop(session, None)
+            self.cut.check(len(tokens))
+            if self.store.known(session, tokens, before) == len(tokens):
+                self.store.truncate(session, (keep + 0.5) / len(tokens))
+            kept = both_ends(tokens, keep, sinks)
+        if self._held.get(session) != (text := Text.of(kept)):  # it is to be found, and is not there if it got lost
+            self._held[session] = text
+            self._lineages[session] = behind_cut(before, tokens, len(tokens) - len(kept), sinks)
+        return kept
 
     def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
         fresh = super()._cut(cache, tokens, keep, capacity, sinks, naive)
@@ -125,6 +179,7 @@ class StoredHistories(Histories):
 
     def forget(self, session: str) -> None:
         self._lineages.pop(session, None)
+        self._held.pop(session, None)
 
     def enqueue(self, session: str) -> None:
         self.store.enqueue(session)
@@ -137,3 +192,12 @@ class StoredHistories(Histories):
 
     def close(self) -> None:
         self.store.close()
+
+
+def _begun(loading: Loading) -> bool:
+    """Whether the rows are there that the job begins with."""
+    try:
+        loading.begin()
+    except HistoryLost:
+        return False
+    return True

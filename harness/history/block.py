@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from uuid import uuid4
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.history.fingerprint import EXACT, behind_cut
+from harness.history.losses import Loss
 
 Rows = dict[str, Tensor]  # name -> [..., tokens, width]; the name begins with the layer's number and a dot
 
@@ -122,12 +123,23 @@ def without_first(
     return []
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The first `tokens` of those asked for are in `layers`; `tier` is None on a miss."""
+
+    tokens: int = 0
+    tier: str | None = None
+    layers: Rows = field(default_factory=dict)
+    rest: Rows = field(default_factory=dict)
+
+
 class Sessions:
-    """The blocks of sessions by key, and the lineages of their rows."""
+    """The blocks of sessions by key, the lineages of their rows, and why those that are gone are."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, list[Block]] = {}
         self.lineages: dict[str, str] = {}
+        self.losses: dict[str, Loss] = {}
 
     def of(self, key: str, lineage: str) -> list[Block]:
         """The session's blocks, if they are of that lineage."""

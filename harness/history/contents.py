@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -14,10 +13,11 @@ from time import perf_counter
 import torch
 
 from harness.history.block import Block, Sessions
-from harness.history.disk import Disk, HistoryWarning
+from harness.history.disk import Disk, warn
+from harness.history.losses import Loss
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.leaving import Copying, arriving, failed, moved
-from harness.history.overlap.loading import LOST
+from harness.history.overlap.loading import LOST, loss_by
 from harness.history.overlap.saving import Saving
 from harness.history.overlap.threads import Threads
 from harness.history.placement import Move, Placement, in_order
@@ -70,6 +70,7 @@ class Contents(Sessions):
     def hold(self, key: str, parts: list[Block], lineage: str, moves: Sequence[Move]) -> None:
         """The session is `parts` now, and `moves` are those of its placement."""
         self.sessions[key], self.lineages[key] = parts, lineage
+        self.losses.pop(key, None)
         if self.placement.tier(key) not in (DISK, None):
             self.attempt(key, self.load)  # first: its files may make room
         self.carry_out([move for move in moves if move.session != key])
@@ -77,7 +78,7 @@ class Contents(Sessions):
             self.settle(key)
         elif key in self.sessions:
             self.statistics.refused += 1
-            self.forget(key)
+            self.forget(key, Loss.NO_ROOM)
 
     def follow(self, key: str, copyings: Sequence[Copying], began: float) -> None:
         """Rows of the session that are on their way from the device. The caller, who has waited since `began`, waits
@@ -89,14 +90,16 @@ class Contents(Sessions):
         for _, copying in self._copyings:
             copying.waits.append((began, perf_counter()))
 
-    def carry_out(self, moves: Sequence[Move], reader: Executor | None = None) -> None:
+    def carry_out(
+        self, moves: Sequence[Move], reader: Executor | None = None, dropped_for: Loss = Loss.NO_ROOM
+    ) -> None:
         """`reader` brings what comes from disk, by default one that a job waits for."""
         for move in in_order(moves):
             if move.session not in self.sessions:
                 continue
             if move.target is None:
                 self.statistics.dropped += 1
-                self.forget(move.session)
+                self.forget(move.session, dropped_for)
             else:
                 self.statistics.moved[move.source, move.target] += move.size
                 action = self.write if move.target == DISK else partial(self.load, reader=reader)
@@ -184,12 +187,13 @@ class Contents(Sessions):
 
     def lose(self, key: str, error: Exception) -> None:
         self.statistics.lost += 1
-        _warn(f"the stored history of session {_session(key)!r} is lost and will be computed again: {error}")
+        warn(f"the stored history of session {_session(key)!r} is lost and will be computed again: {error}")
         if key in self.placement.items:
             self.placement.drop(key)
-        self.forget(key)
+        self.forget(key, loss_by(error))
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, loss: Loss) -> None:
+        self.losses[key] = loss
         self.sessions.pop(key, None)
         self.lineages.pop(key, None)
         self._away.pop(key, None)
@@ -258,7 +262,7 @@ class Contents(Sessions):
         elif leaves:
             self.lose(key, error)
         elif key in self.sessions and key not in self._away:
-            _warn(f"session {_session(key)!r} lies in memory alone: {error}")
+            warn(f"session {_session(key)!r} lies in memory alone: {error}")
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
         """`action`, once `fetch` has read all of the files that it concerns."""
@@ -294,7 +298,3 @@ class Contents(Sessions):
 
 def _session(key: str) -> str:
     return key.partition("/")[2]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, HistoryWarning, stacklevel=2)

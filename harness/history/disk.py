@@ -101,10 +101,10 @@ class Disk:
                 "folder"
             ) from error
         if found.fresh and not sound.damage and any(self._files()):
-            _warn(f"the index of {self.folder} is missing: all its sessions are dropped")
+            warn(f"the index of {self.folder} is missing: all its sessions are dropped")
         elif sound.damage:
             stay = f"{len(sound.entries)} of its sessions stay" if sound.entries else "all its sessions are dropped"
-            _warn(f"the index of {self.folder} {sound.damage}: {stay}")
+            warn(f"the index of {self.folder} {sound.damage}: {stay}")
         return found, sound.entries
 
     def _sweep(self) -> None:
@@ -112,7 +112,7 @@ class Disk:
         found = {path: path.lstat().st_size for path in self._files()}
         for key, entry in list(self.entries.items()):
             if any(found.get(self.path(block)) != block.file.bytes for block in entry.blocks if block.file):
-                _warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
+                warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
                 del self.entries[key]
                 with suppress(sqlite3.Error):  # a full disk: it is dropped again when the folder is opened again
                     self._index.drop(key)
@@ -226,5 +226,5 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     warnings.warn(message, HistoryWarning, stacklevel=3)

@@ -40,6 +40,12 @@ def behind_cut(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0
     return _sha256(canonical({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks}).encode())
 
 
+def computed_again(lineage: str, tokens: Sequence[int]) -> str:
+    """The lineage of what is computed in one piece where rows of `tokens`, of `lineage`, were lost, and of all behind
+    it: not what a method that chooses has chosen turn by turn."""
+    return _sha256(canonical({"before": [lineage, list(tokens)], "lost": True}).encode())
+
+
 def content_digest(value: object) -> str:
     """Of tensors bit by bit, in tuples, lists and mappings; of all else what `repr` says."""
     return _sha256(canonical({"value": _described(value)}).encode())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -26,10 +25,11 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Coding, Plain, Rows, has_rest, length, without_first
+from harness.history.block import Coding, Found, Plain, Rows, has_rest, length, without_first
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall, check_arguments
 from harness.history.fingerprint import EXACT, Fingerprint
+from harness.history.losses import Loss
 from harness.history.overlap.leaving import Leaving, Turn, as_given
 from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
 from harness.history.overlap.speeds import Speeds
@@ -43,16 +43,6 @@ Clock = Callable[[], float]
 Tensors = Mapping[str, Tensor]
 NOTHING: Rows = {}
 PLAIN = Plain()
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The first `tokens` of those asked for are in `layers`; `tier` is None on a miss."""
-
-    tokens: int = 0
-    tier: str | None = None
-    layers: Rows = field(default_factory=dict)
-    rest: Rows = field(default_factory=dict)
 
 
 class HistoryStore:
@@ -154,6 +144,10 @@ class HistoryStore:
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
         """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
         return self.contents.known(self._fresh(session), tokens, lineage)
+
+    def loss(self, session: str) -> Loss | None:
+        """Why it is not there any more; None where it is, or never was."""
+        return self.contents.losses.get(self._key(session))
 
     def lineage(self, session: str) -> str | None:
         """Of its rows; None where there are none."""
@@ -267,7 +261,7 @@ class HistoryStore:
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()
-        self.contents.carry_out(self.placement.expire(self._clock()))
+        self.contents.carry_out(self.placement.expire(self._clock()), dropped_for=Loss.TOO_OLD)
         return self._key(session)
 
     def _restore(self, disk: Disk, wall: float) -> None:

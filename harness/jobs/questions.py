@@ -208,8 +208,9 @@ class Talk:
         new = len(self._text) - found.reused
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
         left = {"dropped_tokens": dropped} if self.overflow is not None else {}
+        lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.histories.stores else {}
         counts = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new}
-        self.answer.reuse.append({**counts, **left, **seconds, **ahead})
+        self.answer.reuse.append({**counts, **lost, **left, **seconds, **ahead})
         return self._kept(slot, found.cache)
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ BEFORE = {
     "L": "load: others used the machine while it ran, so its times mean little",
 }
 BEHIND = {
+    "X": "stored histories were lost, and computing them again changed what the method holds: answers may be others",
     "P": "plain steps on a GPU: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
     "C": "continued: times come from more than one session",
     "R": "running",
@@ -39,6 +40,7 @@ def stamps(entry: Entry, comparison: Comparison) -> str:
             for name, tier in TIERS.items()
             if tier.stamp
         },
+        "X": row.get("lost_turns"),
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
     }

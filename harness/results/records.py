@@ -55,6 +55,8 @@ class Reply:
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
     dropped_tokens: int | None = None  # of its history, that left the window before the turn; null where none can
+    lost_turns: int | None = None  # 1: a history that was stored is gone, and computing it again gave something else
+    lost_to: str | None = None  # why it is gone, the first of a conversation's
     new_tokens: int | None = None  # that were computed, the history's too where it was not found
     load_s: float | None = None  # waited until the cache was there, within the first token's time
     hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
@@ -242,7 +244,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
     ends = list(accumulate((turn.token_s[-1] for turn in turns), initial=0.0))
     first, last = turns[0], turns[-1]
     sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)
-    counts = ("reused_tokens", "dropped_tokens", "new_tokens")
+    counts = ("reused_tokens", "dropped_tokens", "lost_turns", "new_tokens")
     return {
         "turns": list(turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
@@ -255,6 +257,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         KV: last.kv,
         "sealed": any(turn.sealed for turn in turns),
         "fallback": next((turn.fallback for turn in turns if turn.fallback), None),
+        "lost_to": next((turn.lost_to for turn in turns if turn.lost_to), None),
         "trace": None,
         "data": dict(first.data),
         MEASURED: over_turns([turn.measured for turn in turns]),

@@ -53,6 +53,7 @@ def summarise(
         "score": _score(records, config.get("task")),
         "full": beside,
         "prefills": sum(record.prefilled_by is None for record in records),
+        "lost_turns": over_known(sum, [record.lost_turns for record in records]),
         "turns": _turns(records, timed=not (simulated or traced)),
         "turns_ago": _turns_ago(records),
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
@@ -205,6 +206,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
     return _scored(replies) | {
         "ttft_s": timing.quantiles(reply.ttft_s for reply in clocked)["p50"],
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
+        "lost_turns": over_known(sum, [reply.lost_turns for reply in own]),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
         **{name: over_known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
         **{name: over_known(median, [getattr(one, name) for one in clocked]) for name in HISTORY_S},

@@ -21,6 +21,7 @@ class Answer:
     save_s: float  # behind the last, until the history was handed over
     save_hidden_s: float = 0.0  # in which its rows left the device while nobody waited for that
     tier: str | None  # where the history was found; null: nowhere
+    lost_to: str | None = None  # why it is gone, where it was stored and computing it again gave something else
     reused_tokens: int  # of the prompt, history included
     new_tokens: int  # those that were computed
     tokens: list[int]  # the answer's

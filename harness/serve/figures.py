@@ -29,6 +29,7 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
         "returning": sum(one.turn > 1 for one in answers) / len(answers),
         "hit_rate": len(found) / len(answers),
         **{f"hit_rate_{tier}": sum(one.tier == tier for one in found) / len(answers) for tier in TIERS},
+        "lost_turns": sum(one.lost_to is not None for one in answers),
         "reused_tokens": sum(one.reused_tokens for one in answers) / prompts,
         **_spread("ttft", [one.ttft_s for one in answers]),
         **_spread("queue", [one.queue_s for one in answers]),

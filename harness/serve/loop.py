@@ -192,6 +192,7 @@ class Loop:
             save_ahead_s=running.save_ahead_s,
             save_s=save_s,
             tier=found.tier,
+            lost_to=found.lost,
             reused_tokens=found.reused,
             new_tokens=prompt - found.reused,
             tokens=said,

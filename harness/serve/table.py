@@ -43,6 +43,7 @@ def table(lines: Sequence[Line]) -> str:
         number("busy", "s", [one["busy_s"] for one in told]),
         Column("cost", "$", [f"{one['cost_usd']:.2g}" for one in told]),
         number("turns", "", [one["turns"] for one in told]),
+        Column("lost", "", [str(one.get("lost_turns") or "") for one in told]),
     ]
     return text_table([*named, *figures])
 

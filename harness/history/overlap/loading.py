@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -13,6 +14,7 @@ import torch
 
 from harness.history.block import Block, Coding, Rows, has_rest, joined, length
 from harness.history.file import DamagedBlock
+from harness.history.losses import Loss
 from harness.history.overlap.beside import Span, beside_the_model, covered_s, reached
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.leaving import NotSaved
@@ -30,6 +32,17 @@ def as_it_is(number: int, layer: Layer) -> Layer:
 
 class HistoryLost(RuntimeError):
     """The rows that were found cannot be read: compute their tokens again, in a fresh cache."""
+
+
+def loss_by(error: Exception) -> Loss:
+    """error: one of `LOST`"""
+    if isinstance(error, DamagedBlock):
+        return Loss.DAMAGED
+    if isinstance(error, NotSaved):
+        return Loss.NOT_COPIED
+    in_index = isinstance(error, sqlite3.Error) and "full" in str(error)
+    in_file = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Loss.DISK_FULL if in_index or in_file else Loss.UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)

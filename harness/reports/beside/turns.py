@@ -75,6 +75,7 @@ def turn_reuse(comparison: Comparison) -> list[Column]:
         Column("turn", "", numbers, values=[int(number) for number in numbers]),
         Column("n", "", [str(turn["n"]) for turn in turns], values=[turn["n"] for turn in turns]),
         Column("found in", "", [_found(turn) if name != "1" else "" for _, name, turn in rows], left=True),
+        Column("lost", "", [str(turn.get("lost_turns") or "") for turn in turns]),
         number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
         number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
         quantity("load", [turn.get("load_s") for turn in stored], SECONDS),

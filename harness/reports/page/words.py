@@ -23,6 +23,7 @@ _MEANINGS = {
     "decode": "tokens per second behind the second token",
     "read\nof Full's": "of what Full read on the same examples",
     "found in": "tier in which a turn found its history",
+    "lost": "turns whose stored history was gone, where computing it again changed what the method holds",
     "reused": "tokens of its history that a turn found",
     "computed": "tokens that a turn prefilled, its own prompt among them",
     "load": "time that a turn waited for its history, within its TTFT",

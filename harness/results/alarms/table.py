@@ -27,7 +27,7 @@ def alarms(rows: Sequence[Row], known: Sequence[bands.Band] | None = None) -> li
     """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
     known = bands.stored() if known is None else known
     checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs, _made_twice)
-    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _simulated, shared, launched)
+    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _lost_turns, _simulated, shared, launched)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
 
@@ -101,6 +101,24 @@ def _made_twice(rows: Sequence[Row]) -> Iterator[Alarm]:
                 "answers or scores differ: shared code changed without its CORE_VERSION, or something is not repeatable"
             )
             yield Alarm("made_twice", text, (a.title, b.title), red=True)
+
+
+def _lost_turns(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """Of stores that did not keep what they were given."""
+    found = [row for row in rows if any(record.lost_turns for record in row.run.records)]
+    if found:
+        text = (
+            "stored histories were lost and computed again, which changes what these methods hold: answers may differ "
+            f"from those of a store that keeps all: {'; '.join(map(_losses, found))}. With store.lost=fail a run ends "
+            "where it loses one"
+        )
+        yield Alarm("lost_turns", text, titles(found))
+
+
+def _losses(row: Row) -> str:
+    turns = [turn for record in row.run.records for turn in record.replies if turn.lost_turns is not None]
+    causes = ", ".join(dict.fromkeys(turn.lost_to for turn in turns if turn.lost_to))
+    return f"{row.title} in {sum(turn.lost_turns or 0 for turn in turns)} of {len(turns)} turns ({causes})"
 
 
 def _simulated(rows: Sequence[Row]) -> Iterator[Alarm]:

@@ -47,15 +47,16 @@ class Talk:
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
         found = self.histories.resume(self.session, text[:-1], self.capacity)
-        found, logits = self.histories.compute(
-            found, text, lambda cache, ids: self.engine.prefill(cache, torch.tensor([ids], device=self.device))
-        )
+        found, logits = self.histories.compute(found, text, self.prefill)
         self.histories.save_ahead(self.session, text, found.cache)
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.device)
         [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
         self.found.append(replace(found, cache=None))  # type: ignore[arg-type]
         self.histories.save(self.session, self.fed, found.cache)
+
+    def prefill(self, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
+        return self.engine.prefill(cache, torch.tensor([list(ids)], device=self.device))
 
     def turns(self, lengths: Sequence[int] = LENGTHS) -> Talk:
         for length in lengths:

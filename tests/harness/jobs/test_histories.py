@@ -14,11 +14,14 @@ from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.conversations.histories import Recompute
 from harness.history import policies
+from harness.history.disk import HistoryError
 from harness.history.store import HistoryStore
 from harness.jobs.job import Evaluation
 from harness.reports.beside.turns import turn_reuse
 from harness.reports.compare import comparisons
-from harness.reports.document import BESIDE
+from harness.reports.document import BESIDE, as_text
+from harness.reports.stamps import meanings, stamps
+from harness.results.files import read_json
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig, with_own_stores
 from harness.terminal.notices import say_once
@@ -28,10 +31,12 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
 from methods.quest import Quest
+from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.tiers.tier import TIERS
 from tests.fast import niah
 from tests.harness.jobs.test_questions import Balances, Given, Retold, run
+from tests.histories import full_disk
 
 TALKS = Balances(talks=True)
 DISK = StoreSettings(host=0, disk="1GB")
@@ -156,6 +161,51 @@ def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
     block = next(block for block in BESIDE if block.name == "turn_reuse")
     assert block.runs(table) == [1] * 4 + [2] * 4
     assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
+
+
+@pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
+@pytest.mark.parametrize("method", [Full(), PQCache(), SnapKV()], ids=lambda method: type(method).__name__)
+def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
+    tmp_path: Path, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, after=2)
+    made = talked(tmp_path, method, history="store", store=replace(DISK, io_threads=0), budget=0.5)
+    counts = [[turn.lost_turns for turn in record.turns or []] for record in made.records]
+    [table] = comparisons([load(made.folder)])
+    [entry] = table.entries
+    text = as_text([table])
+    if isinstance(method, Full):
+        assert counts == [[None, 0, 0, 0]] * 2
+        assert made.summary["lost_turns"] == 0
+        assert "X" not in stamps(entry, table)
+        assert "stored histories were lost" not in text
+        return
+    lost = sum(filter(None, counts[0] + counts[1]))
+    assert made.summary["lost_turns"] == lost == sum(record.lost_turns or 0 for record in made.records) > 0
+    assert {turn.lost_to for record in made.records for turn in record.turns or [] if turn.lost_turns} == {
+        "the disk is full"
+    }
+    assert "X" in stamps(entry, table)
+    assert "caution: stored histories were lost" in text
+    assert f"{entry.title} in {lost} of 6 turns (the disk is full)" in text
+    assert meanings()["X"] in text
+
+
+@pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
+def test_a_full_disk_ends_a_run_that_may_lose_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples that were complete stay, and the same command goes on when there is room."""
+    store = replace(DISK, io_threads=0, lost="fail", folder=str(tmp_path / "store"))
+    said = r"is lost, for the disk is full, .* Free some space in .*store"
+    with monkeypatch.context() as patch:
+        full_disk(patch, after=14)
+        with pytest.raises(HistoryError, match=said):
+            talked(tmp_path / "runs", SnapKV(), history="store", store=store, budget=0.5)
+        assert talked(tmp_path / "runs", Full(), history="store", store=store).records
+    made = talked(tmp_path / "runs", SnapKV(), history="store", store=store, budget=0.5)
+    assert read_json(made.folder / "run.json")["earlier"]
+    whole = talked(tmp_path / "runs", SnapKV(), budget=0.5)
+    assert tokens(made) == tokens(whole)
+    assert made.summary["lost_turns"] == 0
 
 
 def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ EARLIER = [{"status": "interrupted", "started": "2026-01-01T00:00:00+00:00"}]
         ("HD", AWAY | {"kv_disk_bytes": 10}, "complete", {"facts": {"host_is_cpu": True}}),
         ("", {"kv_disk_bytes": 10}, "complete", {"facts": {"host_is_cpu": False}}),
         ("H", AWAY, "complete", {"facts": {"host_is_cpu": True}}),
+        ("X", {"lost_turns": 2, "lost_to": "the disk is full"}, "complete", {}),
+        ("", {"lost_turns": 0}, "complete", {}),
         ("P", {}, "complete", {"facts": {"plain_steps": "a step waits for a value"}}),
         ("C", {}, "complete", {"facts": {"earlier": EARLIER}}),
         ("I", {}, "interrupted", {}),

@@ -28,6 +28,22 @@ def test_tiers_are_counted_where_they_differ(tmp_path: Path) -> None:
         assert found["found in"] == ["", told]
 
 
+def test_turns_that_lost_their_histories_are_named_with_the_reasons(tmp_path: Path) -> None:
+    later = [turn(lost_turns=1, lost_to="the disk is full"), turn(lost_turns=0, hit_tier="disk")]
+    lines = [talk(f"talk {place}", turn(), *later) for place in range(3)]
+    lines.append(talk("old", turn(), turn(lost_turns=1, lost_to="its time to live was over")))
+    [found] = comparisons([load(write_run(tmp_path, lines, "snapkv", history="store"))])
+    [alarm] = [alarm for alarm in found.alarms if alarm.kind == "lost_turns"]
+    assert "snapkv 10% in 4 of 7 turns (the disk is full, its time to live was over)" in alarm.text
+    assert not alarm.red
+    shown = {column.head: column.cells for column in turn_reuse(found)}
+    assert shown["lost"] == ["", "4", ""]
+    assert found.entries[0].summary["lost_turns"] == 4
+    [whole] = comparisons([load(write_run(tmp_path / "whole", [talk("a", turn(), later[1])], history="store"))])
+    assert not [alarm for alarm in whole.alarms if alarm.kind == "lost_turns"]
+    assert "lost" not in {column.head: column.cells for column in turn_reuse(whole) if any(column.cells)}
+
+
 def test_a_store_that_never_helped_is_named(tmp_path: Path) -> None:
     for name, tier, said in (("never", None, 1), ("always", "host", 0)):
         told = list(notes(table(tmp_path / name, tier).entries))

@@ -17,6 +17,7 @@ from harness.serve.figures import cost, figures
 from harness.serve.traffic import points
 from tests.abandoned import abandoned
 from tests.fast import MODEL_ARGS
+from tests.histories import full_disk
 from tests.talks import configured
 
 Serve = Callable[..., tuple[int, str, str]]
@@ -116,6 +117,25 @@ def test_a_disk_tier_lies_in_the_folder_that_was_named_and_is_empty_at_first(ser
     code, _, err = serve(*words)
     assert (code, err.count("was there already")) == (0, 2), err
     assert not list((tmp_path / "tier").iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
+def test_turns_that_a_full_disk_has_changed_are_counted(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch)
+    words = ("task=talks", "method=full,streaming", "history=store", "store.host=0", "store.disk=1GB", "budget=0.5")
+    code, out, err = serve(*words, "rate=50", "think_s=0.01")
+    assert code == 0, err
+    for folder, run in _folders(tmp_path / "out"):
+        lost = {key: one["lost_to"] for key, one in turns(folder).items()}
+        full_itself = run["settings"]["method"]["_target_"].endswith("Full")
+        assert lost == {key: None if full_itself or key[1] == 1 else "the disk is full" for key in lost}
+        assert run["figures"]["lost_turns"] == (0 if full_itself else 3)
+    assert "lost" in out
+    code, _, err = serve(*words[:1], "method=streaming", *words[2:], "rate=50", "think_s=0.01", "store.lost=fail")
+    assert code != 0
+    assert "is lost, for the disk is full" in err
 
 
 def test_a_limit_is_searched_for_each_system(serve: Serve, tmp_path: Path) -> None:
