@@ -85,10 +85,10 @@ class H2OKeep(Keep, capturable=True):
         self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
 
     def state(self) -> dict[str, Tensor]:
-        return {"received": self.received[..., : self.store.length]}
+        return {"received": self.received[..., : self.layer.stored]}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.received[..., : self.store.length] = state["received"]
+        self.received[..., : self.layer.stored] = state["received"]
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {"received": ends(state["received"], first, last)}

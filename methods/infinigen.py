@@ -51,7 +51,7 @@ from methods.base.counters import queues
 from methods.layers import Layer, Pooled, Storage
 from methods.parts import costs, limited_pool
 from methods.parts.growing import GrowingRows
-from methods.parts.limited_pool import Counts, Eviction, Fetch
+from methods.parts.limited_pool import Counts, Eviction, Fetched
 from methods.parts.skew import largest, narrowed, skewing
 from methods.parts.uneven import one_by_one
 
@@ -161,7 +161,7 @@ class InfiniGenRead(Pooled, capturable=True):
     follower: InfiniGenRead | None = None
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: GrowingRows  # [B G C d'], skewed keys of all tokens, those of the prompt first
-    guessed: Fetch | None = None  # rows and counts for the step that is under way
+    guessed: Fetched | None = None  # rows and counts for the step that is under way
     diagnostics = (*Pooled.diagnostics, "counts")
     counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
@@ -183,7 +183,7 @@ class InfiniGenRead(Pooled, capturable=True):
             self.partial.keep_of_last(count, rows)
 
     def state(self) -> dict[str, Tensor]:
-        return {"query_mass": self.query_mass}
+        return super().state() | {"query_mass": self.query_mass}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.query_mass.copy_(state["query_mass"])
@@ -229,7 +229,7 @@ class InfiniGenRead(Pooled, capturable=True):
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
         return rotate(self.spec.project_query(hidden), cos, sin)
 
-    def fetches(self, q: Tensor) -> Fetch:
+    def fetches(self, q: Tensor) -> Fetched:
         assert self.plan is not None
         return self.choose(self.logits(q), self.plan.top)
 
@@ -242,7 +242,7 @@ class InfiniGenRead(Pooled, capturable=True):
         live = self.cache.counters.tensor(self.partial.length, q.device)
         return without_missing(ops.row_scores(grouped, self.partial.stored), live, float("-inf"))
 
-    def choose(self, logits: Tensor, limit: int) -> Fetch:
+    def choose(self, logits: Tensor, limit: int) -> Fetched:
         """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = near.double().mean(1).long().clamp(1, limit)

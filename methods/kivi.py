@@ -100,14 +100,16 @@ class KiviLayer(Layer, capturable=True):
             return f"{after} tokens will wait, and {self.method.residual} are quantised in between"
         return super().capture_refusal()
 
+    def new_pool(self, room: int) -> Pool:
+        return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
+
     def _quantise(self) -> None:
         waiting = self.store
         count = self.method.whole_blocks(waiting.length)
         if not count:
             return
         if self.far is None:
-            room = self.method.whole_blocks(self.request.capacity)
-            self.far = Pool(self.spec, self.cache, room, self.request.placement, self.method.codec)
+            self.far = self.new_pool(self.request.capacity)
         self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
         self.store = KVStore(self.spec, self.cache, self.method.residual)
         self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])

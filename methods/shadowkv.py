@@ -31,6 +31,7 @@ from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
+from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
 
 
@@ -161,8 +162,24 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
 
+    def state(self) -> dict[str, Tensor]:
+        """The candidates stay as they were compressed, with their values where these lie."""
+        if self.plan is None:
+            return {}
+        values = self.values.held(self.plan.candidates)
+        own = {"plan": torch.tensor(self.plan), "u": self.u, "basis": self.basis, "outliers": self.outliers}
+        return {f"{FAR}.values": values} | own
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)
+        if "plan" not in state:
+            return
+        self.plan = plan = ChunkPlan(*state["plan"].tolist())
+        self.u, self.basis, self.outliers = (state[name] for name in ("u", "basis", "outliers"))
+        self.values = rows_for(state[f"{FAR}.values"], self.cache, away=True)
+        rebuilt = (plan.candidates - plan.outliers) * self.method.chunk
+        self.layer.sealed += rebuilt
+        self.layer.evicted -= rebuilt
 
     def observe(self, x: AttnInput) -> None:
         self.rope_table.note(x)

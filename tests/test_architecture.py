@@ -56,7 +56,10 @@ ROOMS: dict[str, set[str] | None] = {
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {
     "harness/commands/run.py",
-    *(f"harness/config/{name}.py" for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "rivals")),
+    *(
+        f"harness/config/{name}.py"
+        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "rivals")
+    ),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }
 EVALS_KNOWN_TO_THE_HARNESS = (

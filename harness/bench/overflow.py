@@ -99,7 +99,7 @@ class Reader:
             self._logits(fresh, text[:, -keep:])
             return fresh
         how: dict[str, Any] = {"sinks": way.sinks, "naive": way.naive}
-        fresh.refill(truncated(cache.contents(), fresh.layers, self.rotations, keep, **how))
+        fresh.refill(truncated(cache.whole_contents(), fresh.layers, self.rotations, keep, **how))
         if way.growing:
             fresh.num_tokens = cache.num_tokens
         return fresh

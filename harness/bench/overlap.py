@@ -31,6 +31,7 @@ from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
 from kernels.temporary import TemporaryFolder
 from methods.full import Full
+from methods.tiers.tier import DEVICE, TIERS
 
 OFF, FORMULA = "off", "formula"
 
@@ -206,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
     with TemporaryFolder("store-", report.folder) as place, ExitStack() as closing:
-        for measured in [Load(jobs, tier, buffers, place / tier, closing) for tier in ("host", "disk")]:
+        for measured in [Load(jobs, tier, buffers, place / tier, closing) for tier in TIERS if tier != DEVICE]:
             _measure(report, measured, rounds)
         _measure(report, Save(jobs, place / "save", closing), rounds)
 

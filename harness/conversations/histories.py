@@ -159,7 +159,7 @@ class Histories(ABC):
 
     def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
         """A fresh cache with what stays of `cache`, which holds `tokens`."""
-        contents, fresh = cache.contents(), self.start(capacity)
+        contents, fresh = cache.whole_contents(), self.start(capacity)
         rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
         for rotation in rotations:
             rotation.check(len(tokens))

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from harness.config.settings import Settings, SettingsError, StoreSettings
-from harness.conversations.coding import IntCoding
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.block import Coding
 from harness.history.disk import HistoryError, check_folder
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
-from harness.history.store import PLAIN, HistoryStore
+from harness.history.store import HistoryStore
 from harness.models.base import LoadedModel
 from kernels.temporary import TemporaryFolder
 from methods.tiers import codecs
+from methods.tiers.codec import PLAIN
 
 IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
 
@@ -55,14 +55,15 @@ def _starting(attachment: Attachment) -> Start:
 @contextmanager
 def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, run: str) -> Iterator[HistoryStore]:
     """The store alone."""
-    sizes, coding = settings.capacities, coding_of(settings, attachment)
+    codec = PLAIN if settings.codec is None else codecs.codec_of(settings.codec)
+    sizes: dict[str, Any] = settings.capacities
+    for spec in attachment.model_specs:
+        codec.check(spec.head_dim)
     with TemporaryFolder("kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
         folder = made if made else Path(settings.folder).expanduser() / run if settings.folder else None
         with HistoryStore(
             whose if settings.codec is None else replace(whose, codec=settings.codec),
-            device=sizes["device"],
-            host=sizes["host"],
-            disk=sizes["disk"],
+            **sizes,
             folder=folder,
             policy=POLICIES[settings.policy](),
             block_tokens=settings.block_tokens,
@@ -70,7 +71,8 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
             durable=settings.durable,
             copies=settings.copies,
             on=str(attachment.model.device),
-            coding=coding,
+            codec=codec,
+            dtype=attachment.model.dtype,
             share=settings.share,
             io_threads=settings.io_threads,
             write_buffer=settings.write_bytes,
@@ -85,11 +87,3 @@ def check_place(settings: StoreSettings) -> None:
             check_folder(Path(settings.folder).expanduser())
         except HistoryError as error:
             raise SettingsError(f"store.folder: {error}.") from error
-
-
-def coding_of(settings: StoreSettings, attachment: Attachment) -> Coding:
-    if settings.codec is None:
-        return PLAIN
-    coding = IntCoding(codecs.codec_of(settings.codec), attachment.model.dtype)
-    coding.check(attachment.model_specs)
-    return coding

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment
-from harness.history.block import Rows
 from harness.history.overlap.leaving import Turn
 from harness.history.overlap.loading import Layer, Prepare
 from harness.history.positions import Rotation
+from methods.layers.storage import FIRST
+from methods.tiers.block import FAR, Apart, K, Tensors, V, stays_away
 
 Contents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
-ROWS = {"k0": "k", "v0": "v"}  # of all heads together -> their names in the store
+NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
 SEEN = "seen"
 
 
@@ -45,33 +46,38 @@ class Cut:
                 rotation.check(tokens)
             self._checked = tokens
 
-    def rows(self, contents: Contents, start: int, end: int) -> Rows:
-        """Of the tokens from `start` to `end`, by name [1 G T D]: views, keys as they are rotated."""
+    def rows(self, contents: Contents, start: int, end: int) -> dict[str, Apart]:
+        """Of the tokens from `start` to `end`, by name [1 G T D]: views of where they lie, keys as they are rotated."""
         return {
-            f"{layer}.{stored}": state[name][:, :, start:end]
+            f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
             for layer, state in enumerate(contents)
-            for name, stored in ROWS.items()
+            for kind in (K, V)
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, device: torch.device) -> Turn:
-        """Makes `rows` of a layer into those that are stored, keys before their rotation. Any thread may do it."""
-        positions = torch.arange(start, end, device=device)
-        fixed = self._fixed(positions)
+    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart]) -> Turn:
+        """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. Any
+        thread may do it."""
+        places = {part.device for x in rows.values() for part in x.parts}
+        fixed = {place: self._fixed(torch.arange(start, end, device=place)) for place in places}
 
-        def turn(number: int, rows: Rows) -> Rows:
-            keys = f"{number}.{ROWS['k0']}"
-            return rows | {keys: fixed[self._kinds[number]].off(rows[keys], positions).to(rows[keys].dtype)}
+        def turn(number: int, rows: Mapping[str, Apart]) -> Mapping[str, Apart]:
+            def off(part: Tensor, before: int) -> Tensor:
+                positions = torch.arange(start + before, start + before + part.shape[-2], device=part.device)
+                return fixed[part.device][self._kinds[number]].off(part, positions).to(part.dtype)
+
+            keys = f"{number}.{K}"
+            return {**rows, keys: rows[keys].each(off)}
 
         return turn
 
-    def rest(self, contents: Contents) -> Rows:
+    def rest(self, contents: Contents) -> Tensors:
         """By layer and the name that it has there."""
         return {
             f"{layer}.{name}": x
             for layer, state in enumerate(contents)
             for name, x in state.items()
-            if not (self._has_rows(state) and (name in ROWS or name == SEEN))
+            if not (self._has_rows(state) and (name in (*NEAR.values(), SEEN) or stays_away(name)))
         }
 
     def states(self, tokens: int, device: torch.device) -> Prepare:
@@ -81,22 +87,31 @@ class Cut:
 
         def state(number: int, layer: Layer) -> Layer:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
-            made = {name: x if name == SEEN else x.to(device) for name, x in rest.items()}
+            made = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
             if rows:
-                keys, values = (rows[stored].to(device) for stored in ROWS.values())
+                keys, values = (rows[kind].to(device) for kind in (K, V))
                 positions = torch.arange(keys.shape[2], device=device)
-                made |= {"k0": fixed[self._kinds[number]].on(keys, positions), "v0": values}
+                made |= {NEAR[K]: fixed[self._kinds[number]].on(keys, positions), NEAR[V]: values}
                 made[SEEN] = torch.tensor(keys.shape[2])
             return made, {}
 
         return state
 
     def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
-        return self.by_token and "k0" in state
+        return self.by_token and NEAR[K] in state
 
     def _fixed(self, positions: Tensor) -> dict[int, Rotation]:
         """By kind."""
         return {kind: self.rotations[kind].fixed(positions) for kind in set(self._kinds)}
+
+
+def _in_order(state: Mapping[str, Tensor], kind: str) -> Apart:
+    """A layer's rows in the order of their tokens, wherever they lie."""
+    near, away = state[NEAR[kind]], state.get(f"{FAR}.{kind}")
+    if away is None:
+        return Apart(near)
+    first = int(state[FIRST])
+    return Apart(near[:, :, :first], away, near[:, :, first:])
 
 
 def _alike(rotations: Sequence[Rotation]) -> list[int]:

@@ -12,12 +12,13 @@ from harness.conversations.lost import refusal
 from harness.conversations.rows import Contents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.block import Plain, Rows
 from harness.history.fingerprint import EXACT, behind_cut, computed_again
 from harness.history.losses import Loss
 from harness.history.overlap.leaving import Copying, Leaving, as_given
 from harness.history.overlap.loading import HistoryLost, Loading
 from harness.history.store import NOTHING, HistoryStore
+from methods.tiers.block import Tensors
+from methods.tiers.codec import PLAIN
 
 
 class Text(NamedTuple):
@@ -95,7 +96,7 @@ class StoredHistories(Histories):
         held = self._held.get(session)
         if held is None or Text.of(tokens[: held.length]) != held:
             return 0
-        plain = isinstance(self.store.coding, Plain) and self._lineage(session) == EXACT
+        plain = self.store.format.codec == PLAIN and self._lineage(session) == EXACT
         return 0 if plain and self.cut.repeatable else held.length
 
     def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
@@ -123,7 +124,7 @@ class StoredHistories(Histories):
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
-        if not (self.cut.by_token and self.store.has_threads):
+        if not (self.cut.by_token and self.store.contents.threads.beside):
             return
         known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
         whole = (len(tokens) - known) // self.store.block_tokens * self.store.block_tokens
@@ -144,11 +145,11 @@ class StoredHistories(Histories):
             self.store.hold(session, 0, leaving, lineage)
         return [one.copying for one in leaving]
 
-    def _leaving(self, contents: Contents, tokens: Sequence[int], start: int, rest: Rows = NOTHING) -> Leaving:
+    def _leaving(self, contents: Contents, tokens: Sequence[int], start: int, rest: Tensors = NOTHING) -> Leaving:
         """Those of `tokens` from `start` on."""
         end = len(tokens)
-        rows = self.cut.rows(contents, start, end) if start < end else NOTHING
-        turn = self.cut.unrotated(start, end, self._device) if rows else as_given
+        rows = self.cut.rows(contents, start, end) if start < end else {}
+        turn = self.cut.unrotated(start, end, rows) if rows else as_given
         return self.store.leave(tokens[start:], rows, rest, turn)
 
     def shorten(

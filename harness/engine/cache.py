@@ -15,7 +15,7 @@ from transformers import Cache
 
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
-from methods.layers.returned import Rows
+from methods.layers.returned import RowNumbers
 from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
@@ -76,6 +76,13 @@ class KVCache(Cache):
         """End the turn: what each layer needs for a further one (`KVLayer.state`). Views: copy what is to last."""
         self.await_layers()
         return [layer.state() for layer in self.layers]
+
+    def whole_contents(self) -> list[dict[str, Tensor]]:
+        """The same with all keys and values on the device, none of them elsewhere or in codes."""
+        self.await_layers()
+        for layer in self.layers:
+            layer.reopen()
+        return self.contents()
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
         """Of a fresh cache, of the same model and method: go on where `contents` was taken, with a further turn."""
@@ -172,7 +179,7 @@ class KVCache(Cache):
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
-                wanted = Rows(
+                wanted = RowNumbers(
                     batch=request.batch, heads=counts, tokens=self._sealed_tokens, device=request.device, gaps=True
                 )
                 wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")

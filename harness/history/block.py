@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -12,32 +11,9 @@ from torch import Tensor
 
 from harness.history.fingerprint import EXACT, behind_cut
 from harness.history.losses import Loss
-
-Rows = dict[str, Tensor]  # name -> [..., tokens, width]; the name begins with the layer's number and a dot
-
-
-class Coding(Protocol):
-    """How the rows of a block are written smaller. What is decoded is what was given, or near it."""
-
-    def like(self, rows: Rows) -> Rows:
-        """Names, shapes and dtypes of what `encode` gives for such rows: tensors of the meta device."""
-
-    def encode(self, rows: Rows) -> Rows: ...
-
-    def decode(self, rows: Rows) -> Rows: ...
-
-
-class Plain:
-    """As they are."""
-
-    def like(self, rows: Rows) -> Rows:
-        return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
-
-    def encode(self, rows: Rows) -> Rows:
-        return rows
-
-    def decode(self, rows: Rows) -> Rows:
-        return rows
+from methods.tiers.block import Format, Tensors, host_copy
+from methods.tiers.rows import Place, copied_into
+from methods.tiers.tier import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +26,33 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`rows` is None where they lie on disk alone; some may still be on their way (harness/history/overlap/leaving.py).
-    Without tokens: what belongs to all of a session's together. `file`: how they were written, if they were."""
+    """`rows` is None where they lie on disk alone, else they are in memory of `tier`; some may still be on their way
+    (harness/history/overlap/leaving.py). Without tokens: what belongs to all of a session's together. `file`: how they
+    were written, if they were."""
 
     name: str
     tokens: tuple[int, ...]
     size: int  # bytes of the rows
     rows: Mapping[str, Tensor] | None
     file: File | None = None
+    tier: str = HOST
 
-    def tail(self, drop: int, coding: Coding) -> Block:
+    def laid_in(self, tier: str, on: torch.device) -> Block:
+        """With its rows in memory of that tier, of the device `on`; as it is where they lie on disk alone."""
+        if self.rows is None or self.tier == tier:
+            return self
+        rows = {name: copied_into(tier, x, Place(on)) for name, x in self.rows.items()}
+        return replace(self, rows=rows, tier=tier)
+
+    def tail(self, drop: int, format_: Format) -> Block:
         """Without its first `drop` tokens, under a name of its own."""
-        rows = {name: rows[..., drop:, :] for name, rows in coding.decode(dict(self.rows or {})).items()}
-        return block(self.tokens[drop:], coding.encode(rows))
+        rows = {name: rows[..., drop:, :] for name, rows in format_.decode(dict(self.rows or {})).items()}
+        return block(self.tokens[drop:], format_.encode(rows))
 
 
 def block(tokens: Sequence[int], rows: Mapping[str, Tensor]) -> Block:
     copies = {name: host_copy(one) for name, one in rows.items()}
     return Block(uuid4().hex, tuple(tokens), sum(one.nbytes for one in copies.values()), copies)
-
-
-def host_copy(rows: Tensor) -> Tensor:
-    """In host memory, contiguous; pinned where it comes from a GPU, for it may go back there."""
-    copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-    return copy.copy_(rows.detach())
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
@@ -85,7 +64,7 @@ def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
     return found
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[Tensors]) -> Tensors:
     """The rows of blocks of tokens, copied into one tensor per name."""
     return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
 
@@ -112,12 +91,12 @@ def length(parts: Sequence[Block]) -> int:
 
 
 def without_first(
-    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], coding: Coding
+    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format
 ) -> list[Block]:
     """Those that hold what is behind the first `drop` tokens; `read` brings the rows of a block that is cut."""
     for place, part in enumerate(parts):
         if drop < len(part.tokens):
-            first = read([part])[0].tail(drop, coding) if drop else part
+            first = read([part])[0].tail(drop, format_) if drop else part
             return [first, *parts[place + 1 :]]
         drop -= len(part.tokens)
     return []
@@ -129,8 +108,8 @@ class Found:
 
     tokens: int = 0
     tier: str | None = None
-    layers: Rows = field(default_factory=dict)
-    rest: Rows = field(default_factory=dict)
+    layers: Tensors = field(default_factory=dict)
+    rest: Tensors = field(default_factory=dict)
 
 
 class Sessions:

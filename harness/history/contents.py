@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -16,13 +14,13 @@ from harness.history.block import Block, Sessions
 from harness.history.disk import Disk, warn
 from harness.history.losses import Loss
 from harness.history.overlap.fetch import Fetch
-from harness.history.overlap.leaving import Copying, arriving, failed, moved
+from harness.history.overlap.leaving import Copying, arriving, failed
 from harness.history.overlap.loading import LOST, loss_by
 from harness.history.overlap.saving import Saving
-from harness.history.overlap.threads import Threads
 from harness.history.placement import Move, Placement, in_order
 from harness.history.statistics import Statistics
 from methods.tiers.tier import DEVICE, DISK
+from methods.tiers.transfer.threads import Threads
 
 Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
@@ -88,7 +86,7 @@ class Contents(Sessions):
             for future, size in copying.layers:
                 self.leaving.follow(future, Future.result, size)
         for _, copying in self._copyings:
-            copying.waits.append((began, perf_counter()))
+            copying.waits.ended(began)
 
     def carry_out(
         self, moves: Sequence[Move], reader: Executor | None = None, dropped_for: Loss = Loss.NO_ROOM
@@ -223,13 +221,14 @@ class Contents(Sessions):
         self.threads.close()
 
     def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
-        """On the device of the tier that the session lies in. Rows on their way to host memory come there first."""
-        place = self.on if self.placement.tier(key) == DEVICE else torch.device("cpu")
-        return [block if arriving(block.rows) else replace(block, rows=moved(block.rows, place)) for block in parts]
+        """In the tier that the session lies in. Rows on their way to host memory come there first."""
+        tier = self.placement.tier(key)
+        assert tier is not None
+        return [block if arriving(block.rows) else block.laid_in(tier, self.on) for block in parts]
 
     def _left(self, key: str, copying: Copying) -> None:
         """The device."""
-        self.statistics.leaving_s += copying.seconds
+        self.statistics.leaving_s += copying.spans.seconds
         self.statistics.leaving_hidden_s += copying.hidden_s
         parts = self.sessions.get(key, [])
         if copying.error is not None and any(failed(block.rows) for block in parts):
@@ -289,7 +288,7 @@ class Contents(Sessions):
             self.attempt(key, self.write)
 
     def _on_disk(self) -> int:  # bytes of the sessions there, spare copies aside
-        return sum(tier.bytes for tier in self.placement.tiers if tier.name == DISK)
+        return sum(tier.bytes for tier in self.placement.levels if tier.name == DISK)
 
     def _path(self, block: Block) -> Path:
         assert self.disk is not None

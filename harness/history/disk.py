@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -22,11 +22,12 @@ from harness.history import index
 from harness.history.block import Block
 from harness.history.file import write
 from harness.history.index import Entry, Index
-from harness.history.policies import Policy
-from harness.history.tier import Files
+from harness.history.levels import Files
+from harness.history.policies import EvictionPolicy
 from harness.results.files import unwritable
 from harness.results.lock import FolderInUse, FolderLock
 from harness.terminal.stopping import whole
+from methods.tiers.tier import DISK, TIERS
 
 Wall = Callable[[], float]
 
@@ -40,18 +41,22 @@ class HistoryError(ValueError):
 
 
 def check_arguments(
-    *, folder: Path | None, policy: object, ttl_s: float, block_tokens: object, **sizes: object
+    capacities: Mapping[str, object], *, folder: Path | None, policy: object, ttl_s: float, **numbers: object
 ) -> None:
-    """Raises `HistoryError` where a store cannot be made of these. `sizes`: bytes, and numbers of threads."""
-    for name, value in {"block_tokens": block_tokens, **sizes}.items():
+    """Raises `HistoryError` where a store cannot be made of these. `capacities`: bytes by tier."""
+    tiers = [name for name, tier in TIERS.items() if name == DISK or not tier.in_files]
+    for name in capacities:
+        if name not in tiers:
+            raise HistoryError(f"a store has no {name}: name its settings, or bytes of {', '.join(tiers)}")
+    for name, value in (*capacities.items(), *numbers.items()):
         least = int(name == "block_tokens")
         if not isinstance(value, int) or value < least:
             raise HistoryError(f"{name}={value!r} should be a whole number, at least {least}; sizes are in bytes")
     if not ttl_s > 0:
         raise HistoryError(f"ttl_s={ttl_s} should be seconds, above 0; leave it out for no end")
-    if not isinstance(policy, Policy | None):
+    if not isinstance(policy, EvictionPolicy | None):
         raise HistoryError(f"policy={policy!r} should be an object, such as LRU() of harness/history/policies.py")
-    if bool(sizes["disk"]) != (folder is not None):
+    if bool(capacities.get(DISK)) != (folder is not None):
         raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
 
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from harness.history.block import Block, File, Rows, host_copy
+from harness.history.block import Block, File
+from methods.tiers.block import Tensors, host_copy
 
 TOKENS, SUM = "tokens", "sha256."
 PARTIAL = ".partial"
@@ -75,7 +76,7 @@ class BlockFile:
         """Of the rows."""
         return list(self._tensors)
 
-    def read(self, names: Iterable[str], pin: bool = False) -> Rows:
+    def read(self, names: Iterable[str], pin: bool = False) -> Tensors:
         with _damage(self.path), open(self.path, "rb", buffering=0) as file:
             return {name: self._tensor(file.fileno(), name, pin) for name in names}
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from harness.history.policies import Item, Policy, Rank
+from harness.history.levels import Level
+from harness.history.policies import EvictionPolicy, Item, Rank
 from harness.history.queue import JobQueue
-from harness.history.tier import Tier
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 
@@ -45,16 +45,18 @@ class Placement:
     session is dropped. `copies`: what lies on disk leaves as many bytes free there as the tiers above hold, for spare
     copies of their sessions. Moves are to be carried out as `in_order` says."""
 
-    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl_s: float = inf, copies: bool = False) -> None:
+    def __init__(
+        self, capacities: Mapping[str, int], policy: EvictionPolicy, ttl_s: float = inf, copies: bool = False
+    ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
             given[DISK] = without_copies(given)
-        self.tiers = [Tier(name, size) for name, size in given.items()]
-        self.names = [tier.name for tier in self.tiers]
+        self.levels = [Level(name, size) for name, size in given.items()]  # the fastest tier first
+        self.names = list(given)
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
         self.items: OrderedDict[str, Item] = OrderedDict()  # least recently used first
-        self._waiting_capacity = sum(tier.capacity for tier in self.tiers if tier.name != DEVICE)
+        self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
         self._ticks = self._bytes = 0
         self._farthest = 0  # the window's end, where it was farthest since ranks were last put right
 
@@ -72,7 +74,7 @@ class Placement:
         item = self.items.get(session)
         if item:
             source = self.names[item.level]
-            self.tiers[item.level].remove(item)
+            self.levels[item.level].remove(item)
             self._bytes += size - item.size
             item.size = size
         else:
@@ -87,7 +89,7 @@ class Placement:
         """A job starts with it: it comes into the fastest tier that can hold it."""
         item = self.items[session]
         self._touch(item, now_s)
-        self.tiers[item.level].push(item, self.rank(item))
+        self.levels[item.level].push(item, self.rank(item))
         return self._raise(item, 0)
 
     def prefetch(self) -> Iterator[list[Move]]:
@@ -97,7 +99,7 @@ class Placement:
         if HOST not in self.names or DISK not in self.names:
             return
         level = self.names.index(HOST)
-        for session in list(self.queue.first(self.policy.window(self.tiers[level].capacity, self.mean_size))):
+        for session in list(self.queue.first(self.policy.window(self.levels[level].capacity, self.mean_size))):
             item = self.items.get(session)
             if item and item.level > level:
                 moves = self._raise(item, level)
@@ -115,7 +117,7 @@ class Placement:
     def shrink(self, session: str, size: int) -> None:
         """Fewer bytes, in the tier where it lies."""
         item = self.items[session]
-        tier = self.tiers[item.level]
+        tier = self.levels[item.level]
         tier.remove(item)
         self._bytes += size - item.size
         item.size = size
@@ -123,7 +125,7 @@ class Placement:
 
     def drop(self, session: str) -> list[Move]:
         item = self.items[session]
-        tier = self.tiers[item.level]
+        tier = self.levels[item.level]
         tier.remove(item)
         return [self._out(item, tier.name)]
 
@@ -140,7 +142,7 @@ class Placement:
         horizon = self._horizon()
         for session in self.queue.between(horizon, self._farthest):
             if item := self.items.get(session):
-                self.tiers[item.level].push(item, self.rank(item))
+                self.levels[item.level].push(item, self.rank(item))
         self._farthest = horizon
 
     def _touch(self, item: Item, now_s: float) -> None:
@@ -152,7 +154,7 @@ class Placement:
         """Into a tier from `level` on that is faster than its own; no moves where none takes it."""
         moves: list[Move] = []
         source = item.level
-        tier = self.tiers[source]
+        tier = self.levels[source]
         tier.remove(item)  # so that what makes way may have its place
         for faster in range(level, source):
             if self._make_room(faster, item, moves):
@@ -163,7 +165,7 @@ class Placement:
 
     def _place(self, item: Item, level: int, source: str | None, moves: list[Move]) -> None:
         """Into the first tier from `level` on that takes it, else out."""
-        for slower in range(level, len(self.tiers)):
+        for slower in range(level, len(self.levels)):
             if self._make_room(slower, item, moves):
                 self._settle(item, slower, source, moves)
                 return
@@ -171,7 +173,7 @@ class Placement:
 
     def _make_room(self, level: int, item: Item, moves: list[Move]) -> bool:
         """Nothing of a higher rank makes way."""
-        tier = self.tiers[level]
+        tier = self.levels[level]
         if item.size > tier.capacity:
             return False
         victims: list[Item] = []
@@ -194,7 +196,7 @@ class Placement:
 
     def _settle(self, item: Item, level: int, source: str | None, moves: list[Move]) -> None:
         item.level = level
-        tier = self.tiers[level]
+        tier = self.levels[level]
         tier.add(item, self.rank(item))
         if tier.name != source:
             moves.append(Move(item.session, source, tier.name, item.size))

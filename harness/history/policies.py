@@ -26,7 +26,7 @@ class Item:
     level: int
 
 
-class Policy(ABC):
+class EvictionPolicy(ABC):
     """The session of the smallest rank leaves first."""
 
     name: ClassVar[str]
@@ -40,7 +40,7 @@ class Policy(ABC):
         return 0
 
 
-class SchedulerAware(Policy):
+class SchedulerAware(EvictionPolicy):
     """CachedAttention: look-ahead windows over the waiting jobs, as many as the sessions that fit.
 
     A session with a job in the window is exempt. Among the others the least recently used leaves first; where all
@@ -58,7 +58,7 @@ class SchedulerAware(Policy):
         return int(capacity / mean_size) if mean_size else 0
 
 
-class LRU(Policy):
+class LRU(EvictionPolicy):
     """The least recently used leaves first."""
 
     name = "lru"
@@ -67,7 +67,7 @@ class LRU(Policy):
         return 0, item.used
 
 
-class FIFO(Policy):
+class FIFO(EvictionPolicy):
     """First in, first out, in each tier: the session that has been in its tier for longest leaves first, used or not.
 
     What comes from another tier is the last one in, so it always finds room."""
@@ -78,4 +78,4 @@ class FIFO(Policy):
         return 0, item.entered
 
 
-POLICIES: Mapping[str, type[Policy]] = {policy.name: policy for policy in (SchedulerAware, LRU, FIFO)}
+POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (SchedulerAware, LRU, FIFO)}

@@ -67,9 +67,9 @@ class Rotation:
             )
 
     def fixed(self, positions: Tensor) -> Rotation:
-        """For the first of these positions alone. It asks the model no more, so another thread may use it."""
-        cos, sin = self.angles(positions)
-        return Rotation(lambda asked: (cos[:, : len(asked)], sin[:, : len(asked)]), self.dtype)
+        """For these consecutive positions alone. It asks the model no more, so another thread may use it."""
+        cos, sin = (part.to(positions.device) for part in self.angles(positions))
+        return Rotation(lambda asked: (cos[:, asked - positions[0]], sin[:, asked - positions[0]]), self.dtype)
 
     def _turned(
         self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor, reach: int | None

@@ -25,7 +25,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.history.block import Coding, Found, Plain, Rows, has_rest, length, without_first
+from harness.history.block import Found, has_rest, length, without_first
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall, check_arguments
 from harness.history.fingerprint import EXACT, Fingerprint
@@ -33,35 +33,35 @@ from harness.history.losses import Loss
 from harness.history.overlap.leaving import Leaving, Turn, as_given
 from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
 from harness.history.overlap.speeds import Speeds
-from harness.history.overlap.threads import Threads
 from harness.history.placement import Placement
-from harness.history.policies import Policy, SchedulerAware
+from harness.history.policies import EvictionPolicy, SchedulerAware
 from harness.history.statistics import Statistics
-from methods.tiers.tier import DEVICE, DISK, HOST
+from methods.tiers.block import Apart, Format, Tensors
+from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.tier import DISK
+from methods.tiers.transfer.threads import Threads
 
 Clock = Callable[[], float]
-Tensors = Mapping[str, Tensor]
-NOTHING: Rows = {}
-PLAIN = Plain()
+Given = Mapping[str, Tensor | Apart]
+Rest = Mapping[str, Tensor]
+NOTHING: Tensors = {}
 
 
 class HistoryStore:
-    """`device`, `host`, `disk`: bytes by tier. `durable`: what lies in memory is also written to disk, as a spare copy,
-    where there is room. `copies`: there is room for those of all that comes up from disk. `ttl_s`: seconds since the
-    last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that are
-    handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may wait to
-    be written, on top of the tiers. `coding`: how rows are written smaller; the fingerprint must name it. `share`: a
-    text may begin with what another session has stored. `clock` never jumps; `wall`, which dates files, may."""
+    """`capacities`: bytes by tier, as `host=10**9`. `durable`: what lies in memory is also written to disk, as a spare
+    copy, where there is room. `copies`: there is room for those of all that comes up from disk. `ttl_s`: seconds since
+    the last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that
+    are handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may
+    wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the
+    fingerprint must name it. `share`: a text may begin with what another session has stored. `clock` never jumps;
+    `wall`, which dates files, may."""
 
     def __init__(
         self,
         fingerprint: Fingerprint,
         *,
-        device: int = 0,
-        host: int = 0,
-        disk: int = 0,
         folder: Path | None = None,
-        policy: Policy | None = None,
+        policy: EvictionPolicy | None = None,
         block_tokens: int = 256,
         ttl_s: float = inf,
         durable: bool = False,
@@ -70,21 +70,23 @@ class HistoryStore:
         on: str = "cpu",
         io_threads: int = 2,
         write_buffer: int = 256 * 10**6,
-        coding: Coding = PLAIN,
+        codec: Codec = PLAIN,
+        dtype: torch.dtype = torch.float32,
         share: bool = False,
         clock: Clock = time.monotonic,
         wall: Wall = time.time,
+        **capacities: int,
     ) -> None:
-        capacities = {DEVICE: device, HOST: host, DISK: disk}
-        sizes = capacities | {"io_threads": io_threads, "write_buffer": write_buffer}
-        check_arguments(folder=folder, policy=policy, ttl_s=ttl_s, block_tokens=block_tokens, **sizes)
-        self.fingerprint, self.block_tokens, self.coding, self.share = fingerprint, block_tokens, coding, share
+        numbers = {"block_tokens": block_tokens, "io_threads": io_threads, "write_buffer": write_buffer}
+        check_arguments(capacities, folder=folder, policy=policy, ttl_s=ttl_s, **numbers)
+        self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
+        self.format = Format(codec, dtype)
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)
-        files = Disk(folder, disk, wait=wait, wall=wall) if folder else None
+        files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
             self.placement, files, Threads(io_threads), durable=durable, on=torch.device(on), write_buffer=write_buffer
         )
-        self._blocks = partial(Leaving, length=block_tokens, coding=coding, on=self.contents.on)
+        self._blocks = partial(Leaving, length=block_tokens, format_=self.format, on=self.contents.on)
         self._accounts = Accounts(self.contents.statistics, Speeds())
         self._clock, self._closed = clock, False
         if files:
@@ -120,7 +122,7 @@ class HistoryStore:
             on=self.contents.on,
             copier=self.contents.threads.copying,
             prepare=prepare,
-            coding=self.coding,
+            format_=self.format,
             events=Events(self._accounts, partial(self._begun, key, key != own), partial(self._lost, key)),
         )
         try:
@@ -154,29 +156,24 @@ class HistoryStore:
         return self.contents.lineages.get(self._key(session))
 
     def put(
-        self, session: str, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, lineage: str = EXACT
+        self,
+        session: str,
+        tokens: Sequence[int],
+        layers: Given,
+        rest: Rest = NOTHING,
+        lineage: str = EXACT,
     ) -> None:
         """All that the session is now. It replaces what was stored."""
         self.extend(session, 0, tokens, layers, rest, lineage)
 
     def extend(
-        self,
-        session: str,
-        start: int,
-        tokens: Sequence[int],
-        layers: Tensors,
-        rest: Tensors = NOTHING,
-        lineage: str = EXACT,
+        self, session: str, start: int, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> bool:
         """Appends `tokens` behind the first `start`, of which no row is touched; `rest` replaces that of before. False
         where these are not stored (any more): `put` the whole session then. What is given has been copied."""
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
-    @property
-    def has_threads(self) -> bool:  # that do anything behind the caller's back
-        return self.contents.threads.beside
-
-    def leave(self, tokens: Sequence[int], layers: Tensors, rest: Tensors = NOTHING, turn: Turn = as_given) -> Leaving:
+    def leave(self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, turn: Turn = as_given) -> Leaving:
         """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `turn` makes it."""
         return self._blocks(tokens, layers, rest, turn=turn, thread=self.contents.threads.leaving)
 
@@ -203,7 +200,7 @@ class HistoryStore:
         keep = 0.0 if has_rest(known) else keep
         drop = length(known) - int(length(known) * keep)
         try:
-            kept = without_first(known, drop, self.contents.read, self.coding)
+            kept = without_first(known, drop, self.contents.read, self.format)
         except LOST as error:
             self.contents.lose(key, error)
             return length(known)
@@ -236,7 +233,7 @@ class HistoryStore:
         return self.contents.statistics
 
     def bytes_by_tier(self) -> dict[str, int]:
-        return {tier.name: tier.bytes for tier in self.placement.tiers}
+        return {tier.name: tier.bytes for tier in self.placement.levels}
 
     def flush(self) -> None:
         """Waits until all is on disk that is on its way there: then it outlives the process, however that ends."""

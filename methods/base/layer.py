@@ -103,9 +103,13 @@ class KVLayer(ABC):
         for all."""
         return None
 
+    def reopen(self) -> None:  # noqa: B027 (most layers hold all they have on the device)
+        """Undo what the seal moved: a further turn attends to everything. A turn begins with it."""
+
     def state(self) -> dict[str, Tensor]:
-        """End the turn: all that a further one needs of this layer, as tensors on the device. Views of what the layer
-        holds: copy what is to outlive it."""
+        """End the turn: all that a further one needs of this layer, as tensors where they lie. Views of what the layer
+        holds: copy what is to outlive it. A part of a name that is `far` says that a tensor lies away from the device,
+        and may stay there: others come back on it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be saved between turns: write `state` and `restore`.")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -113,9 +117,9 @@ class KVLayer(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be restored: write `state` and `restore`.")
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Of a `state`, what beside keys, values and positions goes with the `first` and the `last` stored tokens of
-        every head, once these stand side by side. `state` names in `rotated` [B heads S] where keys are rotated to, if
-        that is not where their tokens stood."""
+        """Of a `state` that was taken after `reopen`, what beside keys, values and positions goes with the `first` and
+        the `last` stored tokens of every head, once these stand side by side. `state` names in `rotated` [B heads S]
+        where keys are rotated to, if that is not where their tokens stood."""
         return {}
 
     def capture_refusal(self) -> str | None:

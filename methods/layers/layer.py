@@ -51,6 +51,7 @@ class Layer(Storage, capturable=True):
         return self.attends.prefill(x)
 
     def seal(self) -> None:
+        self.reopen()
         limit = self.limit()
         if self.keeps is not None:
             self._evict(self.keeps, limit)
@@ -116,12 +117,12 @@ class Layer(Storage, capturable=True):
         return None if self.later is None else self.later_positions()
 
     def state(self) -> dict[str, Tensor]:
-        self._reopen()
         own = {f"{number}.{name}": x for number, one in enumerate(self.policies) for name, x in one.state().items()}
         return self.contents() | own
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.refill(state)
+        self.closed = True
         for number, policy in enumerate(self.policies):
             policy.restore(_within(state, number))
 
@@ -154,11 +155,10 @@ class Layer(Storage, capturable=True):
         return int(((rows >= start) & (rows < end)).sum())
 
     def _open(self, x: AttnInput) -> None:
-        self._reopen()
+        self.reopen()
         self.take_in(x)
 
-    def _reopen(self) -> None:
-        """Before a further turn everything returns to the store."""
+    def reopen(self) -> None:
         if not self.closed:
             return
         self.closed = False

@@ -10,7 +10,7 @@ from torch import Tensor
 from methods.base import AttnInput, Plan
 from methods.layers.select import Select
 from methods.layers.storage import Storage
-from methods.parts.limited_pool import Eviction, Fetch, LimitedPool, refuse_whole, size
+from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, refuse_whole, size
 
 
 class Pooled(Select, capturable=True):
@@ -39,7 +39,7 @@ class Pooled(Select, capturable=True):
             raise ValueError("reuse_steps would read tokens that a limited pool has evicted: set pool_capacity=null.")
 
     @abstractmethod
-    def fetches(self, q: Tensor) -> Fetch:
+    def fetches(self, q: Tensor) -> Fetched:
         """What a token fetches of those before it that are still there. q [B H 1 D]"""
 
     @property
@@ -56,6 +56,10 @@ class Pooled(Select, capturable=True):
             raise ValueError(
                 "A limited pool has let tokens go that a further turn would attend to: set pool_capacity=null."
             )
+
+    def state(self) -> dict[str, Tensor]:
+        self.reopen()
+        return {}
 
     def fill(self) -> Tensor:
         """Let the prompt through the pool and keep what it then holds. -> its rows [B G P], in order"""

@@ -18,7 +18,7 @@ class ReturnedError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowNumbers:
     """What is wanted: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None: any numbers.
 
     `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has fewer. `alone`:

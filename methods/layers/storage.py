@@ -14,8 +14,11 @@ from kernels import ops, sink_logits
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
-from methods.layers.returned import ReturnedError, Rows
-from methods.pools import KVStore, PerHeadStore, Pool, pool_for
+from methods.layers.returned import ReturnedError, RowNumbers
+from methods.pools import KVStore, PerHeadStore, Pool
+from methods.tiers.block import FAR, tokens_in
+
+FIRST = f"{FAR}.first"  # of a state: where what was sent away belongs
 
 
 class Storage(KVLayer):
@@ -125,11 +128,11 @@ class Storage(KVLayer):
         ascending: bool = False,
         gaps: bool = False,
     ) -> None:
-        """Raise `ReturnedError` where `given` is not what `Rows` describes; in a run's first example alone. `what`:
-        which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
+        """Raise `ReturnedError` where `given` is not what `RowNumbers` describes; in a run's first example alone.
+        `what`: which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
         if self.cache.checking:
             among = heads or (self.heads, self.spec.num_heads)
-            wanted = Rows(
+            wanted = RowNumbers(
                 batch=self.request.batch,
                 heads=among,
                 tokens=tokens,
@@ -148,7 +151,9 @@ class Storage(KVLayer):
         if len(rows) != len(tokens):
             raise ReturnedError(f"{whose} rows of {len(rows)} heads. Wanted are those of {len(tokens)}.")
         for number, (row, count) in enumerate(zip(rows, tokens, strict=True)):
-            wanted = Rows(batch=1, heads=(1,), tokens=count, device=self.request.device, ascending=True, alone=True)
+            wanted = RowNumbers(
+                batch=1, heads=(1,), tokens=count, device=self.request.device, ascending=True, alone=True
+            )
             wanted.check(row, f"{whose}, for head {number},")
         if (together := sum(map(len, rows))) % self.heads:
             raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
@@ -157,12 +162,16 @@ class Storage(KVLayer):
         """Move stored tokens from `first` to `end` to `far`. -> them, still on the device"""
         whole = self.store
         tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
-        self.far, self.first_far = pool_for(self.spec, self.cache, end - first), first
+        self.far, self.first_far = self.new_pool(end - first), first
         self.far.append(tokens.k, tokens.v)
         self.store = KVStore(self.spec, self.cache, whole.k_rows.shape[2] - self.far.length)
         for part in (slice(0, first), slice(end, whole.length)):
             self.store.append(whole.k[:, :, part], whole.v[:, :, part])
         return tokens
+
+    def new_pool(self, room: int) -> Pool:
+        """For `room` tokens that leave the store."""
+        return Pool(self.spec, self.cache, room)
 
     def bring_back(self) -> None:
         """Return what was sent away to its place in the store."""
@@ -176,25 +185,34 @@ class Storage(KVLayer):
         self.far = None
 
     def contents(self) -> dict[str, Tensor]:
-        """Everything stored, once it is back in the store."""
+        """Everything stored, where it lies: what was sent away as its pool wrote it."""
         heads = self.store.per_head() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
         found = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
         if self.evicted:
             found["positions"] = self.stored_positions()
+        if self.far is not None:
+            found |= {f"{FAR}.{name}": x for name, x in self.far.held().items()}
+            found[FIRST] = torch.tensor(self.first_far)
         return found | {"seen": torch.tensor(self.seen)}
 
     def refill(self, contents: Mapping[str, Tensor]) -> None:
         """Take over what `contents` gave, in a layer that has seen no token."""
         seen, k, v = int(contents["seen"]), *([contents[name] for name in _numbered(contents, kind)] for kind in "kv")
-        room = self.request.capacity - seen
+        away = {name: x for name, x in contents.items() if name.startswith(f"{FAR}.") and name != FIRST}
+        far = {name.partition(".")[2]: x for name, x in away.items()}
+        room = 0 if far else self.request.capacity - seen
         if len(k) > 1:
             self.store = PerHeadStore(self.spec, self.cache, k, v, room)
         else:
             spec = replace(self.spec, num_kv_heads=k[0].shape[1])
             self.store = KVStore(spec, self.cache, k[0].shape[2] + room)
             self.store.append(k[0], v[0])
-        self.sealed = self.prompt_rows = self.store.length
-        self.seen, self.evicted = seen, seen - self.store.length
+        if far:
+            self.first_far = int(contents[FIRST])
+            self.far = self.new_pool(tokens_in(far))
+            self.far.take(far)
+        self.sealed, self.prompt_rows = self.stored, self.store.length
+        self.seen, self.evicted = seen, seen - self.stored
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from methods.base.budget import BudgetError
 
 Eviction = Literal["counter", "fifo", "lru"]
 Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
-Fetch = tuple[Tensor, Counts]  # rows [B G K], of which each sequence fetches the first so many
+Fetched = tuple[Tensor, Counts]  # rows [B G K], of which each sequence fetches the first so many
 TABLE_BYTES = 5  # of a column: use, and whether it is there
 NEVER = torch.iinfo(torch.int32).max
 
@@ -40,7 +40,7 @@ class LimitedPool:
     def columns(self) -> int:
         return self.live.shape[2]
 
-    def take(self, fetches: Iterable[Fetch]) -> None:
+    def take(self, fetches: Iterable[Fetched]) -> None:
         """The prompt enters, token by token. `fetches`: what each but the first fetches before that, where the policy
         looks at it; they may be made one by one from what the pool then holds."""
         made = iter(fetches)

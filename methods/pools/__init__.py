@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from methods.pools.near import KVStore
 from methods.pools.per_head import PerHeadStore
-from methods.pools.pool import Pool, pool_for, rows_for
+from methods.pools.pool import Pool, rows_for
 
-__all__ = ["KVStore", "PerHeadStore", "Pool", "pool_for", "rows_for"]
+__all__ = ["KVStore", "PerHeadStore", "Pool", "rows_for"]

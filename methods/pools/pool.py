@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
+from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
-from methods.tiers.rows import DeviceRows, Rows, TailRows, rows_in
+from methods.tiers.rows import DeviceRows, Rows, rows_in
 
 
 class Pool:
@@ -23,14 +24,16 @@ class Pool:
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, tier: str, codec: Codec = PLAIN) -> None:
-        """spec.num_kv_heads heads of K and V; `capacity` tokens at most."""
+    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
+        """spec.num_kv_heads heads of K and V; `capacity` tokens at most, in the tier that the request names and in its
+        codec, if no other is given."""
         request = cache.request
+        codec = codec or request.codec or PLAIN
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
         self.length = 0
         blocks = capacity // codec.block
         self.layout = layout = codec.layout(spec.head_dim, request.dtype)
-        self._tokens = [self._rows(rows_in(tier), blocks * codec.block, *kind) for kind in layout.tokens]
+        self._tokens = [self._rows(rows_in(request.placement), blocks * codec.block, *kind) for kind in layout.tokens]
         self._blocks = [self._rows(DeviceRows, blocks, *kind) for kind in layout.blocks]
         self._tail: list[Rows] = []  # K and V, from the first token on that does not fill a block
 
@@ -49,14 +52,10 @@ class Pool:
         return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v [B G T D] on the device."""
-        start, waiting = self.encoded, self.length - self.encoded
-        self._extend(self.length + k.shape[2])
-        if waiting:
-            k, v = (
-                torch.cat([old.first(waiting, self.cache.traffic), x], 2)
-                for old, x in zip(self._tail, (k, v), strict=True)
-            )
+        """k, v [B G T D] on the device. Tokens that do not fill a block are the last that a pool is given."""
+        start = self.length
+        assert start == self.encoded
+        self._extend(start + k.shape[2])
         whole = k.shape[2] // self.codec.block * self.codec.block
         if whole:
             made = self.codec.encode(k[:, :, :whole], v[:, :, :whole])
@@ -96,14 +95,36 @@ class Pool:
             return self._tokens[0].columns(channels, self.length, self.cache.traffic)
         return self.whole().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
+    def held(self) -> Tensors:
+        """All of it by name, as it is written and where it lies: nothing moves, nothing is decoded."""
+        blocks = self.encoded // self.codec.block
+        tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
+        stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
+        tail = self._tail if self.encoded < self.length else []
+        return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
+
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Into an empty pool, and into its own tier, what another's `held` gave, wherever that lies now."""
+        stored, tail = unnamed(self.codec, held)
+        self._extend(tokens_in(held))
+        if tail:
+            self._make_tail()
+        for kind, tensors in ((self._tokens, stored.tokens), (self._blocks, stored.blocks), (self._tail, tail)):
+            for rows, x in zip(kind, tensors, strict=False):
+                if (x.shape[:2], x.shape[3], x.dtype) != (rows.shape[:2], rows.shape[3], rows.dtype):
+                    raise ValueError(
+                        f"Stored rows are {list(x.shape)} {x.dtype}, and this cache needs {list(rows.shape)} "
+                        f"{rows.dtype}: go on with the model, batch, dtype and codec that they are of."
+                    )
+                rows.take(x, 0)
+
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
         request = self.cache.request
         return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place)
 
     def _make_tail(self) -> None:
-        if not self._tail:
-            room = min(self.capacity, self.codec.block)
-            self._tail = [self._rows(TailRows, room, self.spec.head_dim, self.cache.request.dtype) for _ in range(2)]
+        room = min(self.capacity, self.codec.block)
+        self._tail = [self._rows(DeviceRows, room, self.spec.head_dim, self.cache.request.dtype) for _ in range(2)]
 
     def _put(self, held: Sequence[Rows], made: Sequence[Tensor], start: int) -> None:
         for rows, x in zip(held, made, strict=True):
@@ -131,13 +152,11 @@ class Pool:
         self.length = end
 
 
-def pool_for(spec: LayerSpec, cache: CacheState, capacity: int) -> Pool:
-    """An empty pool in the tier and the codec that the request names."""
-    return Pool(spec, cache, capacity, cache.request.placement, cache.request.codec or PLAIN)
-
-
-def rows_for(x: Tensor, cache: CacheState) -> Rows:
-    """The rows of x [B G S W] in the tier that the request names."""
+def rows_for(x: Tensor, cache: CacheState, *, away: bool = False) -> Rows:
+    """The rows of x [B G S W] in the tier that the request names. `away`: x does not come from the device."""
     rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place)
-    rows.put(x, 0, cache.traffic)
+    if away:
+        rows.take(x, 0)
+    else:
+        rows.put(x, 0, cache.traffic)
     return rows

@@ -119,12 +119,6 @@ class DeviceRows(MemoryRows):
         return x
 
 
-class TailRows(DeviceRows):
-    """Written again and again from its first row on."""
-
-    steady: ClassVar[tuple[str, ...]] = ()
-
-
 class HostRows(MemoryRows):
     """Pinned beside a CUDA device."""
 
@@ -190,6 +184,13 @@ def _folder_in(parent: Path | None) -> TemporaryFolder:
 
 
 _folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionary()
+
+
+def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:
+    """x in memory of a tier that is none of files, contiguous."""
+    kind = rows_in(tier)
+    assert issubclass(kind, MemoryRows)
+    return kind.room(x.shape, x.dtype, place).copy_(x.detach())
 
 
 def rows_in(tier: str) -> type[Rows]:

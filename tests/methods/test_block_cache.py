@@ -15,7 +15,7 @@ from harness.engine.footprint import footprint
 from kernels.reference import Segment
 from methods.base import CacheState, Request
 from methods.parts.block_cache import BlockCache
-from methods.pools import Pool, pool_for
+from methods.pools import Pool
 from methods.pqcache import PQCache
 from tests.fast import PQ
 from tests.methods.test_contract import assert_same, turn
@@ -31,7 +31,7 @@ def cache_of(slots: int, offered: int) -> tuple[BlockCache, Pool, Segment]:
     with attached(tiny("llama"), PQ, budget=0.4) as kv:
         spec, device = kv.specs[0], torch.device("cpu")
     request = Request(batch=BATCH, capacity=LENGTH, dtype=torch.float32, device=device, placement="host")
-    store = pool_for(spec, CacheState(request), LENGTH)
+    store = Pool(spec, CacheState(request), LENGTH)
     tokens = Segment(torch.randn(BATCH, GROUPS, LENGTH, DIM), torch.randn(BATCH, GROUPS, LENGTH, DIM))
     store.append(tokens.k, tokens.v)
     return BlockCache(store, tokens, size=SIZE, slots=slots, offered=offered), store, tokens

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from methods.parts.limited_pool import Eviction, Fetch, LimitedPool, check, size
+from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, check, size
 
 BATCH, HEADS, PROMPT, GENERATED = 2, 3, 40, 12
 POLICIES: tuple[Eviction, ...] = ("counter", "fifo", "lru")
@@ -58,7 +58,7 @@ def draw_fetch(draw: Random, pools: list[list[ByHand]]) -> list[list[list[int]]]
     return made
 
 
-def as_rows(fetch: list[list[list[int]]], columns: list[list[list[int]]]) -> Fetch:
+def as_rows(fetch: list[list[list[int]]], columns: list[list[list[int]]]) -> Fetched:
     """Rows as a layer gives them: filled up, behind what a sequence fetches, with rows that it does not."""
     counts = [len(heads[0]) for heads in fetch]
     rows = torch.tensor(
@@ -82,7 +82,7 @@ def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bo
     pool = LimitedPool(policy, slots, (BATCH, HEADS, PROMPT), torch.device("cpu"))
     every = [[list(range(PROMPT))] * HEADS] * BATCH
 
-    def fetch(columns: list[list[list[int]]]) -> Fetch:
+    def fetch(columns: list[list[list[int]]]) -> Fetched:
         positions = draw_fetch(draw, by_hand)
         for heads, fetched in zip(by_hand, positions, strict=True):
             for one, own in zip(heads, fetched, strict=True):
@@ -94,7 +94,7 @@ def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bo
         for one in (one for heads in by_hand for one in heads):
             one.enter(position)
 
-    def fetches() -> Iterator[Fetch]:
+    def fetches() -> Iterator[Fetched]:
         enter(0)
         for position in range(1, PROMPT):
             yield fetch(every)

@@ -16,7 +16,7 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, Read, Select
-from methods.layers.returned import ReturnedError, Rows
+from methods.layers.returned import ReturnedError, RowNumbers
 from methods.tiers.integers import IntCodec
 from tests.fast import MODEL, niah, run
 from tests.methods.test_contract import NAMES, small, turn
@@ -249,13 +249,13 @@ def test_a_further_turn_is_checked_as_well() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of all checks, whose return value was looked at."""
     found: list[str] = []
-    check = Rows.check
+    check = RowNumbers.check
 
-    def noting(self: Rows, given: object, whose: str) -> None:
+    def noting(self: RowNumbers, given: object, whose: str) -> None:
         found.append(whose)
         check(self, given, whose)
 
-    monkeypatch.setattr(Rows, "check", noting)
+    monkeypatch.setattr(RowNumbers, "check", noting)
     return found
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from threading import Condition
 from time import perf_counter
 
-from harness.history.block import Block, Rows, by_layer
+from harness.history.block import Block, by_layer
 from harness.history.file import BlockFile
-from harness.history.overlap.beside import Span
+from methods.tiers.block import Tensors
+from methods.tiers.tier import HOST
+from methods.tiers.transfer.spans import Spans
 
 
 class Fetch:
@@ -28,9 +30,9 @@ class Fetch:
         self._layers: list[int] | None = None  # once the files are open
         self._left: Iterator[int] = iter(())
         self._taken, self._allowed = 0, layers
-        self._rows: dict[int, list[Rows]] = {}
+        self._rows: dict[int, list[Tensors]] = {}
         self._error: Exception | None = None
-        self.spans: list[Span] = []  # in which a layer was read
+        self.spans = Spans()  # in which a layer was read
 
     def work(self) -> None:
         """Until no layer is left to be taken."""
@@ -39,7 +41,7 @@ class Fetch:
                 began = perf_counter()
                 rows = [self._read(place, layer) for place in range(len(self._parts))]
                 with self._changed:
-                    self.spans.append((began, perf_counter()))
+                    self.spans.ended(began)
                     self._rows[layer] = rows
                     self._changed.notify_all()
         except Exception as error:
@@ -79,7 +81,7 @@ class Fetch:
                 raise self._failure()
             return self._layers
 
-    def rows(self, layer: int) -> list[Rows]:
+    def rows(self, layer: int) -> list[Tensors]:
         """Of one layer, block by block; waits for it."""
         with self._changed:
             self._changed.wait_for(lambda: layer in self._rows or self._error)
@@ -94,7 +96,11 @@ class Fetch:
             raise self._failure()
         layers = [self._rows[layer] for layer in self._layers or ()]
         return [
-            replace(part, rows={name: x for rows in layers for name, x in rows[place].items()})
+            replace(
+                part,
+                rows={name: x for rows in layers for name, x in rows[place].items()},
+                tier=HOST if part.rows is None else part.tier,
+            )
             for place, part in enumerate(self._parts)
         ]
 
@@ -121,7 +127,7 @@ class Fetch:
         self._left = iter(self._layers)
         self._changed.notify_all()
 
-    def _read(self, place: int, layer: int) -> Rows:
+    def _read(self, place: int, layer: int) -> Tensors:
         names, file = self._names[place].get(layer, []), self._files[place]
         return file.read(names, self._pin) if file else {name: (self._parts[place].rows or {})[name] for name in names}
 

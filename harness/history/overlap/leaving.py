@@ -12,18 +12,21 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from harness.history.block import Block, Coding, Rows, by_layer, host_copy
-from harness.history.overlap.beside import Span, beside_the_model, covered_s, reached
-from harness.history.overlap.threads import INLINE
+from harness.history.block import Block, by_layer
+from methods.tiers.block import Apart, Format, Tensors, host_copy
+from methods.tiers.transfer.spans import Spans
+from methods.tiers.transfer.streams import beside_the_model, reached
+from methods.tiers.transfer.threads import INLINE
 
-Turn = Callable[[int, Rows], Rows]  # a layer's rows, as they are stored: the same names, shapes and dtypes
+Parts = Mapping[str, Apart]
+Turn = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
 
 
 class NotSaved(RuntimeError):
     """Rows could not be brought to host memory."""
 
 
-def as_given(number: int, rows: Rows) -> Rows:
+def as_given(number: int, rows: Parts) -> Parts:
     return rows
 
 
@@ -74,11 +77,6 @@ def failed(rows: Mapping[str, Tensor] | None) -> bool:
     return isinstance(rows, Arriving) and rows.error is not None
 
 
-def moved(rows: Mapping[str, Tensor] | None, place: torch.device) -> Mapping[str, Tensor] | None:
-    """None for those that lie on disk."""
-    return None if rows is None else {name: x.to(place) for name, x in rows.items()}
-
-
 class Copying:
     """What one thread does, layer by layer. Tensors that it was given are alive until their layer is copied, and must
     stay as they are. A block that nobody holds any more is not copied."""
@@ -87,27 +85,27 @@ class Copying:
         self,
         parts: Sequence[tuple[slice, Arriving]],
         rest: Arriving | None,
-        coding: Coding,
+        format_: Format,
         turn: Turn,
         on: torch.device,
     ) -> None:
         """`parts`: which tokens go where."""
         self._parts = [(tokens, ref(block)) for tokens, block in parts]
         self._rest = ref(rest) if rest is not None else None
-        self._coding, self._turn, self._on = coding, turn, on
+        self._format, self._turn, self._on = format_, turn, on
         self._behind = reached(on)
-        self._given: dict[int, tuple[Rows, Rows]] = {}
+        self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
-        self.spans: list[Span] = []
-        self.waits: list[Span] = []  # of the caller
+        self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
 
-    def begin(self, layers: Mapping[str, Tensor], rest: Mapping[str, Tensor], thread: Executor) -> None:
+    def begin(self, layers: Parts, rest: Mapping[str, Tensor], thread: Executor) -> None:
         names = by_layer([*layers, *rest])
         for number in sorted(names):
-            rows, whole = ({name: x[name] for name in names[number] if name in x} for x in (layers, rest))
+            rows = {name: layers[name] for name in names[number] if name in layers}
+            whole = {name: rest[name] for name in names[number] if name in rest}
             self._given[number] = rows, whole
-            size = sum(x.nbytes for part in (rows, whole) for x in part.values())
+            size = sum(x.like.nbytes for x in rows.values()) + sum(x.nbytes for x in whole.values())
             self.layers.append((thread.submit(self._layer, number), size))
 
     @property
@@ -115,14 +113,9 @@ class Copying:
         return all(future.done() for future, _ in self.layers)
 
     @property
-    def seconds(self) -> float:
-        """In which rows were on their way."""
-        return covered_s(self.spans)
-
-    @property
     def hidden_s(self) -> float:
-        """Of these, in which no caller waited; those of all rows once `finished`."""
-        return covered_s([*self.spans, *self.waits]) - covered_s(self.waits)
+        """Seconds in which rows were on their way and no caller waited; those of all rows once `finished`."""
+        return self.spans.seconds_without(self.waits)
 
     def wait(self) -> None:
         """For the end, good or bad."""
@@ -140,7 +133,7 @@ class Copying:
                 block.put(copies)
         except Exception as error:
             self._fail(error)
-        self.spans.append((began, perf_counter()))
+        self.spans.ended(began)
 
     def _fail(self, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
@@ -148,11 +141,14 @@ class Copying:
         for _, block in self._alive():
             block.fail(self.error)
 
-    def _copies(self, number: int, rows: Rows, rest: Rows) -> Iterator[tuple[Arriving, Rows]]:
+    def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[Arriving, Tensors]]:
         alive = list(self._alive())
         turned = self._turn(number, rows) if rows and alive else {}
         for tokens, block in alive:
-            part = self._coding.encode(_cut(turned, tokens)) if tokens is not None else rest
+            part = rest
+            if tokens is not None:
+                cut = {name: x.cut(tokens.start, tokens.stop).joined() for name, x in turned.items()}
+                part = self._format.encode(cut)
             yield block, {name: host_copy(x) for name, x in part.items()}
 
     def _alive(self) -> Iterator[tuple[slice | None, Arriving]]:
@@ -169,11 +165,11 @@ class Leaving:
     def __init__(
         self,
         tokens: Sequence[int],
-        layers: Mapping[str, Tensor],
+        layers: Mapping[str, Tensor | Apart],
         rest: Mapping[str, Tensor],
         *,
         length: int,
-        coding: Coding,
+        format_: Format,
         on: torch.device,
         turn: Turn = as_given,
         thread: Executor = INLINE,
@@ -182,18 +178,19 @@ class Leaving:
         to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
         _check(tokens, layers)
         began = perf_counter()
+        parts = {name: x if isinstance(x, Apart) else Apart(x) for name, x in layers.items()}
         length = length if layers else max(1, len(tokens))
         cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
-        shapes = {name: torch.empty_like(x, device="meta") for name, x in layers.items()}
-        made = {size: coding.like({name: x[..., :size, :] for name, x in shapes.items()}) for size in map(_size, cuts)}
+        shapes = {name: x.like for name, x in parts.items()}
+        made = {size: format_.like({name: x[..., :size, :] for name, x in shapes.items()}) for size in map(_size, cuts)}
         arriving = [Arriving(made[_size(cut)]) for cut in cuts]
         self.blocks = [_block(tokens[cut], made[_size(cut)], rows) for cut, rows in zip(cuts, arriving, strict=True)]
         whole = Arriving(rest) if rest else None
         if whole is not None:
             self.blocks.append(_block((), rest, whole))
-        self.copying = Copying(list(zip(cuts, arriving, strict=True)), whole, coding, turn, on)
-        self.copying.begin(layers, rest, thread)
-        self.copying.waits.append((began, perf_counter()))
+        self.copying = Copying(list(zip(cuts, arriving, strict=True)), whole, format_, turn, on)
+        self.copying.begin(parts, rest, thread)
+        self.copying.waits.ended(began)
 
     @property
     def text(self) -> list[int]:
@@ -210,18 +207,13 @@ def _block(tokens: Sequence[int], like: Mapping[str, Tensor], rows: Arriving) ->
     return Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows)
 
 
-def _cut(rows: Rows, tokens: slice) -> Rows:
-    return {name: x[..., tokens, :] for name, x in rows.items()}
-
-
 def _size(cut: slice) -> int:
     size: int = cut.stop - cut.start
     return size
 
 
-def _check(tokens: Sequence[int], layers: Mapping[str, Tensor]) -> None:
+def _check(tokens: Sequence[int], layers: Mapping[str, Tensor | Apart]) -> None:
     for name, rows in layers.items():
-        if rows.ndim < 2 or rows.shape[-2] != len(tokens):
-            raise ValueError(
-                f"{name} is {list(rows.shape)}: it should have {len(tokens)} tokens in its last but one place"
-            )
+        shape = (rows.like if isinstance(rows, Apart) else rows).shape
+        if len(shape) < 2 or shape[-2] != len(tokens):
+            raise ValueError(f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place")

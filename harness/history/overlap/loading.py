@@ -12,17 +12,19 @@ from typing import NoReturn
 
 import torch
 
-from harness.history.block import Block, Coding, Rows, has_rest, joined, length
+from harness.history.block import Block, has_rest, joined, length
 from harness.history.file import DamagedBlock
 from harness.history.losses import Loss
-from harness.history.overlap.beside import Span, beside_the_model, covered_s, reached
 from harness.history.overlap.fetch import Fetch
 from harness.history.overlap.leaving import NotSaved
 from harness.history.overlap.speeds import Speeds
 from harness.history.statistics import Statistics
+from methods.tiers.block import Format, Tensors
+from methods.tiers.transfer.spans import Spans
+from methods.tiers.transfer.streams import beside_the_model, reached
 
 LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a disk does, and the way to host memory
-Layer = tuple[Rows, Rows]  # rows of tokens, and what belongs to all of them together, by name
+Layer = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
 Prepare = Callable[[int, Layer], Layer]
 
 
@@ -90,7 +92,7 @@ class Loading:
         on: torch.device,
         copier: Executor,
         prepare: Prepare,
-        coding: Coding,
+        format_: Format,
         events: Events,
     ) -> None:
         """`read`: lets `fetch` read so many layers, or all. `new`: tokens that the job has to compute. `prepare`: what
@@ -99,15 +101,15 @@ class Loading:
         self.size = sum(part.size for part in parts)
         self.fetch, self._read, self._count, self._on = fetch, read, len(parts), on
         self._behind = reached(on)  # what `prepare` uses was made on the caller's stream
-        self._copier, self._prepare, self._coding, self._events = copier, prepare, coding, events
+        self._copier, self._prepare, self._format, self._events = copier, prepare, format_, events
         self._rest = has_rest(parts)
         self._copies: dict[int, Future[Layer]] = {}
         self._sent = 0  # layers whose copies were submitted
-        self._spans: list[Span] = []
+        self._spans = Spans()
         self._opened = perf_counter()
         self._began: float | None = None
         self._buffer = 0
-        self._waits: list[Span] = []  # of the job
+        self._waits = Spans()  # of the job
 
     def layers(self) -> list[int]:
         """Their numbers."""
@@ -132,7 +134,7 @@ class Loading:
             self._events.begun(self)
             self._read(None)
             self._submit(len(self.layers()))
-            self._waits.append((self._began, perf_counter()))
+            self._waits.ended(self._began)
 
     @property
     def begun(self) -> bool:
@@ -147,13 +149,13 @@ class Loading:
         except LOST as error:
             self._fail(error)
         finally:
-            self._waits.append((asked, perf_counter()))
+            self._waits.ended(asked)
 
     def all_layers(self) -> Layer:
         """As one."""
         self.begin()
-        rows: Rows = {}
-        rest: Rows = {}
+        rows: Tensors = {}
+        rest: Tensors = {}
         for number in self.layers():
             more = self.layer(number)
             rows |= more[0]
@@ -162,15 +164,14 @@ class Loading:
 
     @property
     def overlap(self) -> Overlap:
-        since = [(max(start, self._opened), end) for start, end in self.fetch.spans if end > self._opened]
-        loads, exposed_s = [*since, *self._spans], covered_s(self._waits)
-        return Overlap(covered_s(loads), covered_s([*loads, *self._waits]) - exposed_s, exposed_s, self._buffer)
+        loads = self.fetch.spans.since(self._opened) + self._spans
+        return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds, self._buffer)
 
     def finish(self) -> Overlap:
         """The job has computed its new tokens. What that took says how large the next read buffer is."""
         if self._began is not None:
-            waited_s = covered_s(self._waits)
-            self._events.accounts.speeds.prefilled(self.new, perf_counter() - self._began - waited_s)
+            computing_s = perf_counter() - self._began - self._waits.seconds
+            self._events.accounts.speeds.prefilled(self.new, computing_s)
         return self.account()
 
     def account(self) -> Overlap:
@@ -193,9 +194,9 @@ class Loading:
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
         with beside_the_model(self._on, self._behind):
             near = [{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts]
-            rows = joined([self._coding.decode(part) for part in near])
+            rows = joined([self._format.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
-        self._spans.append((began, perf_counter()))
+        self._spans.ended(began)
         return layer
 
     def _fail(self, error: Exception) -> NoReturn:

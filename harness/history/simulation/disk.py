@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from math import inf
 
+from harness.history.levels import Files
 from harness.history.simulation.costs import Hardware
-from harness.history.tier import Files
 
 
 class SimulatedDisk:

@@ -62,16 +62,18 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
     """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
     check_place(store)
-    if store.codec is not None:
-        codecs.codec_of(store.codec).check(info.head_dim)
+    codec = None if store.codec is None else codecs.codec_of(store.codec)
+    if codec is not None:
+        codec.check(info.head_dim)
     if store.share and settings.overflow.window is not None:
         raise SettingsError(
             "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
             "leave overflow.window out."
         )
     rows = _stores_rows(settings, method)
+    passing = codec is not None and method.encodes and codec == codec_of(settings)  # codes are stored as they are
     for name, off in (("codec", None), ("share", False)):
-        if getattr(store, name) != off and not rows:
+        if getattr(store, name) != off and not rows and not (name == "codec" and passing):
             raise SettingsError(
                 f"store.{name}={getattr(store, name)} is about the rows of methods that keep all of them as the model "
                 f"made them, and {type(method).__name__} stores something else here: leave it out."

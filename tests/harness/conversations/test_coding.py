@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.conversations.coding import IntCoding
-from harness.history.block import Rows
 from harness.history.store import HistoryStore
 from methods.full import Full
+from methods.tiers.block import Format, Tensors
 from methods.tiers.codecs import codec_of
 from tests.harness.conversations.test_histories import MB, NEW, PRINT, Talk, lasting, stored
 from tests.methods.test_contract import attach
@@ -18,21 +17,21 @@ from tests.methods.test_contract import attach
 TOKENS = 150
 
 
-def rows(tokens: int = TOKENS) -> Rows:
+def rows(tokens: int = TOKENS) -> Tensors:
     """Keys with channels that are large throughout, as models have them."""
     torch.manual_seed(3)
     scale = torch.tensor([20.0, *[1.0] * 15])
     return {f"{layer}.{name}": torch.randn(1, 2, tokens, 16) * scale for layer in range(2) for name in "kv"}
 
 
-def coding(codec: str = "int8g16", dtype: torch.dtype = torch.float32) -> IntCoding:
-    return IntCoding(codec_of(codec), dtype)
+def written(codec: str = "int8g16", dtype: torch.dtype = torch.float32) -> Format:
+    return Format(codec_of(codec), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 150])
 @pytest.mark.parametrize(("codec", "error"), [("int8g16", 1 / 255), ("int4g16", 1 / 15)])
 def test_what_is_decoded_is_as_near_as_the_bits_allow(codec: str, error: float, tokens: int) -> None:
-    given, one = rows(tokens), coding(codec)
+    given, one = rows(tokens), written(codec)
     found = one.decode(one.encode(given))
     assert found.keys() == given.keys()
     whole = tokens - tokens % 16
@@ -47,7 +46,7 @@ def test_what_is_decoded_is_as_near_as_the_bits_allow(codec: str, error: float, 
 @pytest.mark.parametrize("codec", ["int8g16", "int4g16", "int2g16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_it_will_be_like_is_known_before(codec: str, tokens: int, dtype: torch.dtype) -> None:
-    given, one = {name: x.to(dtype) for name, x in rows(tokens).items()}, coding(codec, dtype)
+    given, one = {name: x.to(dtype) for name, x in rows(tokens).items()}, written(codec, dtype)
     made, like = one.encode(given), one.like({name: x.to("meta") for name, x in given.items()})
     assert {name: (x.shape, x.dtype) for name, x in made.items()} == {
         name: (x.shape, x.dtype) for name, x in like.items()
@@ -58,10 +57,8 @@ def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
     given, tokens = rows(), list(range(TOKENS))
     sizes = {}
     for codec in ("int8g16", "int4g16", None):
-        who = coding(codec) if codec else None
-        with HistoryStore(
-            PRINT, disk=9 * MB, folder=tmp_path / str(codec), block_tokens=32, **({"coding": who} if who else {})
-        ) as store:
+        how = {"codec": codec_of(codec)} if codec else {}
+        with HistoryStore(PRINT, disk=9 * MB, folder=tmp_path / str(codec), block_tokens=32, **how) as store:
             store.put("a", tokens[:100], {name: x[:, :, :100] for name, x in given.items()})
             assert store.extend("a", 100, tokens[100:], {name: x[:, :, 100:] for name, x in given.items()})
             store.flush()
@@ -80,7 +77,7 @@ def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
 
 def test_conversations_go_on_from_eight_bits() -> None:
     with attach(Full(), None) as kv:
-        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, coding=coding("int8g8", kv.model.dtype))).turns()
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, codec=codec_of("int8g8"))).turns()
         plain = Talk(kv, stored(kv, host=9 * MB)).turns()
     assert [found.reused for found in talk.found] == [found.reused for found in plain.found]
     assert [found.tier for found in talk.found] == [None, "host", "host", "host"]

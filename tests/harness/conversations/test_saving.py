@@ -17,7 +17,6 @@ import torch
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import attached
 from harness.engine.cache import KVCache
-from harness.history.block import Rows
 from harness.history.disk import HistoryWarning
 from harness.history.overlap.leaving import Copying
 from harness.history.overlap.saving import Saving
@@ -45,7 +44,7 @@ class Held:
         self._calls, self._copies = count(), Copying._copies
         monkeypatch.setattr(Copying, "_copies", lambda *given: self._held(*given))
 
-    def _held(self, copying: Copying, number: int, rows: Rows, rest: Rows) -> Any:
+    def _held(self, copying: Copying, number: int, rows: Any, rest: Any) -> Any:
         if next(self._calls) == LAST:
             assert self.go.wait(20)
             if self.error:
@@ -229,7 +228,7 @@ def test_an_error_of_the_thread_costs_the_hit(
         histories: Any = talk.histories
         calls, copies = count(), Copying._copies
 
-        def fails(copying: Copying, number: int, rows: Rows, rest: Rows) -> Any:
+        def fails(copying: Copying, number: int, rows: Any, rest: Any) -> Any:
             if next(calls) == failing:
                 raise RuntimeError("CUDA error: out of memory")
             return copies(copying, number, rows, rest)

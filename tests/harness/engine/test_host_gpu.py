@@ -17,7 +17,7 @@ from harness.engine.engine import Engine
 from kernels import ops
 from kernels.dispatch import use_backend
 from methods.base import CacheState, Method
-from methods.pools import pool_for, rows_for
+from methods.pools import Pool, rows_for
 from methods.tiers.integers import IntCodec
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
@@ -71,7 +71,7 @@ def test_codes_give_the_same_tokens_in_every_place(name: str, device: str) -> No
 def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
     kv = Attachment(model_on(device), OFFLOADING["pqcache"], 40, "host")
     cache = CacheState(kv.request(capacity=60))
-    store = pool_for(kv.specs[0], cache, 60)
+    store = Pool(kv.specs[0], cache, 60)
     k, v = (random(seed, 1, 2, 50, 16).to(device) for seed in (1, 2))
     store.append(k[:, :, :31], v[:, :, :31])
     store.append(k[:, :, 31:], v[:, :, 31:])

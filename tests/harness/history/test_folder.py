@@ -38,6 +38,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ({"host": 1, "ttl_s": float("nan")}, "ttl_s=nan"),
         ({"host": 1, "policy": "lru"}, "policy='lru' should be an object, such as LRU"),
         ({"disk": 1000}, "needs both"),
+        ({"host": 1, "tape": 5}, "a store has no tape: name its settings, or bytes of device, host, disk"),
     ],
     ids=str,
 )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from harness.history.levels import Level
 from harness.history.placement import Move, Placement
-from harness.history.policies import FIFO, LRU, POLICIES, Item, Policy, Rank, SchedulerAware
-from harness.history.tier import Tier
+from harness.history.policies import FIFO, LRU, POLICIES, EvictionPolicy, Item, Rank, SchedulerAware
 from methods.tiers.tier import DISK, HOST
 
 
@@ -170,7 +170,7 @@ def test_the_window_counts_jobs_that_wait_not_those_that_started_out_of_turn() -
 
 def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
     placement = Placement({"device": 1, HOST: 2, DISK: 5}, LRU(), copies=True)
-    assert [tier.capacity for tier in placement.tiers] == [1, 2, 2]
+    assert [tier.capacity for tier in placement.levels] == [1, 2, 2]
     assert Placement({HOST: 2}, LRU(), copies=True).names == [HOST]  # nothing comes up
     with pytest.raises(ValueError, match="a disk larger than the memory"):
         Placement({HOST: 2, DISK: 2}, LRU(), copies=True)
@@ -178,7 +178,7 @@ def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize("seed", range(4))
-def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], seed: int) -> None:
+def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[EvictionPolicy], seed: int) -> None:
     rng = random.Random(seed)
     placement = Placement({"device": 20, HOST: 60, DISK: 200}, policy(), ttl_s=300)
     where: dict[str, str] = {}
@@ -202,7 +202,7 @@ def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], 
             where[move.session] = move.target or ""
             where = {name: tier for name, tier in where.items() if tier}
         assert where == placed(placement)
-        for tier in placement.tiers:
+        for tier in placement.levels:
             held = [name for name, place in where.items() if place == tier.name]
             assert tier.bytes == sum(sizes[name] for name in held) <= tier.capacity
             assert len(tier._heap) <= 2 * 60 + 65
@@ -212,18 +212,18 @@ def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[Policy], 
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize(("in_turn", "seed"), [(True, 16), (False, 14)], ids=["in turn", "out of turn"])
 def test_who_makes_way_has_the_smallest_rank(
-    policy: type[Policy], in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    policy: type[EvictionPolicy], in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions that grow shrink the window, and a tier's heap knows ranks of before. With these seeds that matters."""
     asked: list[bool] = []
-    from_heap = Tier.lowest
+    from_heap = Level.lowest
 
-    def lowest(tier: Tier, rank: Callable[[Item], Rank]) -> Item:
+    def lowest(tier: Level, rank: Callable[[Item], Rank]) -> Item:
         found = from_heap(tier, rank)
         asked.append(found is min(tier.items.values(), key=rank))
         return found
 
-    monkeypatch.setattr(Tier, "lowest", lowest)
+    monkeypatch.setattr(Level, "lowest", lowest)
     rng = random.Random(seed)
     placement = Placement({HOST: 60, DISK: 200}, policy())
     for now in range(1500):

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.history.disk import HistoryError
 from harness.history.fingerprint import EXACT
-from harness.history.policies import FIFO, LRU, POLICIES, Policy, SchedulerAware
+from harness.history.policies import FIFO, LRU, POLICIES, EvictionPolicy, SchedulerAware
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
 from harness.history.simulation.server import Server
 from harness.history.simulation.trace import Turn, drawn
 from harness.history.store import HistoryStore
+from methods.tiers.rows import HostRows, Place, Shape
+from methods.tiers.tier import TIERS, Tier
 from tests.histories import PRINT, TOKEN_BYTES, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
@@ -51,6 +54,40 @@ def test_the_longest_prefix_in_blocks_with_its_rows(tiers: dict[str, int], tmp_p
         assert sum(told["hits"].values()) == store.statistics.hits.total() == 4
         assert told["reused_tokens"] == 11 + 11 + 8 + 4
         assert store.statistics.lookups == 7
+
+
+class SharedRows(HostRows):
+    """Of a fourth tier."""
+
+    tier = "shared"
+
+    @classmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
+        return torch.empty(shape, dtype=dtype).share_memory_()
+
+
+def test_sessions_lie_in_every_tier_of_memory_that_the_table_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fourth one, between host memory and disk, takes what leaves the one and gives way to the other."""
+    disk = TIERS["disk"]
+    monkeypatch.delitem(TIERS, "disk")
+    line = Tier(rows=f"{__name__}.SharedRows", head="KV shared", meaning="the same in shared memory")
+    for name, tier in (("shared", line), ("disk", disk)):
+        monkeypatch.setitem(TIERS, name, tier)
+    size = len(TOKENS) * TOKEN_BYTES
+    with opened(tmp_path, policy=LRU(), host=2 * size, shared=size) as store:
+        filled(store, "a", "b", "c", "d")
+        assert [store.tier(name) for name in "abcd"] == ["disk", "shared", "host", "host"]
+        assert store.bytes_by_tier() == {"host": 2 * size, "shared": size, "disk": size}
+        for name, shared in (("b", True), ("c", False)):
+            parts = store.contents.sessions[store._key(name)]
+            assert {x.is_shared() for part in parts for x in (part.rows or {}).values()} == {shared}
+        for name, tier in (("b", "shared"), ("a", "disk")):
+            found = store.get(name, TOKENS)
+            assert found.tier == tier
+            assert right(found, name, TOKENS)
+        assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "shared"]
 
 
 @pytest.mark.parametrize("by_token", [True, False])
@@ -276,7 +313,7 @@ def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
     ("policy", "threads", "copies"), [(SchedulerAware, 2, False), (LRU, 0, False), (FIFO, 2, False), (LRU, 2, True)]
 )
 def test_the_simulator_and_the_store_do_the_same(
-    policy: type[Policy], threads: int, copies: bool, tmp_path: Path
+    policy: type[EvictionPolicy], threads: int, copies: bool, tmp_path: Path
 ) -> None:
     """One trace through both: whatever the simulated server does, the store is asked to do. They find and drop the
     same, and write and read the same bytes."""

@@ -284,7 +284,7 @@ def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, 
             < 120
         )
         assert store.contents.disk.files.bytes <= store.contents.disk.files.capacity
-        assert all(tier.bytes <= tier.capacity for tier in store.placement.tiers)
-        assert all(len(tier._heap) < 2 * 60 + 65 for tier in store.placement.tiers)
+        assert all(tier.bytes <= tier.capacity for tier in store.placement.levels)
+        assert all(len(tier._heap) < 2 * 60 + 65 for tier in store.placement.levels)
         assert len(os.listdir("/proc/self/fd")) <= before
     assert (tmp_path / index.NAME).stat().st_size < 200_000

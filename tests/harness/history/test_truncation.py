@@ -53,7 +53,7 @@ def fed(kv: Attachment, ids: Tensor, decoded: int = 6) -> KVCache:
 
 def shortened(kv: Attachment, cache: KVCache, keep: int, **how: Any) -> KVCache:
     rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
-    contents = [{name: x.clone() for name, x in state.items()} for state in cache.contents()]
+    contents = [{name: x.clone() for name, x in state.items()} for state in cache.whole_contents()]
     fresh = kv.start(KVCache, capacity=keep + 4 * NEW)
     fresh.refill(truncated(contents, fresh.layers, rotations, keep, **how))
     return fresh

@@ -239,6 +239,16 @@ def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> No
             talked(tmp_path, H2O(), history="store", store=refused, budget=0.5)
 
 
+def test_codes_of_a_pool_are_stored_under_their_own_codec_alone(tmp_path: Path) -> None:
+    """As they are; another one would have to decode them first."""
+    store = StoreSettings(host="1GB", codec="int8g8", block_tokens=8)
+    how = {"history": "store", "store": store, "budget": 0.5}
+    made = talked(tmp_path, PQCache(), codec="int8g8", **how)
+    assert {turn.hit_tier for record in made.records for turn in record.replies[1:]} == {"host"}
+    with pytest.raises(SettingsError, match=r"store\.codec=int8g8 .* PQCache stores something else here"):
+        talked(tmp_path, PQCache(), codec="int4g8", **how)
+
+
 @pytest.mark.parametrize("method", [Quest(), PQCache(), SparQ()], ids=lambda method: type(method).__name__)
 def test_rows_that_sparse_reads_have_shaped_are_not_shared(tmp_path: Path, method: Method) -> None:
     store = StoreSettings(host="1GB", share=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.engine.footprint import footprint
 from methods.base import CacheState, LayerSpec, Request
-from methods.pools import Pool, pool_for
+from methods.pools import Pool
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.integers import IntCodec
 
@@ -93,7 +93,7 @@ def allowed(codec: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def test_what_comes_back_is_within_half_a_step(
     tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path
 ) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), 64)
+    pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), 64)
     k, v = tokens(count, dtype)
     pool.append(k, v)
     found = pool.whole()
@@ -108,7 +108,7 @@ def test_what_comes_back_is_within_half_a_step(
 @DTYPES
 @pytest.mark.parametrize("count", LENGTHS)
 def test_rows_are_those_of_the_whole(tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
+    pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
     pool.append(*tokens(count, dtype))
     whole = pool.whole()
     draw = torch.Generator().manual_seed(1)
@@ -125,10 +125,10 @@ def test_rows_are_those_of_the_whole(tier: str, codec: str, dtype: torch.dtype, 
 
 @EVERY
 def test_chunks_make_no_difference(tier: str, codec: str, tmp_path: Path) -> None:
-    k, v = tokens(5 * GROUP + 3)
-    at_once, bit_by_bit = (pool_for(spec_of(), cache_of(tmp_path, tier, codec), 64) for _ in range(2))
+    k, v = tokens(6 * GROUP + 3)
+    at_once, bit_by_bit = (Pool(spec_of(), cache_of(tmp_path, tier, codec), 64) for _ in range(2))
     at_once.append(k, v)
-    for chunk in torch.arange(k.shape[2]).split([1, 6, 1, 20, 2, 13]):
+    for chunk in torch.arange(k.shape[2]).split([GROUP, 3 * GROUP, 2 * GROUP + 3]):
         bit_by_bit.append(k[:, :, chunk], v[:, :, chunk])
     for one, other in zip(at_once.whole()[:2], bit_by_bit.whole()[:2], strict=True):
         assert torch.equal(one, other)
@@ -150,7 +150,7 @@ def formula(codec: str, count: int, item: int) -> tuple[int, int]:
 @DTYPES
 @pytest.mark.parametrize("count", [8 * GROUP, 8 * GROUP + 3])
 def test_bytes_are_those_of_the_formula(tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
+    pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
     pool.append(*tokens(count, dtype))
     away, beside = formula(codec, count, dtype.itemsize)
     expected = {"device": 0, "host": 0, "disk": 0}
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_the_formula(tier: str, codec: str, dtype: torch.dtyp
 def test_traffic_is_what_lies_in_the_tier(tier: str, codec: str, tmp_path: Path) -> None:
     count = 4 * GROUP + 2
     cache = cache_of(tmp_path, tier, codec)
-    pool, traffic = pool_for(spec_of(), cache, 5 * GROUP), cache.traffic
+    pool, traffic = Pool(spec_of(), cache, 5 * GROUP), cache.traffic
     pool.append(*tokens(count))
     stored = 0 if tier == "device" else count // (1 if codec == "plain" else GROUP) * (1 if codec == "plain" else GROUP)
     row = formula(codec, GROUP, 4)[0] // GROUP
@@ -173,6 +173,26 @@ def test_traffic_is_what_lies_in_the_tier(tier: str, codec: str, tmp_path: Path)
     assert (traffic.to_device_bytes, traffic.from_disk_bytes) == (moved, moved if tier == "disk" else 0)
     pool.whole()
     assert traffic.to_device_bytes == moved + stored * row
+
+
+@EVERY
+@pytest.mark.parametrize("count", [3, 2 * GROUP, 2 * GROUP + 3])
+def test_what_a_pool_hands_over_goes_on_in_another_tier(tier: str, codec: str, count: int, tmp_path: Path) -> None:
+    """As it is written: nothing is decoded, and nothing crosses the device."""
+    cache = cache_of(tmp_path, tier, codec)
+    pool = Pool(spec_of(), cache, 64)
+    pool.append(*tokens(count))
+    before, held = cache.traffic.total_bytes, pool.held()
+    assert cache.traffic.total_bytes == before
+    assert sum(x.nbytes for x in held.values()) <= formula(codec, count, 4)[0] + sum(formula(codec, count, 4)[1:])
+    for other in TIERS:
+        again = Pool(spec_of(), cache_of(tmp_path, other, codec), count)
+        again.take(held)
+        assert (again.length, again.tier, again.cache.traffic.total_bytes) == (count, other, 0)
+        for x, back in zip(pool.whole()[:2], again.whole()[:2], strict=True):
+            assert torch.equal(x, back)
+    with pytest.raises(ValueError, match="go on with the model, batch, dtype and codec"):
+        Pool(spec_of(), cache_of(tmp_path, tier, codec, batch=1), count).take(held)
 
 
 @pytest.fixture
@@ -185,7 +205,7 @@ def open_files() -> Callable[[], int]:
 
 def test_files_go_with_the_pool_and_stay_closed(tmp_path: Path, open_files: Callable[[], int]) -> None:
     before = open_files()
-    pools = [pool_for(spec_of(), cache_of(tmp_path, "disk", "int4"), 20) for _ in range(10)]
+    pools = [Pool(spec_of(), cache_of(tmp_path, "disk", "int4"), 20) for _ in range(10)]
     for pool in pools:
         pool.append(*tokens(20))
     found = [pool.gather(torch.arange(3).expand(BATCH, HEADS, -1)) for pool in pools]
@@ -199,7 +219,7 @@ def test_files_go_with_the_pool_and_stay_closed(tmp_path: Path, open_files: Call
 
 def test_a_pool_counts_for_the_cache_it_was_given_last(tmp_path: Path) -> None:
     first, second = (cache_of(tmp_path, "host", "plain") for _ in range(2))
-    pool = pool_for(spec_of(), first, 20)
+    pool = Pool(spec_of(), first, 20)
     pool.append(*tokens(20))
     pool.cache, before = second, first.traffic.total_bytes
     pool.whole()
@@ -207,10 +227,10 @@ def test_a_pool_counts_for_the_cache_it_was_given_last(tmp_path: Path) -> None:
 
 
 def test_too_many_tokens_are_refused(tmp_path: Path) -> None:
-    pool = pool_for(spec_of(), cache_of(tmp_path, "device", "int4"), 20)
-    pool.append(*tokens(20))
+    pool = Pool(spec_of(), cache_of(tmp_path, "device", "int4"), 20)
+    pool.append(*tokens(16))
     with pytest.raises(ValueError, match="holds 20 tokens but was given 23"):
-        pool.append(*tokens(3))
+        pool.append(*tokens(7))
 
 
 @pytest.mark.parametrize(("bits", "group", "remedy"), [(3, 32, "2, 4 or 8"), (4, 1, "at least 2")])
@@ -221,5 +241,5 @@ def test_a_codec_that_cannot_be_is_refused(bits: int, group: int, remedy: str) -
 
 def test_a_group_that_does_not_divide_the_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"head size of 36.*divides it"):
-        pool_for(spec_of(36), cache_of(tmp_path, "device", "int4"), 20)
+        Pool(spec_of(36), cache_of(tmp_path, "device", "int4"), 20)
     IntCodec(bits=4, group=64).layout(16, torch.float32)  # all channels of a small head are one group

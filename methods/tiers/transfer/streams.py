@@ -1,13 +1,11 @@
-"""Work beside the model's own: on a stream of its own where there are streams, with the seconds in which it ran."""
+"""Work beside the model's own, on a stream of its own where there are streams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-Span = tuple[float, float]  # from, to, in seconds of perf_counter
 
 
 @contextmanager
@@ -31,12 +29,3 @@ def reached(on: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(on))
     return event
-
-
-def covered_s(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of them ran."""
-    total, until = 0.0, 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total

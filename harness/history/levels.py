@@ -14,8 +14,8 @@ SLACK = 64  # stale entries of the heap that are not worth a new one
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Tier:
-    """A rank may rise without notice; where it falls, `push` says so."""
+class Level:
+    """What lies in the tier `name`. A rank may rise without notice; where it falls, `push` says so."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity = name, capacity

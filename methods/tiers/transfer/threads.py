@@ -1,4 +1,4 @@
-"""Who does the work of a store: threads of its own, or whoever asks."""
+"""Who moves rows and changes files: threads of their own, or whoever asks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Threads:
             raise ValueError(f"io_threads={count} should be 0, for none, or more")
         self.count, self.beside = max(1, count), count > 0
         self.reading, self.ahead, self.copying, self.leaving, self.writing = (
-            ThreadPoolExecutor(number, f"history-{name}") if count else INLINE
+            ThreadPoolExecutor(number, f"transfer-{name}") if count else INLINE
             for name, number in (("read", count), ("ahead", 1), ("copy", 1), ("leave", 1), ("write", 1))
         )
 

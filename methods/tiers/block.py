@@ -1,0 +1,145 @@
+"""Keys and values of consecutive tokens as they are written, by name: what a pool hands over and what a store keeps.
+
+In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row per
+group of tokens that a codec wrote together. The tokens that fill no group stay in `k` and `v`, behind the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from methods.tiers.codec import PLAIN, Codec, Encoded
+from methods.tiers.rows import Place, copied_into
+from methods.tiers.tier import HOST
+
+K, V, CODES, RANGES = "k", "v", "codes", "ranges"
+FAR = "far"  # a part of the name of what lies away from the device and may stay there
+Tensors = dict[str, Tensor]
+
+
+class Apart:
+    """Rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        self.parts = [part for part in parts if part.shape[-2]] or list(parts[:1])
+
+    @property
+    def like(self) -> Tensor:
+        """Their shape, dtype and bytes: a tensor of the meta device."""
+        first = self.parts[0]
+        shape = (*first.shape[:-2], sum(part.shape[-2] for part in self.parts), first.shape[-1])
+        return torch.empty(shape, dtype=first.dtype, device="meta")
+
+    def cut(self, start: int, end: int) -> Apart:
+        """Some of the tokens: views."""
+        return Apart(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
+
+    def each(self, change: Callable[[Tensor, int], Tensor]) -> Apart:
+        """Every part as `change` makes it where it lies, from the part and the number of tokens before it."""
+        return Apart(*(change(part, at) for at, part in self._placed()))
+
+    def joined(self) -> Tensor:
+        """As one tensor: a view of a single part, else a copy in host memory."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        whole = torch.empty_like(self.like, device="cpu")
+        for at, part in self._placed():
+            whole[..., at : at + part.shape[-2], :] = part
+        return whole
+
+    def _placed(self) -> Iterator[tuple[int, Tensor]]:
+        at = 0
+        for part in self.parts:
+            yield at, part
+            at += part.shape[-2]
+
+
+def host_copy(rows: Tensor) -> Tensor:
+    """In host memory, contiguous; pinned where it comes from a GPU, for it may go back there."""
+    return copied_into(HOST, rows, Place(rows.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How blocks of tokens are written: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec, any rows as they are
+    without one. `dtype`: of what is read back. Tokens of different blocks are never encoded together."""
+
+    codec: Codec = PLAIN
+    dtype: torch.dtype = torch.float32
+
+    def like(self, rows: Tensors) -> Tensors:
+        """Names, shapes and dtypes of what `encode` gives for such rows: tensors of the meta device."""
+        if self.codec == PLAIN:
+            return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
+        return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows[f"{layer}.{K}"])}
+
+    def encode(self, rows: Tensors) -> Tensors:
+        if self.codec == PLAIN:
+            return rows
+        return {name: x for layer in _layers(rows) for name, x in self._encoded(layer, rows)}
+
+    def decode(self, rows: Tensors) -> Tensors:
+        """What `encode` was given, or near it."""
+        if self.codec == PLAIN:
+            return rows
+        return {name: x for layer in _layers(rows) for name, x in self._decoded(layer, rows)}
+
+    def _encoded(self, layer: str, rows: Tensors) -> Iterator[tuple[str, Tensor]]:
+        k, v = rows[f"{layer}.{K}"], rows[f"{layer}.{V}"]
+        whole = k.shape[2] - k.shape[2] % self.codec.block
+        encoded = self.codec.encode(k[:, :, :whole], v[:, :, :whole]) if whole else Encoded(())
+        tail = [k[:, :, whole:], v[:, :, whole:]] if whole < k.shape[2] else []
+        yield from ((f"{layer}.{name}", x) for name, x in named(self.codec, encoded, tail).items())
+
+    def _like(self, layer: str, k: Tensor) -> Iterator[tuple[str, Tensor]]:
+        groups, tail = divmod(k.shape[2], self.codec.block)
+        if groups:
+            layout = self.codec.layout(k.shape[3], k.dtype)
+            for kind, count, parts in ((CODES, k.shape[2] - tail, layout.tokens), (RANGES, groups, layout.blocks)):
+                for place, (width, dtype) in enumerate(parts):
+                    yield f"{layer}.{kind}{place}", torch.empty(*k.shape[:2], count, width, dtype=dtype, device="meta")
+        if tail:
+            yield from ((f"{layer}.{name}", torch.empty_like(k[:, :, :tail], device="meta")) for name in (K, V))
+
+    def _decoded(self, layer: str, rows: Tensors) -> Iterator[tuple[str, Tensor]]:
+        held = {name.partition(".")[2]: x for name, x in rows.items() if name.startswith(f"{layer}.")}
+        encoded, tail = unnamed(self.codec, held)
+        parts = [self.codec.decode_whole(encoded, self.dtype)] if encoded.tokens else []
+        for name, *whole in zip((K, V), *parts, *([tail] if tail else []), strict=True):
+            yield f"{layer}.{name}", torch.cat(whole, 2)
+
+
+def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
+    """What a codec wrote, and K and V of the tokens behind it that fill no group, by name."""
+    if codec == PLAIN:
+        return dict(zip((K, V), encoded.tokens, strict=True))
+    kinds = ((CODES, encoded.tokens), (RANGES, encoded.blocks))
+    written = {f"{kind}{place}": x for kind, tensors in kinds for place, x in enumerate(tensors)}
+    return written | dict(zip((K, V), tail, strict=False))
+
+
+def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence[Tensor]]:
+    """What `named` was given; without tensors where there was nothing."""
+    tail = [held[name] for name in (K, V) if name in held]
+    if codec == PLAIN:
+        return Encoded(tuple(tail)), []
+    kinds = ([x for name, x in sorted(held.items()) if name.startswith(kind)] for kind in (CODES, RANGES))
+    return Encoded(*map(tuple, kinds)), tail
+
+
+def tokens_in(held: Mapping[str, Tensor]) -> int:
+    """How many tokens `named` was given."""
+    return sum(held[name].shape[2] for name in (f"{CODES}0", K) if name in held)
+
+
+def stays_away(name: str) -> bool:
+    """Whether a tensor of this name lies away from the device."""
+    return FAR in name.split(".")
+
+
+def _layers(rows: Tensors) -> Sequence[str]:
+    return list(dict.fromkeys(name.partition(".")[0] for name in rows))

@@ -1,0 +1,36 @@
+"""When something ran beside something else, in seconds of perf_counter."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+
+class Spans:
+    """Pairs of from and to. Any thread may add one."""
+
+    def __init__(self, *spans: tuple[float, float]) -> None:
+        self._spans = list(spans)
+
+    def ended(self, began: float) -> None:
+        """What began at that moment ends now."""
+        self._spans.append((began, perf_counter()))
+
+    def since(self, moment: float) -> Spans:
+        """What of them lies behind that moment."""
+        return Spans(*((max(start, moment), end) for start, end in self._spans if end > moment))
+
+    def __add__(self, other: Spans) -> Spans:
+        return Spans(*self._spans, *other._spans)
+
+    @property
+    def seconds(self) -> float:
+        """In which at least one of them ran."""
+        total, until = 0.0, 0.0
+        for start, end in sorted(self._spans):
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    def seconds_without(self, other: Spans) -> float:
+        """In which one of them ran, and none of `other`."""
+        return (self + other).seconds - other.seconds
