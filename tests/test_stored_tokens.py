@@ -33,6 +33,7 @@ def known() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_tokens_are_those_stored(case: TokenCase, known: dict[str, dict[str, Any]]) -> None:
     assert case.name in known, f"nothing is stored for {case.name}: run python -m tests.stored_tokens"

@@ -142,6 +142,7 @@ def test_yaml_lists_every_field_and_nothing_else(name: str) -> None:
     assert hash(method) == hash(build(values, "method"))
 
 
+@pytest.mark.tokens
 @methods
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
 def test_a_budget_that_covers_everything_gives_fulls_logits(name: str, architecture: str) -> None:
@@ -165,6 +166,7 @@ def test_a_prompt_no_longer_than_its_windows_is_read_whole(name: str) -> None:
     assert bool(cache.layers[2].fallback) == partial  # and it says so
 
 
+@pytest.mark.bf16
 @methods
 def test_half_precision_stays_half_precision(name: str) -> None:
     model = deepcopy(tiny("llama")).to(torch.bfloat16)
@@ -221,6 +223,7 @@ def _check_positions(method: Method, positions: Tensor | None, read: float, leng
         assert count == read
 
 
+@pytest.mark.tokens
 @methods
 def test_prefill_in_chunks_changes_nothing(name: str) -> None:
     method, ids = small(name), prompt(83)
@@ -229,6 +232,7 @@ def test_prefill_in_chunks_changes_nothing(name: str) -> None:
     assert_same(run(method, ids, 0.4, chunk=19), run(method, ids, 0.4))
 
 
+@pytest.mark.tokens
 @methods
 @pytest.mark.parametrize("placement", ["host", "disk"])
 def test_keys_and_values_elsewhere_change_nothing(name: str, placement: str) -> None:
@@ -266,6 +270,7 @@ def test_memory_is_free_when_the_cache_is_let_go(name: str, placement: str) -> N
         gc.enable()
 
 
+@pytest.mark.tokens
 @methods
 def test_sequences_of_a_batch_do_not_see_one_another(name: str) -> None:
     ids = torch.cat([prompt(71, seed=seed) for seed in range(3)])
@@ -294,6 +299,7 @@ def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> 
             _check_positions(method, positions, read, length)
 
 
+@pytest.mark.tokens
 @methods
 def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
     made = []
@@ -304,6 +310,7 @@ def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
     assert_same(made[1], made[0])
 
 
+@pytest.mark.tokens
 @methods
 @pytest.mark.parametrize("room", [0, 30], ids=["as_large", "larger"])
 def test_a_turn_goes_on_in_another_cache(name: str, room: int) -> None:
@@ -326,6 +333,7 @@ def test_a_turn_goes_on_in_another_cache(name: str, room: int) -> None:
             assert ours is None or other is None or torch.equal(ours.sort(-1).values, other.sort(-1).values)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).rows_stay])
 def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
     """A store appends to what it has of them, and never writes it again."""
@@ -348,6 +356,7 @@ def test_a_layer_keeps_what_it_holds_on_its_own_device(name: str, monkeypatch: p
     assert_same(run(method, ids, 0.4), wanted)
 
 
+@pytest.mark.tokens
 @methods
 def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
     ids = prompt(71)
@@ -391,6 +400,7 @@ class SharedPrefill(KVCache):
         return out
 
 
+@pytest.mark.tokens
 @methods
 @pytest.mark.parametrize("chunk", [None, 19])
 def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:

@@ -96,6 +96,7 @@ def test_sparqs_mean_value_is_of_the_tokens_that_are_left() -> None:
         torch.testing.assert_close(out, torch.ones_like(out))
 
 
+@pytest.mark.tokens
 @walked
 def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(name: str) -> None:
     method = small(name)

@@ -58,6 +58,7 @@ def own_tokens(architecture: str) -> list[list[int]]:
     return [row[:NEW] for row in generated(model(architecture), prompt(LENGTH))]
 
 
+@pytest.mark.tokens
 @hybrid
 @walked
 def test_a_budget_over_everything_gives_the_models_own_tokens(name: str, architecture: str) -> None:
@@ -84,6 +85,7 @@ def test_a_small_budget_rules_the_layers_that_see_everything(name: str, architec
     assert footprint(sliding)["device"] == len(sliding) * WINDOW * 2 * 2 * 16 * 4
 
 
+@pytest.mark.tokens
 @hybrid
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).offloads])
 def test_tokens_on_the_host_are_those_on_the_device(name: str, architecture: str) -> None:
@@ -94,6 +96,7 @@ def test_tokens_on_the_host_are_those_on_the_device(name: str, architecture: str
     assert made[0] == made[1]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(tuple(OWN_POSITIONS | APPROXIMATE))])
 def test_what_a_method_reads_it_reads_with_the_sink(name: str) -> None:
     """Its tokens are those of exact attention, sink and all, over what it says that it read."""
@@ -179,6 +182,7 @@ def test_quests_heads_of_different_counts_leave_the_sink_its_weight(select_per: 
     assert_close(out, torch.sigmoid(lse - SINKS)[..., None, None].expand_as(out))
 
 
+@pytest.mark.tokens
 @hybrid
 @torch.inference_mode()
 def test_a_turn_may_be_stored_and_go_on_in_another_cache(architecture: str) -> None:
@@ -194,6 +198,7 @@ def test_a_turn_may_be_stored_and_go_on_in_another_cache(architecture: str) -> N
             assert_close(*(engine.prefill(cache, more) for cache in caches))
 
 
+@pytest.mark.tokens
 @hybrid
 def test_sequences_of_a_batch_get_what_they_get_alone(architecture: str) -> None:
     with attach(small("pqcache"), architecture) as kv:

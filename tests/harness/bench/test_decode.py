@@ -78,6 +78,7 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**plain | {"placement": "device", "reuse_steps": 0, "calibration": prompt(64)} | changes)
 
 
+@pytest.mark.tokens
 def test_a_real_prefill_is_the_model_s_own() -> None:
     model, ids = tiny("llama"), prompt(100)
     kv = Attachment(model, Full())

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness.bench import __main__ as bench
@@ -35,6 +36,7 @@ def test_tokens_behind_the_first_eos_are_not_compared() -> None:
     assert row["same_tokens"]
 
 
+@pytest.mark.tokens
 def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
     source = Random(shape="tiny", layers=2, seed=0, tokenizer_name="bytes")
     exact, other = source.load("fp32", "cpu"), replace(source, seed=1).load("fp32", "cpu")
@@ -43,6 +45,8 @@ def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
     assert agreement(exact, other, text) < 0.5
 
 
+@pytest.mark.tokens
+@pytest.mark.bf16
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
     words = ["generate", "--shape", "tiny", "--tokens", "300", "--new", "5", "--rounds", "2", "--out", str(tmp_path)]
     assert bench.main(words) == 0

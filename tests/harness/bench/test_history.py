@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from harness.bench import __main__ as bench
 from harness.bench.history import Timed, rows_of
 
 
+@pytest.mark.tokens
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
     words = ["history", "--shape", "tiny", "--tokens", "300", "520", "--new", "9", "--rounds", "2"]
     assert (

@@ -75,6 +75,7 @@ def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:
     assert sizes["int8g16"] < 0.6 * sizes[None]
 
 
+@pytest.mark.tokens
 def test_conversations_go_on_from_eight_bits() -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, codec=codec_of("int8g8"))).turns()

@@ -78,6 +78,7 @@ TIERS = {
 }
 
 
+@pytest.mark.tokens
 def test_full_says_what_it_says_over_the_whole_text(tmp_path: Path, shared_data: Path) -> None:
     """In batches of two conversations of unequal lengths, against one after the other, computed again."""
     wanted = talked(tmp_path, shared_data, Full(), history="recompute")
@@ -87,12 +88,14 @@ def test_full_says_what_it_says_over_the_whole_text(tmp_path: Path, shared_data:
         assert {turn.hit_tier for record in made.records for turn in (record.turns or [])[1:]} == {tier}
 
 
+@pytest.mark.tokens
 def test_h2o_goes_on_with_what_it_kept(tmp_path: Path, shared_data: Path) -> None:
     stayed = talked(tmp_path, shared_data, H2O(), history="device_prefix")
     made = talked(tmp_path, shared_data, H2O(), history="store", store=TIERS["disk"], batch=2)
     assert tokens(made) == tokens(stayed)
 
 
+@pytest.mark.tokens
 def test_another_process_goes_on(tmp_path: Path, shared_data: Path) -> None:
     source = SmolLM2()
     loaded = source.load("fp32", "cpu")

@@ -118,6 +118,7 @@ def test_rows_lose_their_rotation_part_by_part_where_they_lie(name: str) -> None
         histories.close()
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", [*BY_TOKEN, *WHOLE])
 @pytest.mark.parametrize("placement", ["host", "disk"])
 def test_it_says_what_a_cache_says_that_stayed(name: str, placement: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def lasting(kv: Attachment) -> Talk:
         return Talk(kv, histories).turns()
 
 
+@pytest.mark.tokens
 @walked
 def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> None:
     with attach(small(name), 0.4) as kv:
@@ -91,6 +92,7 @@ def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> 
     assert talk.found[1].reused == LENGTHS[0] + NEW - 1
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -108,6 +110,7 @@ def test_so_it_does_wherever_and_however_its_tokens_lie(name: str, how: dict[str
     assert [found.tier for found in talk.found[1:]] == ["host"] * 3
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str, tmp_path: Path) -> None:
@@ -121,6 +124,7 @@ def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str
     assert talk.found[-1].reused == len(talk.fed) - LENGTHS[-1] - NEW
 
 
+@pytest.mark.tokens
 def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
     """Computed again it would keep other tokens."""
     with attach(Streaming(sinks=2), 0.3) as kv, plain(kv, Recompute) as recompute:
@@ -130,6 +134,7 @@ def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
         assert talk.said != again.said
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(("name", "reused"), [("full", 56), ("snapkv", 0)])
 def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
     """Rows of its beginning, in whole blocks, serve Full; what was kept of the whole serves nothing but the whole."""
@@ -149,6 +154,7 @@ def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
         assert talk.said[:NEW] == wanted.said[:NEW]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
 def test_another_conversation_begins_with_an_answer(name: str) -> None:
     """Alice's text with what was said to her is Bob's prompt; a method that selects has computed her answer's rows from
@@ -171,6 +177,7 @@ def test_another_conversation_begins_with_an_answer(name: str) -> None:
     assert reused == [0, LENGTHS[0] + NEW - 1]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
     with attach(small(name), 0.4) as kv:
@@ -187,6 +194,7 @@ def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
         assert talk.histories.resume("alice", talk.fed, CAPACITY).tier is None
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_what_has_no_room_is_computed_again(name: str) -> None:
     with attach(small(name), 0.4) as kv, plain(kv, Recompute) as recompute:
@@ -207,6 +215,7 @@ def test_a_turn_writes_its_own_rows_alone() -> None:
         assert len(parts) > len(before)
 
 
+@pytest.mark.tokens
 def test_a_cache_that_stayed_grows_into_a_larger_one() -> None:
     with attach(Streaming(sinks=2), 0.4) as kv:
         wanted, histories = lasting(kv), DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))

@@ -48,6 +48,7 @@ def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
         assert torch.equal(logits, engine.prefill(whole, prompt(5, seed=1)))
 
 
+@pytest.mark.tokens
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("ahead", [False, True])
@@ -99,6 +100,7 @@ def test_whoever_needs_all_layers_waits_for_all(use: str) -> None:
         assert all(torch.equal(new["k0"][:, :, :40], old["k0"]) for new, old in zip(found, contents, strict=True))
 
 
+@pytest.mark.tokens
 def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
@@ -130,6 +132,7 @@ def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkey
         histories.close()
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(("method", "budget"), [(Full(), None), (Streaming(sinks=2), 0.4)])
 def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budget: Any, tmp_path: Path) -> None:
     with attach(method, budget) as kv, plain(kv, Recompute) as recompute:
@@ -153,6 +156,7 @@ def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budge
         histories.close()
 
 
+@pytest.mark.tokens
 def test_what_was_loaded_ahead_is_what_the_next_turn_takes() -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))

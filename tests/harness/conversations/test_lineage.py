@@ -31,6 +31,7 @@ def test_another_calibration_is_another_fingerprint() -> None:
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", [Full(), H2O()], ids=["full", "h2o"])
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_another_run_computes_a_text_that_was_cut_here(method: Any, sinks: int, tmp_path: Path) -> None:

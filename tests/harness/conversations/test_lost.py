@@ -48,6 +48,7 @@ def failing(kv: Attachment, folder: Path, **how: Any) -> StoredHistories:
     return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, **how)
 
 
+@pytest.mark.tokens
 @walked
 def test_a_full_disk_changes_no_answer_or_the_turn_says_so(name: str, tmp_path: Path) -> None:
     """A recomputation in one prefill is a sound one for Full alone: other methods choose anew, or have read their
@@ -102,6 +103,7 @@ def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatabl
         assert not Cut(kv).repeatable
 
 
+@pytest.mark.tokens
 def test_a_lost_turn_ends_the_run_where_that_was_asked_for(tmp_path: Path) -> None:
     with attach(small("pqcache"), 0.4) as kv:
         lost = rf"alice \({LENGTHS[0] + NEW - 1} tokens\) is lost, for the disk is full"
@@ -127,6 +129,7 @@ def removed(store: HistoryStore) -> None:
     store.contents.disk.folder.rename(store.contents.disk.folder.with_suffix(".gone"))
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("fault", [damaged, removed])
 @pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
 def test_what_is_found_out_in_the_midst_of_a_turn(

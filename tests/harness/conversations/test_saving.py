@@ -88,6 +88,7 @@ def contents(histories: StoredHistories) -> list[tuple[str, tuple[int, ...], int
     ]
 
 
+@pytest.mark.tokens
 @devices
 @pytest.mark.parametrize(
     ("name", "how"),
@@ -147,6 +148,7 @@ def test_rows_of_the_prompt_leave_before_the_turn_ends(monkeypatch: pytest.Monke
         histories.close()
 
 
+@pytest.mark.tokens
 def test_a_turn_begins_while_the_one_before_is_saved(monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
     """Its last layer waits for the last one saved, and for no other."""
     with attach(Full(), None) as kv:
@@ -216,6 +218,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(("name", "failing"), [("full", 1), ("full", 4), ("snapkv", 2)])
 def test_an_error_of_the_thread_costs_the_hit(
@@ -246,6 +249,7 @@ def test_an_error_of_the_thread_costs_the_hit(
         assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.tokens
 def test_an_error_that_the_next_turn_meets_first_costs_the_hit(monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
@@ -261,6 +265,7 @@ def test_an_error_that_the_next_turn_meets_first_costs_the_hit(monkeypatch: pyte
         histories.close()
 
 
+@pytest.mark.tokens
 def test_what_was_begun_ahead_is_left_where_the_store_has_lost_the_session() -> None:
     """Between the prefill and the end of the turn: then all rows are saved."""
     with attach(Full(), None) as kv:

@@ -50,6 +50,7 @@ def own_tokens(method: Method, budget: float = 0.3, context: int | None = None) 
     return made.tokens[0]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     "method",
     [Oracle(sinks=2), SnapKV(window=4, kernel=3), SnapKV(window=4, kernel=3, select_per="query_head")],
@@ -62,6 +63,7 @@ def test_dropped_generated_tokens_are_not_among_those_it_read(method: Method) ->
     assert own.tokens == exact.tokens
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", METHODS, ids=names)
 @pytest.mark.parametrize("context", [LENGTH, LENGTH - 20])
 def test_following_changes_no_token_of_any_method(method: Method, context: int) -> None:
@@ -73,6 +75,7 @@ def test_following_changes_no_token_of_any_method(method: Method, context: int) 
     assert all(0 <= share <= 1 for row in [*found.held, *found.mass] for share in row)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", METHODS, ids=names)
 def test_one_prefill_gives_the_answers_of_several(method: Method) -> None:
     with attached(tiny("llama"), method, budget=0.3, calibration=CALIBRATION) as kv:
@@ -83,6 +86,7 @@ def test_one_prefill_gives_the_answers_of_several(method: Method) -> None:
     assert len(longer.tokens) == NEW + 2
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", [m for m in METHODS if m.dense_prefill], ids=lambda m: type(m).__name__)
 def test_reading_all_is_full(method: Method) -> None:
     full = own_tokens(Full())
@@ -90,18 +94,21 @@ def test_reading_all_is_full(method: Method) -> None:
     assert replayed(method, "needle", needle=range(LENGTH)).tokens == full
 
 
+@pytest.mark.tokens
 def test_exact_attention_over_what_it_read_is_oracle_itself() -> None:
     oracle = Oracle(sinks=0, recent_ratio=0.0)
     assert own_tokens(oracle, 0.1) != own_tokens(Full())
     assert replayed(oracle, "exact", 0.1).tokens == own_tokens(oracle, 0.1)
 
 
+@pytest.mark.tokens
 def test_exact_attention_undoes_what_streaming_does_to_positions() -> None:
     moved, still = Streaming(positions="cache"), Streaming(positions="original")
     assert own_tokens(moved, 0.1) != own_tokens(still, 0.1)
     assert replayed(moved, "exact", 0.1).tokens == own_tokens(still, 0.1)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", [Quest(dense_layers=[]), SnapKV(select_per="query_head")], ids=["quest", "snapkv"])
 def test_query_heads_that_choose_for_themselves_are_followed_one_by_one(method: Method) -> None:
     """The union of a group would give each of them more than it read."""

@@ -87,6 +87,7 @@ def test_a_union_is_never_less_than_what_was_attended() -> None:
     assert made.measured["union_prompt"] == made.measured["attended_prompt"]
 
 
+@pytest.mark.tokens
 def test_each_sequence_of_a_batch_stops_for_itself() -> None:
     ids = prompt(30, batch=3)
     with attached(tiny("llama"), Full()) as kv:
@@ -102,6 +103,7 @@ def test_each_sequence_of_a_batch_stops_for_itself() -> None:
     assert len(made.token_s) == 8
 
 
+@pytest.mark.tokens
 def test_protocol_context_with_a_full_budget_is_the_same_text() -> None:
     ids = prompt(64)
     with attached(tiny("qwen3"), PQ, budget=1.0) as kv:

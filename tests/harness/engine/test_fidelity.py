@@ -74,6 +74,7 @@ def test_kl_and_first_difference_are_those_of_fulls_logits() -> None:
     assert report["first_difference"] == (differ[0] if differ else None)
 
 
+@pytest.mark.tokens
 def test_watching_changes_no_token_and_no_bytes() -> None:
     with attached(tiny("llama"), PQ, budget=0.2) as kv:
         plain = Engine(kv).generate(prompt(90, batch=2), max_new_tokens=8)

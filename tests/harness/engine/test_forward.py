@@ -64,6 +64,7 @@ def test_a_model_that_was_converted_later_is_refused() -> None:
             engine.generate(prompt(30), max_new_tokens=2)
 
 
+@pytest.mark.tokens
 def test_a_refused_model_runs_its_own_forward() -> None:
     plain, hooked = tiny("qwen2"), deepcopy(tiny("qwen2"))
     seen = []

@@ -61,6 +61,7 @@ def by_engine(kv: Attachment, turns: Sequence[int] = TURNS, batch: int = 1) -> l
     return answers
 
 
+@pytest.mark.tokens
 @walked
 def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
     with attach(small(name), 0.4) as kv:
@@ -75,6 +76,7 @@ def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
     assert not small(name).uses_budget or read < 0.65 * 3 * whole
 
 
+@pytest.mark.tokens
 @walked
 def test_a_full_budget_gives_the_turns_of_plain_generate(name: str) -> None:
     model = tiny("llama")
@@ -83,6 +85,7 @@ def test_a_full_budget_gives_the_turns_of_plain_generate(name: str) -> None:
         assert conversation(model, kv.cache(capacity=CAPACITY)) == plain
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["snapkv", "pqcache"])
 def test_turns_of_a_batch(name: str) -> None:
     with attach(small(name), 0.4) as kv:
@@ -90,6 +93,7 @@ def test_turns_of_a_batch(name: str) -> None:
         assert conversation(kv.model, cache, batch=3) == by_engine(kv, batch=3)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("chunk", [9, 24])
 def test_a_prefill_in_chunks_is_one_turn(chunk: int) -> None:
     with attach(small("snapkv"), 0.4) as kv:

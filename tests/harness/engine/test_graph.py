@@ -47,6 +47,7 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
         return engine.generate(ids, max_new_tokens=9, **how), engine
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("context", [None, 74])
 @walked
@@ -84,6 +85,7 @@ def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[lis
     return turns, engine
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("new", [1, 2, 3, 6])
 @walked
 def test_a_further_turn_is_captured_anew(name: str, new: int) -> None:
@@ -122,6 +124,7 @@ class FailsAt:
         raise RuntimeError("behind the last layer")
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @walked
 def test_where_capturing_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
@@ -151,6 +154,7 @@ def test_an_interrupt_while_capturing_leaves_the_cache_as_it_was() -> None:
     assert cache.layers[0].attended.generated == 1
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("architecture", BY_BLOCKS)
 def test_every_architecture_can_be_captured(architecture: str) -> None:
     ids = prompt(70)
@@ -161,6 +165,7 @@ def test_every_architecture_can_be_captured(architecture: str) -> None:
     assert got.tokens == wanted.tokens
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).encodes])
 def test_steps_over_codes_are_captured(name: str) -> None:
     codec, calibration = IntCodec(bits=4, group=8), prompt(64, seed=9)
@@ -263,6 +268,7 @@ class EveryOther(OracleRead):
 class Declared(EveryOther, capturable=True): ...
 
 
+@pytest.mark.tokens
 def test_a_newcomers_layer_is_captured_only_if_its_own_class_says_so() -> None:
     """What a ready-made layer can do says nothing of a subclass."""
 
@@ -287,6 +293,7 @@ def test_a_newcomers_layer_is_captured_only_if_its_own_class_says_so() -> None:
     assert claimed.capture_s is not None
 
 
+@pytest.mark.tokens
 def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
     ids = prompt(40)
     with attach(Full(), None) as kv:
@@ -315,6 +322,7 @@ def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
     assert counters.tensor(3, device).tolist() == [3]
 
 
+@pytest.mark.tokens
 def test_every_example_is_captured_and_not_the_first_alone() -> None:
     """A pool whose last graph has gone cannot be opened again while a workspace lies in it: an anchor keeps it open."""
     with attach(capturable("snapkv"), 0.5) as kv, fake_cuda.installed():

@@ -26,6 +26,7 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
     return out[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [None, 1, 13])
 def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> None:
@@ -35,6 +36,7 @@ def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> No
     assert ours == generated(model, ids)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_users_own_generate_runs_through_the_method(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(40)
@@ -46,6 +48,7 @@ def test_the_users_own_generate_runs_through_the_method(architecture: str) -> No
     assert through == generated(model, ids)
 
 
+@pytest.mark.tokens
 def test_the_model_is_restored_also_after_an_exception() -> None:
     model, ids = tiny("llama"), prompt(20)
     before = generated(model, ids)

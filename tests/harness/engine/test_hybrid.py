@@ -38,6 +38,7 @@ def answer(kv: Attachment, length: int, chunk: int | None = None, graphs: Any = 
     return Engine(kv, prefill_chunk=chunk, graphs=graphs).generate(prompt(length), max_new_tokens=new)
 
 
+@pytest.mark.tokens
 @hybrid
 @pytest.mark.parametrize("length", [1, WINDOW - NEW, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5])
 @pytest.mark.parametrize("chunk", [None, 7, WINDOW + 3])
@@ -69,6 +70,7 @@ def test_they_run_their_own_forward_and_say_why(architecture: str) -> None:
     assert ("GELU" if architecture == "gemma3_text" else "experts") in reason
 
 
+@pytest.mark.tokens
 @hybrid
 @torch.inference_mode()
 def test_questions_on_one_sealed_context_get_what_they_get_alone(architecture: str) -> None:
@@ -86,6 +88,7 @@ def test_questions_on_one_sealed_context_get_what_they_get_alone(architecture: s
             assert engine.complete(cache, None, question, began=0.0, max_new_tokens=NEW).tokens == wanted
 
 
+@pytest.mark.tokens
 @hybrid
 def test_turns_are_generates(architecture: str) -> None:
     model = tiny(architecture)
@@ -116,6 +119,7 @@ def test_a_short_text_reserves_no_more_than_its_own_room(architecture: str) -> N
     assert footprint(layers)["device"] == len(layers) * 9 * ROW
 
 
+@pytest.mark.tokens
 @hybrid
 @pytest.mark.parametrize("budget", [1.0, 0.2])
 def test_fidelity_measures_the_layers_of_the_method(architecture: str, budget: float) -> None:
@@ -136,6 +140,7 @@ def test_fidelity_measures_the_layers_of_the_method(architecture: str, budget: f
         assert found["kl"] > 1e-3
 
 
+@pytest.mark.tokens
 def test_layers_without_a_rotation_have_the_identity() -> None:
     model = other("smollm3", no_rope_layers=[1, 0, 1])
     wanted = generated(model, prompt(50))
@@ -149,6 +154,7 @@ def test_layers_without_a_rotation_have_the_identity() -> None:
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "num_hidden_layers": 4}
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(("architecture", "more"), [("qwen2", QWEN), ("mistral", {"sliding_window": WINDOW})])
 @pytest.mark.parametrize("chunk", [None, 9])
 @pytest.mark.parametrize("graphs", [False, True])

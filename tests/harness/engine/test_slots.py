@@ -87,6 +87,7 @@ def engine_of(kv: Attachment, **how: Any) -> Engine:
     return Engine(kv, prefill_chunk=None if not kv.method.dense_prefill else 40, **how)
 
 
+@pytest.mark.tokens
 @walked
 def test_each_gets_what_it_gets_alone(name: str) -> None:
     """By blocks and by the model's own forward."""
@@ -98,6 +99,7 @@ def test_each_gets_what_it_gets_alone(name: str) -> None:
         assert_the_same(together(engine), wanted)
 
 
+@pytest.mark.tokens
 @walked
 def test_captured_steps_are_the_same(name: str) -> None:
     """What a method refuses alone it refuses here, for the same reason."""
@@ -110,6 +112,7 @@ def test_captured_steps_are_the_same(name: str) -> None:
     assert_the_same(made, wanted)
 
 
+@pytest.mark.tokens
 @walked
 def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     with attach(small(name), 0.5) as kv:
@@ -119,6 +122,7 @@ def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     assert all(one.question_s for one in made)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_steps_in_slots(architecture: str) -> None:
     with attach(small("pqcache"), 0.5, architecture, placement="host") as kv:
@@ -126,6 +130,7 @@ def test_every_architecture_steps_in_slots(architecture: str) -> None:
         assert_the_same(together(engine), alone(engine))
 
 
+@pytest.mark.tokens
 def test_caches_of_several_sequences_take_as_many_rows() -> None:
     with attached(tiny("llama"), Full()) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
@@ -137,6 +142,7 @@ def test_caches_of_several_sequences_take_as_many_rows() -> None:
     assert [slot.out.tokens for slot in slots] == wanted
 
 
+@pytest.mark.tokens
 def test_a_step_that_one_slot_refuses_runs_plain_and_says_why() -> None:
     """Until that slot has left. Caches of several attachments may run together."""
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv, use_backend("torch"):
@@ -155,6 +161,7 @@ def test_a_step_that_one_slot_refuses_runs_plain_and_says_why() -> None:
     assert slot.out.tokens == wanted.tokens
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("make", [sampled, forced], ids=["sampled", "forced"])
 def test_each_slot_picks_its_own_tokens(make: Callable[[int], Sampler]) -> None:
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
@@ -169,6 +176,7 @@ def test_each_slot_picks_its_own_tokens(make: Callable[[int], Sampler]) -> None:
         assert slot.out.nll is None or slot.out.nll == pytest.approx(one.nll)
 
 
+@pytest.mark.tokens
 def test_fidelity_is_each_slot_s_own() -> None:
     with attach(ORACLE, 0.3) as kv:
         engine = engine_of(kv, fidelity=2)
@@ -215,6 +223,7 @@ def test_a_cache_is_freed_once_its_slot_has_left(count: int) -> None:
         assert cache() is None
 
 
+@pytest.mark.tokens
 def test_one_that_leaves_early_says_so_and_the_others_go_on() -> None:
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))

@@ -70,6 +70,7 @@ def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> N
     assert "segment_attention" in names_in(made.full_folder / PROFILE)
 
 
+@pytest.mark.tokens
 def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
     plain, traced = run(tmp_path, fidelity=1), run(tmp_path, fidelity=1, trace="on")
     assert plain.folder != traced.folder
@@ -81,6 +82,7 @@ def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
     assert not (plain.folder / PROFILE).exists()
 
 
+@pytest.mark.tokens
 def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
     first = run(tmp_path, trace="on")
     lines = (first.folder / "examples.jsonl").read_bytes().splitlines(keepends=True)

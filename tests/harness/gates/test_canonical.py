@@ -54,6 +54,7 @@ def passed(subject: Subject, known: Mapping[str, Any]) -> dict[str, bool]:
     return {one.name: one.passed for one in verdicts(subject, known, SMALL)}
 
 
+@pytest.mark.tokens
 @pytest.mark.slow
 def test_the_same_machine_passes_and_a_broken_model_fails(known: dict[str, Any], tmp_path: Path) -> None:
     assert passed(Subject(SmolLM2(), tmp_path / "same"), known) == {"score": True, "tokens": True, "text": True}
@@ -61,6 +62,7 @@ def test_the_same_machine_passes_and_a_broken_model_fails(known: dict[str, Any],
     assert found == {"score": False, "tokens": True, "text": False}  # transformers runs the same broken model
 
 
+@pytest.mark.tokens
 def test_an_engine_that_picks_other_tokens_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = SameTokens("tokens", ("method=full", *TASK_ARGS, "warmup=0"), "look at the engine", prompts=2)
     known = measured(Subject(MODEL, tmp_path / "known"), [check])
@@ -120,6 +122,7 @@ def test_every_check_has_its_expectation() -> None:
         assert check.advice
 
 
+@pytest.mark.tokens
 @pytest.mark.slow
 def test_this_machine_is_right(tmp_path: Path) -> None:
     assert all(one.passed for one in verdicts(Subject(SmolLM2(), tmp_path), expected()))

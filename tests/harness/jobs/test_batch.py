@@ -71,6 +71,7 @@ def records(made: Evaluation) -> dict[str, Record]:
     return {record.id: record for record in made.records}
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     "changes",
     [
@@ -141,6 +142,7 @@ def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.
     assert max(held) == batch - 1
 
 
+@pytest.mark.tokens
 def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path / "whole", batch=3)
     real, calls = runner_module.Runner.record, []

@@ -50,6 +50,7 @@ def talked(folder: Path, method: Method, **changes: Any) -> Evaluation:
     return run(folder, method, TALKS, **{"protocol": "prompt", "baseline": "off", "warmup": 0} | changes)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str) -> None:
     stayed = talked(tmp_path, Full(), protocol=protocol)
@@ -71,6 +72,7 @@ def test_a_tier_that_holds_no_conversation_is_refused(tmp_path: Path, method: Me
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.tokens
 def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
     stayed = talked(tmp_path, H2O())
     for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
@@ -86,6 +88,7 @@ def test_a_context_that_is_sealed_anew_in_every_turn_is_said_to_be(
         assert capsys.readouterr().err.count("history=store seals each later turn anew") == said
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_given_reply_is_read_behind_what_was_stored(tmp_path: Path, protocol: str) -> None:
     made = [
@@ -191,6 +194,7 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     assert meanings()["X"] in text
 
 
+@pytest.mark.tokens
 @pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
 def test_a_full_disk_ends_a_run_that_may_lose_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples that were complete stay, and the same command goes on when there is room."""

@@ -93,6 +93,7 @@ def test_scbench_runs_in_both_modes(tmp_path: Path, changes: dict[str, Any]) -> 
         assert {record.unit for record in made.records} == {"scbench_kv/0", "scbench_kv/1"}
 
 
+@pytest.mark.tokens
 def test_given_replies_are_the_same_with_a_store(tmp_path: Path) -> None:
     """What is put back behind an answer is what the store keeps."""
     task = Multiturn(**SHORT, replies="given", max_new_tokens=4)

@@ -39,6 +39,7 @@ def turns(made: Evaluation) -> list[list[Reply]]:
     return [list(record.turns or ()) for record in made.records]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("sinks", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_stored_history_is_cut_as_one_on_the_device(tmp_path: Path, sinks: int) -> None:
     stayed = talked(tmp_path, sinks=sinks)
@@ -48,6 +49,7 @@ def test_a_stored_history_is_cut_as_one_on_the_device(tmp_path: Path, sinks: int
         assert [one.dropped_tokens for one in turns(made)[0]] == [one.dropped_tokens for one in turns(stayed)[0]]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", pytest.param("context", marks=pytest.mark.slow)])
 def test_truncated_text_is_computed_again_wherever_its_cache_was(tmp_path: Path, protocol: str) -> None:
     again = said(talked(tmp_path, history="recompute", protocol=protocol))
@@ -56,6 +58,7 @@ def test_truncated_text_is_computed_again_wherever_its_cache_was(tmp_path: Path,
     assert said(talked(tmp_path, protocol=protocol)) != again
 
 
+@pytest.mark.tokens
 def test_the_three_ways_differ_behind_the_overflow_alone(tmp_path: Path) -> None:
     ways = ("truncate_cache", "truncate_tokens", "truncate_rotated")
     cache, tokens, rotated = (said(talked(tmp_path, by=by)) for by in ways)
@@ -78,6 +81,7 @@ def test_records_say_what_left_and_what_was_read(tmp_path: Path, monkeypatch: py
     assert sum(tokens > 200 for tokens in prefills) == 2 + 4
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("method", [H2O(), pytest.param(Streaming(), marks=pytest.mark.slow)], ids=["H2O", "Streaming"])
 def test_what_a_method_kept_goes_on_together(tmp_path: Path, method: Method) -> None:
     """It holds less than would stay: none of it leaves, and the gaps close."""

@@ -34,6 +34,7 @@ from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.results.files import read_json
 from harness.results.store import load as load_run
+from harness.terminal.notices import say_once
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
@@ -72,6 +73,7 @@ def seen(made: Generation) -> dict[str, Any]:
     return {"tokens": made.tokens, "fidelity": made.fidelity} | reads | traffic
 
 
+@pytest.mark.tokens
 @walked
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement: str) -> None:
@@ -83,6 +85,7 @@ def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement
         assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("architecture", HYBRID)
 @pytest.mark.parametrize("name", ["full", "quest"])
 def test_windows_of_the_models_own_go_back_as_well(name: str, architecture: str) -> None:
@@ -101,6 +104,7 @@ STATEFUL: dict[str, dict[str, Any]] = {  # methods whose steps leave more behind
 }
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("reuse_steps", [0, 2])
 def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> None:
@@ -111,6 +115,7 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
         assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["pqcache", "sparq"])
 def test_pools_on_a_disk_and_under_a_codec_go_back(name: str, tmp_path: Path) -> None:
     method, codec = small(name), IntCodec(bits=4, group=16)
@@ -119,6 +124,7 @@ def test_pools_on_a_disk_and_under_a_codec_go_back(name: str, tmp_path: Path) ->
         assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infllm", "pqcache"])
 def test_steps_are_captured_anew_for_each_question(name: str) -> None:
     with attach(small(name), 0.4) as kv, use_backend("torch"):
@@ -128,6 +134,7 @@ def test_steps_are_captured_anew_for_each_question(name: str) -> None:
         assert all(one.capture_s for one in made)
 
 
+@pytest.mark.tokens
 def test_fidelity_is_measured_for_each_question_by_itself() -> None:
     with attach(small("pqcache"), 0.4) as kv:
         engine = Engine(kv, fidelity=2)
@@ -210,6 +217,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("how", [{}, {"batch": 2}, {"shared_prefill": True}, {"prefill_chunk": 100}], ids=str)
 def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
@@ -259,6 +267,7 @@ def test_a_context_is_the_same_to_its_last_token() -> None:
     assert groups == [["a", "another question"], ["another end"], ["no question"], ["nor this"], ["shorter"]]
 
 
+@pytest.mark.tokens
 def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path, questions="shared")
     lines = whole.folder / "examples.jsonl"
@@ -274,6 +283,7 @@ def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
 def test_where_no_context_has_two_questions_the_run_is_the_plain_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    say_once.cache_clear()
     plain = run(tmp_path, task=niah(depths=2))
     shared = run(tmp_path, task=niah(depths=2), questions="shared")
     assert shared.folder == plain.folder
@@ -285,6 +295,7 @@ def test_questions_are_shared_under_protocol_context_alone() -> None:
         Settings(questions="shared")
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: str) -> None:
     """What a turn is fed, as one prompt, gives its answer where everything is read."""
@@ -304,6 +315,7 @@ def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: s
             assert turn.data["asked"] == 0
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_conversation_beside_another_is_as_alone(tmp_path: Path, protocol: str) -> None:
     task = Balances(talks=True)
@@ -328,6 +340,7 @@ class Given(Balances):
             yield replace(one, further=tuple(turns), max_new_tokens=self.new)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, protocol: str) -> None:
     """What was said in the record, and what the next turn read: the reply, as one prompt with all before it."""
@@ -344,6 +357,7 @@ def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, prot
             assert wanted.tokens == [turn.tokens]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 @pytest.mark.parametrize("method", [PQ, SnapKV(), H2O()], ids=lambda method: type(method).__name__)
 def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Method, protocol: str) -> None:
@@ -357,6 +371,7 @@ def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Meth
             assert mine.history_tokens == their.history_tokens
 
 
+@pytest.mark.tokens
 def test_the_record_of_a_conversation_is_that_of_its_turns(tmp_path: Path) -> None:
     made = run(tmp_path, PQ, Balances(talks=True), protocol="prompt")
     record = made.records[0]
@@ -378,6 +393,7 @@ def test_what_follows_one_turn_is_refused_for_several(tmp_path: Path) -> None:
             run(tmp_path, PQ, Balances(talks=True), **changes)
 
 
+@pytest.mark.tokens
 def test_a_conversation_is_shown_and_scored_again_turn_by_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.tokens
 def test_a_cache_on_the_device_reports_its_hits(tmp_path: Path) -> None:
     plain = run(tmp_path, budget=0.2, placement="host", baseline="off")
     cached = replace(PQ, cache_tokens=160, cache_block=16)
@@ -108,6 +109,7 @@ def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path, shared: bool)
     assert reused.summary["full"]["mean"] == full.summary["score"]["mean"]
 
 
+@pytest.mark.tokens
 def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
     full = run(tmp_path, Full())
     for method in (PQ, STREAMING):
@@ -115,6 +117,7 @@ def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
         assert [record.tokens for record in made.records] == [record.tokens for record in full.records]
 
 
+@pytest.mark.tokens
 @both
 @pytest.mark.parametrize("damage", ["", '{"id": "half a li'])
 def test_an_error_in_the_middle_loses_and_repeats_nothing(
@@ -139,6 +142,7 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(
     assert without_times(run(tmp_path / "torn", baseline="off", shared_prefill=shared)) == without_times(whole)
 
 
+@pytest.mark.tokens
 def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path) -> None:
     """A run that goes on uses its first session's fit; the numbers as a parameter repeat the run."""
     auto = replace(PQ, iterations="auto")
@@ -198,6 +202,7 @@ def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
         assert record.question_s
 
 
+@pytest.mark.tokens
 def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
     from harness.config.settings import GenerationSettings
 

@@ -32,6 +32,7 @@ def settings(root: Path, **changes: object) -> Settings:
     return Settings(results=Results(root=str(root)), progress=False, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
     task = niah(depths=2, needle="passkey")
@@ -56,6 +57,7 @@ def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
         assert shared.folder != alone.folder
 
 
+@pytest.mark.tokens
 def test_batches_share_a_prefill_too(tmp_path: Path) -> None:
     task = niah(needle="passkey")
     one, two = (
@@ -66,6 +68,7 @@ def test_batches_share_a_prefill_too(tmp_path: Path) -> None:
     assert [record.tokens for record in one.records] == [record.tokens for record in two.records]
 
 
+@pytest.mark.tokens
 def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     """It is the run that it would be alone, with its times, held against the Full of the sweep."""
     task = niah(depths=2)
@@ -86,6 +89,7 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
 # the same in both modes:
 
 
+@pytest.mark.tokens
 @both
 def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: bool) -> None:
     task = niah(depths=4)

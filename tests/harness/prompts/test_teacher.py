@@ -49,6 +49,7 @@ def dense_nll(model: Any, ids: torch.Tensor, context: int) -> float:
     return torch.nn.functional.cross_entropy(logits, ids[0, context:]).item()
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_fulls_likelihood_is_that_of_one_forward(chunk: int | None) -> None:
     ids = prompt(100)
@@ -125,6 +126,7 @@ class Line(Task):
         return Score(0.0)
 
 
+@pytest.mark.tokens
 def test_a_run_never_picks_an_end_before_the_least_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(results=Results(str(tmp_path)), progress=False, baseline="off")
     (free,) = evaluate(Full(), Line(0), MODEL, replace(settings, seed=1)).records

@@ -96,6 +96,7 @@ def test_an_answer_of_one_token_takes_no_slot_further() -> None:
     assert [one.token_s for one in made.values()] == [pytest.approx([1.0]), pytest.approx([2.0])]
 
 
+@pytest.mark.tokens
 def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
     """b's 30 tokens come in three chunks while a answers."""
     sessions = session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2))
@@ -111,6 +112,7 @@ def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
         assert answer.tokens == shared[key].tokens
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("kind", [recompute, device_prefix, store])
 @pytest.mark.parametrize("method", [Full(), SnapKV(window=4, kernel=3)], ids=["full", "snapkv"])
 def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method) -> None:
@@ -171,6 +173,7 @@ def test_histories_hear_of_each_turn_that_waits() -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.tokens
 def test_the_next_turn_in_the_queue_loads_ahead() -> None:
     """Each one that had to wait is opened before it has a slot, once, with the text that it then asks for."""
     opened: list[tuple[str, list[int]]] = []

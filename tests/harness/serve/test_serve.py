@@ -41,6 +41,7 @@ def turns(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return {(line["session"], line["turn"]): line for line in lines}
 
 
+@pytest.mark.tokens
 def test_every_history_says_the_same_and_all_figures_are_written(serve: Serve, tmp_path: Path) -> None:
     words = ("task=talks", "method=full", "history=store,recompute,device_prefix", "rate=50", "think_s=0.01")
     code, out, err = serve(*words, "store.block_tokens=16")
@@ -75,6 +76,7 @@ def _folders(out: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(file.parent, json.loads(file.read_text())) for file in sorted(out.glob("*/serving.json"))]
 
 
+@pytest.mark.tokens
 def test_a_finished_run_is_not_made_again_and_a_trace_is_replayed(serve: Serve, tmp_path: Path) -> None:
     stored = ("method=full", "history=store")
     first = (*stored, "rate=50", "task=talks", "task.conversations=2", "think_s=0.01")
