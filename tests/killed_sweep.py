@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hydra.core.config_store import ConfigStore
 
-import harness.__main__ as command
+from harness.commands import run as command
 from harness.config.overrides import read
 from harness.config.settings import RunConfig
 from harness.results.store import load

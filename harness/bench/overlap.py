@@ -181,6 +181,8 @@ def table(rows: Sequence[output.Row]) -> list[Column]:
 @torch.inference_mode()
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
+    if not (options.tokens or options.prompts):
+        raise ValueError("There is nothing to measure: give --tokens or --prompts a length.")
     source = models.source(options.shape)
     loaded = source.load(options.dtype, options.device)
     longest = max([*(tokens + options.new for tokens in options.tokens), *options.prompts])
@@ -224,13 +226,13 @@ def _measure(report: output.Report, measured: Measured, rounds: int) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overlap", description=__doc__)
-    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096], help="lengths of the history")
+    made.add_argument("--tokens", nargs="*", type=arguments.count, default=[4096], help="lengths of the history")
     made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
     made.add_argument(
         "--beside", type=arguments.count, default=256, help="tokens of the job before a turn, behind a save"
     )
     made.add_argument(
-        "--prompts", nargs="+", type=arguments.count, default=[1024, 1312, 1600], help="lengths of a turn's prompt"
+        "--prompts", nargs="*", type=arguments.count, default=[1024, 1312, 1600], help="lengths of a turn's prompt"
     )
     made.add_argument("--steps", type=arguments.count, default=20, help="tokens that such a turn decodes")
     made.add_argument(

@@ -71,6 +71,7 @@ OTHERS: dict[str, Other] = {
     "store.copies": Other(True, ON_DISK),
     "store.io_threads": Other(1, STORE),
     "store.write_buffer": Other("1MB", STORE),
+    "store.lost": Other("fail", STORE),
     "overflow.window": Other(90),
     "overflow.by": Other("truncate_tokens", WINDOW),
     "overflow.ratio": Other(0.25, WINDOW),

@@ -24,7 +24,7 @@ from methods.sparq import SparQ
 from methods.streaming import Streaming
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 from tests.methods.test_contract import NAMES, small
-from tests.methods.test_costs import measured, method_of
+from tests.methods.test_costs import assert_near, measured, method_of
 
 RHO = 0.2
 LENGTHS = [1316, 8192]
@@ -118,8 +118,7 @@ def test_costs_hold_and_no_more_is_read_than_the_paper_reads(name: str, placemen
         pytest.skip("keeps nothing on the host")
     budget = PaperBudget(0.2, count=method.paper_tokens)
     assert (budget.tokens(400, 0) > Budget(0.2).tokens(400, 0)) == (name != "rocketkv")
-    for real, formula in zip(*measured(method, budget, placement), strict=True):
-        assert real == pytest.approx(formula, rel=0.02)
+    assert_near(*measured(method, budget, placement))
 
 
 @pytest.mark.parametrize("rule", ["read", "paper"])

@@ -57,7 +57,7 @@ def measured(method: Method, budget: Budget, placement: Any, codec: Codec | None
 def assert_near(real: Cost, formula: Cost) -> None:
     """Within 2 %, in every tier."""
     assert real.held == pytest.approx(formula.held, rel=0.02)
-    assert real.measured["moved_bytes_per_step"] == pytest.approx(formula.moved_bytes_per_step, rel=0.02)
+    assert real.moved_bytes_per_step == pytest.approx(formula.moved_bytes_per_step, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,8 +108,8 @@ def test_what_moves_is_counted_in_both_ways() -> None:
     method = replace(method_of("sparq"), r=6, sinks=2, recent_ratio=0.5)  # type: ignore[type-var]
     real, formula = measured(method, Budget(80), "host")
     chosen, searched = 39, 400 - 2 - 39
-    assert real.measured["moved_bytes_per_step"] == 3 * 2 * 4 * (2 * 16 * chosen + 6 * searched)
-    assert formula.moved_bytes_per_step == real.measured["moved_bytes_per_step"]
+    assert real.moved_bytes_per_step == 3 * 2 * 4 * (2 * 16 * chosen + 6 * searched)
+    assert formula.moved_bytes_per_step == real.moved_bytes_per_step
 
 
 def plain(name: str) -> Any:
