@@ -459,7 +459,7 @@ def test_scripts_read_no_text_as_markup() -> None:
 def test_the_page_is_part_of_the_package() -> None:
     import tomllib
 
-    told = tomllib.loads((Path(report.__file__).parents[1] / "pyproject.toml").read_text())
+    told = tomllib.loads((Path(report.__file__).parents[2] / "pyproject.toml").read_text())
     patterns = told["tool"]["setuptools"]["package-data"]["*"]
     folder = Path(outputs.__file__).parent
     kinds = {f"*{file.suffix}" for file in folder.iterdir() if file.suffix not in (".py", "")}

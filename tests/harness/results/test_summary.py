@@ -15,7 +15,7 @@ from tests.fake_records import config, record, records, talk, turn
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
     "schema status method task model presets budget protocol placement codec dtype device batch seed num_examples "
-    "prompt_tokens score full prefills turns turns_ago "
+    "prompt_tokens score full prefills lost_turns turns turns_ago "
     "ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace triage "
     "simulated traced host_is_cpu warnings"
 )
@@ -208,7 +208,7 @@ def test_a_conversation_counts_turn_by_turn() -> None:
     third = turn(score=0.0, history_tokens=104, token_s=[0.3], hit_tier="disk", reused_tokens=103, load_s=0.1)
     row = summary([talk("a", first, second), talk("b", first, third)])
     assert row["score"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
-    unknown = {"reused_tokens": None, "new_tokens": None, **dict.fromkeys(HISTORY_S)}
+    unknown = dict.fromkeys(("reused_tokens", "new_tokens", "lost_turns", *HISTORY_S))
     assert row["turns"] == {
         "1": {"n": 2, "score": 1.0, "ci95": between(0.158, 1.0), "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
         "2": {"n": 2, "score": 0.25, "ci95": between(0.006, 0.888), "ttft_s": pytest.approx(0.2), "tokens": 114}
