@@ -440,6 +440,8 @@ def test_a_wrong_type_is_refused_in_a_sentence_that_names_file_record_and_field(
                 pytest.fail(f"{case} is read")
             said, tried = str(told.value), tried + 1
             assert file.name in said, case
+            if "this is not YAML (found invalid Unicode" in said:
+                continue  # half a character, which libyaml refuses before anybody reads a field
             whole = place[:-1] if place and isinstance(place[-1], int) else place  # of text or a list, the list is told
             assert shown(place) in said or shown(whole) in said, (case, said)
             assert re.search(r" (has .+ as .+, which should be|is .+, which should be|lacks) ", said), (case, said)
