@@ -1,1 +1,2 @@
-"""Tasks: prompts, references and scorers. This package knows text only, never torch, models or methods."""
+"""Defines tasks: their prompts, references and scorers. This package knows text alone, never torch, models or
+methods."""

@@ -1,8 +1,8 @@
-"""The contract of a task: examples made of text, and a pure score.
+"""Defines what a task is: examples made of text, and a pure score.
 
-A task is one frozen dataclass (its hyper-parameters, all of them listed in `conf/task/NAME.yaml`) with two
-methods. It never sees a tokenizer object, a tensor or a model: lengths are asked of a `TextTools`, files
-looked for below a data root, both handed over in a `TaskEnv`.
+A task is one frozen dataclass with two methods; its fields are its parameters, and `conf/task/NAME.yaml` lists all of
+them. It never sees a tokenizer object, a tensor or a model. A `TaskEnv` hands it what it needs: a `TextTools` to ask
+for lengths, and a data root to look for files in.
 """
 
 from __future__ import annotations
@@ -13,84 +13,86 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-NO_DATA_ROOT = "(none is set)"  # in errors; who knows how one is named says so
+NO_DATA_ROOT = "(none is set)"  # stands in errors where no data root is set; callers that know how to set one say so
 
 
 class TaskError(ValueError):
-    """What a user asked of a task cannot be done; the message says what to do instead."""
+    """Says that a task cannot do what the user asked of it, and what to do instead."""
 
 
 class TextTools(Protocol):
-    """What a task may know of the model's tokenizer and chat template."""
+    """Lists what a task may know of the model's tokenizer and chat template."""
 
     @property
     def fingerprint(self) -> str:
-        """Names tokenizer and template: part of the key under which generated data is cached."""
+        """Name tokenizer and chat template, for the key under which generated data are cached."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, no special tokens added."""
+        """Return the token ids of `text`, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens skipped."""
+        """Return the text of `ids`, without special tokens."""
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        """Tokens of the whole prompt: template around `user`, then `prefix`; without a BOS that the tokenizer adds."""
+        """Count the tokens of the whole prompt: the chat template around `user`, then `prefix`. A BOS that the
+        tokenizer adds does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnv:
-    """What a run lends to a task while the task makes its examples."""
+    """Holds what a run lends to a task while the task makes its examples."""
 
     text: TextTools
     seed: int
-    data_root: Path | None = None  # a folder with data sets, looked at first
-    cache_dir: Path | None = None  # generated data may be kept here, under a hash of everything that shapes it
-    window: int | None = None  # prompt + new tokens the model can take
+    data_root: Path | None = None  # a folder of data sets, searched before the hub
+    cache_dir: Path | None = None  # where generated data may be kept, under a hash of everything that shapes them
+    window: int | None = None  # the tokens that the model can take, prompt and answer together
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user says once an answer is there. The conversation so far stays as it was, in the model's own words
-    unless a `reply` takes their place."""
+    """Holds what the user says once there is an answer to the turn before. The conversation so far keeps the model's
+    own words unless a `reply` takes their place."""
 
     question: str
     references: tuple[str, ...]
-    prefix: str = ""  # first words of the answer
-    reply: str | None = None  # what the answer before this turn is taken to have been; None: what the model said
-    max_new_tokens: int | None = None  # None: the example's
-    data: Mapping[str, Any] = field(default_factory=dict)  # on top of the example's
+    prefix: str = ""  # the first words of the answer
+    reply: str | None = None  # what stands in place of the answer before this turn; None: the model's own words
+    max_new_tokens: int | None = None  # None: as many as the example has
+    data: Mapping[str, Any] = field(default_factory=dict)  # added to the example's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One prompt and what a right answer holds. The user turn is `context + question`, nothing between.
+    """Holds one prompt and what a right answer contains. The user turn is `context + question`, with nothing in
+    between.
 
-    `protocol=context` seals the KV cache after `context`; `protocol=prompt` after everything. Examples with the same
-    context are several questions on it, and `questions=shared` prefills it once. `further` makes a conversation of an
-    example; its score is the mean over its turns.
+    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything. Examples with the same
+    context are several questions about it, and `questions=shared` prefills it once. With `further` turns an example is
+    a conversation, and its score is the mean over its turns.
     """
 
-    id: str  # unique within the task, stable between runs
+    id: str  # unique within the task, and the same in every run
     group: str  # scores are averaged within a group first: "niah_single_1/4096", "qasper"
     context: str  # the long part
     question: str = ""  # what follows it in the same turn
-    prefix: str = ""  # first words of the answer, put after the assistant header
-    reply: str | None = None  # of a further turn, as there
+    prefix: str = ""  # the first words of the answer, put after the assistant header
+    reply: str | None = None  # what stands in place of the answer before this turn, as in `Turn`
     system: str = ""
     references: tuple[str, ...]
     max_new_tokens: int
-    min_new_tokens: int = 0  # no token that ends an answer is picked before
-    teacher_forced: bool = False  # feed the one reference, whatever the model says; its mean NLL (nats) is the output
-    chat: bool = True  # wrap in the chat template (LongBench: not for few-shot and code)
+    min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
+    teacher_forced: bool = False  # feed the one reference, whatever the model says; the output is its mean NLL in nats
+    chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
     stop: tuple[str, ...] = ()
-    max_prompt_tokens: int | None = None  # beyond so many, cut in the middle (LongBench's rule), before wrapping
+    max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
     data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
-    further: tuple[Turn, ...] = ()  # user turns behind the first
-    unit: str | None = None  # examples of one unit are not independent (one haystack): statistics count them as one
+    further: tuple[Turn, ...] = ()  # the user turns after the first
+    unit: str | None = None  # examples of one unit, as of one haystack, count as one in statistics
 
     @property
     def turns(self) -> tuple[Example, ...]:
-        """Each user turn as an example by itself: what its answer is scored by."""
+        """Return each user turn as an example of its own, by which its answer is scored."""
         first = replace(self, further=()) if self.further else self
         return (first, *(self._as_example(turn, number) for number, turn in enumerate(self.further, start=2)))
 
@@ -113,13 +115,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`value` in [0, 1] is the task's main number; `details` are further readings of the same output."""
+    """Holds the task's main number as `value`, from 0 to 1, and further readings of the same output as `details`."""
 
     value: float
     details: Mapping[str, float | str] = field(default_factory=dict)
 
 
-# What names of `Task.averages` do not say. Not in the tasks' modules: a word changed there would re-run results.
+# Says of `Task.averages` what their names do not. It stands here because a word changed in a task's own module would
+# make old runs of that task run again.
 AVERAGES = {
     "leading_digits_share": "of the numbers asked for, the share of digits that came out before the first wrong one",
     "weighted_rising": "mean over lengths with weights 1, 2, ... from the shortest to the longest",
@@ -131,36 +134,40 @@ AVERAGES = {
 
 
 class Task(ABC):
-    """Subclasses are frozen dataclasses; their defaults are the values of their yaml, which lists every field."""
+    """Makes examples and scores outputs. Subclasses are frozen dataclasses, and their yaml lists every field with its
+    default."""
 
-    version: ClassVar[str]  # goes up when prompts or scores change; old runs are then not resumed
-    metric: ClassVar[str]  # the name of the main number, as the field calls it
-    seeded: ClassVar[bool] = True  # False: the same examples whatever the seed
+    version: ClassVar[str]  # raised when prompts or scores change, so that old runs are not resumed
+    metric: ClassVar[str]  # what the field calls the main number
+    seeded: ClassVar[bool] = True  # False: the examples are the same whatever the seed
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
-        """Raise `TaskError` where data are missing: asked before a model is looked at, which takes longer."""
+        """Raise `TaskError` if data are missing. The caller asks before it looks at a model, which takes longer."""
 
     @property
     def fills(self) -> int | None:
-        """Tokens of the window that its conversations are made to outgrow (`overflow.window`); None: of none."""
+        """Say how many tokens of the window the conversations are made to outgrow (`overflow.window`); None: they are
+        not made for that."""
         return None
 
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        """All examples in a fixed order; raises `TaskError` where data or arguments cannot serve."""
+        """Yield all examples in a fixed order. Raises `TaskError` where data or arguments cannot serve."""
 
     @abstractmethod
     def score(self, example: Example, output: str) -> Score:
-        """Pure: the same arguments give the same score. Of a conversation, each turn by itself (`Example.turns`)."""
+        """Score one output. It is a pure function: the same arguments give the same score. A conversation is scored
+        turn by turn (`Example.turns`)."""
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Named averages; `mean`, the plain mean over `groups` (their means), is always there.
+        """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is always among them.
 
-        `details`: the means over examples of what `Score.details` holds as numbers.
+        details: the means over examples of the numbers in `Score.details`.
         """
         return {"mean": sum(groups.values()) / len(groups)} if groups else {}
 
     def provenance(self) -> dict[str, Any]:
-        """What the record must say of the data: source, revision, content hash. Filled once `examples` ran."""
+        """Return what a run records of the data: source, revision, content hash. It is complete once `examples` has
+        run."""
         return {}

@@ -1,10 +1,10 @@
-"""What a sample says of the mean of bounded values: Gaffke's bound, assuming nothing of how they are distributed.
+"""Bounds the mean of bounded values from a sample, whatever their distribution (Gaffke's bound).
 
-A sample stands for every mixture of its values and one more at `top`, in shares drawn evenly (Dirichlet); the bound
-is a quantile of the mixtures' means. Of values of 0 and 1 it is Clopper and Pearson's, and testing that a mean
-difference of such values is 0 is McNemar's exact test.
+A sample stands for every mixture of its values and one more value at `top`, with shares drawn evenly (Dirichlet); the
+bound is a quantile of the mixtures' means. For values of 0 and 1 it is Clopper and Pearson's interval, and testing
+whether a mean difference of such values is 0 is McNemar's exact test.
 
-Gaffke 2005; Learned-Miller and Thomas 2019 (arXiv:1905.06208); weights as of Fay and Feuer 1997.
+Gaffke 2005; Learned-Miller and Thomas 2019 (arXiv:1905.06208); weights as in Fay and Feuer 1997.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from scipy import special
 
 Floats = NDArray[np.float64]
 
-_STEP = 0.2  # of the quadrature
-_NODES = 90  # at most, half of them at a time
-_NOTHING = 1e-12  # of the largest value
-_PRECISE, _STEPS = 1e-10, 100  # of an end; steps at most, for values on which secants stall
+_STEP = 0.2  # width of a step of the quadrature
+_NODES = 90  # steps of the quadrature at most, taken in two halves
+_NOTHING = 1e-12  # share of the largest value below which a value counts as 0
+_PRECISE, _STEPS = 1e-10, 100  # precision of an end; steps to it at most, where secants stall
 
 
 def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -> Floats:
-    """One-sided p of "the mean is `mean`" against a smaller one. values [.. N] up to `top`, weights [N] add up to 1."""
+    """Return the one-sided p of "the mean is `mean`" against a smaller mean.
+
+    values [.. N] do not exceed `top`; weights [N] add up to 1.
+    """
     deviations = values - np.asarray(mean)[..., None]
     shapes = weights * _size(np.maximum(-deviations, 0), weights)[..., None]
     last = np.broadcast_to(top - np.asarray(mean), deviations.shape[:-1])[..., None]
@@ -32,11 +35,12 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
 
 
 def upper_end(values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]) -> float:
-    """Where in this range of means `upper_p` falls to `level`; the nearer end where it does so beyond.
+    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end of the range where
+    there is none.
 
-    The secant method with the root held between two ends, on the scale of normal deviates: `upper_p` is almost a line
-    there, and five steps find what takes fifteen on its own scale. A process that shows the same rows again, in a
-    table, on a page, to a tracker, finds them once.
+    The secant method, with the root held between two ends, works on the scale of normal deviates: `upper_p` is almost a
+    line there, and five steps suffice where its own scale takes fifteen. Results are remembered, because one process
+    shows the same rows in a table, on a page and to a tracker.
     """
     return _upper_end(values.tobytes(), weights.tobytes(), top, level, between)
 
@@ -72,22 +76,23 @@ def _upper_end(
 
 
 def tail(values: Floats, shapes: Floats) -> Floats:
-    """P(sum of values x gamma variables >= 0) over the last axis; the gammas are independent, of the given shapes.
+    """Return P(sum of values x gammas >= 0) over the last axis, where the gammas are independent variables of the given
+    shapes.
 
-    An integral of the moment generating function over a line through its saddle point, good to about 7 digits.
+    It integrates the moment generating function along a line through its saddle point, to about 7 digits.
     """
-    if values.ndim == shapes.ndim == 1:  # equal values are one, with a gamma of their shapes together
+    if values.ndim == shapes.ndim == 1:  # equal values share one gamma, of their shapes added up
         values, which = np.unique(values, return_inverse=True)
         shapes = np.bincount(which, shapes).astype(float)
     values = np.where(abs(values) < _NOTHING * abs(values).max(-1, keepdims=True), 0.0, values)
-    turned = (values * shapes).sum(-1) > 0  # the smaller of the two tails is worked out
+    turned = (values * shapes).sum(-1) > 0  # the smaller of the two tails is the one that is computed
     values, shapes = np.broadcast_arrays(np.where(turned[..., None], -1, 1) * values, shapes)
     largest = np.max(np.where(shapes > 0, values, -np.inf), axis=-1)
     smallest = np.min(np.where(shapes > 0, values, np.inf), axis=-1)
     beyond = np.where((largest <= 0) & (smallest >= 0), 1.0, 0.0)
     mixed = (largest > 0) & (smallest < 0)
     counted = (shapes > 0) & (values != 0)
-    if mixed.ndim == 0 and mixed and counted.sum() == 2:  # one gamma against another: a beta variable
+    if mixed.ndim == 0 and mixed and counted.sum() == 2:  # one gamma against another makes a beta variable
         falls, rises = shapes[counted & (values < 0)], shapes[counted & (values > 0)]
         beyond = special.betaincc(rises, falls, smallest / (smallest - largest))[0]
     elif mixed.any():
@@ -96,7 +101,8 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
 
 def _integral(values: Floats, shapes: Floats) -> Floats:
-    """`tail` of values [R N] whose largest is 1, along a hyperbola that leaves the saddle by steepest descent."""
+    """Compute `tail` for values [R N] whose largest is 1, along a hyperbola that leaves the saddle point by steepest
+    descent."""
     saddle = _saddle(values, shapes)
     ratios = values / (1 - saddle[:, None] * values)
     scale = 1 / np.sqrt((shapes * ratios**2).sum(-1) + saddle**-2)
@@ -114,8 +120,8 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
 
 
 def _saddle(values: Floats, shapes: Floats) -> Floats:
-    """Where the real integrand is smallest, between 0 and 1, the branch point of the largest value: Newton's method,
-    and halving where it leaves what is known to lie around."""
+    """Find where the real integrand is smallest, between 0 and the branch point of the largest value at 1. Newton's
+    method steps; where a step leaves the bracket, halving takes its place."""
     low, high = np.zeros(len(values)), np.ones(len(values))
     saddle = np.full(len(values), 0.5)
     for _ in range(60):
@@ -130,7 +136,8 @@ def _saddle(values: Floats, shapes: Floats) -> Floats:
 
 
 def _size(push: Floats, weights: Floats) -> Floats:
-    """Equal examples that those worth: all where weights are equal; of unequal ones, those that push the mean count."""
+    """Return how many equally weighted examples these are worth. With equal weights that is all of them; with unequal
+    ones only those that push the mean count."""
     largest = push.max(-1, keepdims=True)
     push = np.where(largest > 0, push / np.where(largest > 0, largest, 1.0), 1.0)
     return (push * weights).sum(-1) / (push * weights**2).sum(-1)

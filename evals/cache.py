@@ -1,8 +1,8 @@
-"""Generated data on disk, under a hash of everything that shapes it.
+"""Keeps generated data on disk, under a hash of everything that shapes them.
 
-A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is written beside its
-place and renamed, so a reader sees a whole file or none. Processes that make the same rows write the same bytes into
-the same file, so that one goes on in what another left that was killed.
+A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is written under another
+name and renamed, so a reader sees a whole file or none. Processes that make the same rows write the same bytes, so one
+can continue a file that another left when it was killed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Row = dict[str, Any]
 
 
 def key_hash(key: Mapping[str, Any]) -> str:
-    """64 hex digits that name a key, whatever the order of its fields."""
+    """Return 64 hex digits that name a key, whatever the order of its fields."""
     return hashlib.sha256(_dumps(key).encode()).hexdigest()
 
 
 def load_or_make(folder: Path | None, name: str, key: Mapping[str, Any], make: Callable[[], list[Row]]) -> list[Row]:
-    """Rows of `key` from `folder`, made and kept where they are missing or damaged; `folder=None` keeps nothing."""
+    """Return the rows of `key` from `folder`. Where they are missing or damaged, make them and keep them; `folder=None`
+    keeps nothing."""
     if folder is None:
         return make()
     path = folder / f"{name}-{key_hash(key)[:16]}.jsonl"
@@ -36,7 +37,7 @@ def load_or_make(folder: Path | None, name: str, key: Mapping[str, Any], make: C
         rows = make()
         try:
             _write(path, key, rows)
-        except OSError as error:  # a full disk costs time, not the run
+        except OSError as error:  # a full disk costs time, but does not end the run
             log.warning("%s cannot be written (%s): it is made again next time", path, error.strerror)
     return rows
 
@@ -46,7 +47,7 @@ def _dumps(value: Any) -> str:
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> list[Row] | None:
-    """None where the file is absent, holds another key, or is not what was written."""
+    """Return the rows of a file, or None where it is absent, holds another key, or is damaged."""
     try:
         head, _, body = path.read_bytes().partition(b"\n")
         known = json.loads(head)
@@ -55,7 +56,7 @@ def _read(path: Path, key: Mapping[str, Any]) -> list[Row] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # cut short, or no text at all: the same as another key
+        pass  # a file cut short, or no text at all, counts as one with another key
     log.warning("%s is damaged or holds other data: made again", path)
     return None
 
@@ -68,8 +69,8 @@ def _write(path: Path, key: Mapping[str, Any], rows: list[Row]) -> None:
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             file.write(head + b"\n" + body)
-            file.truncate()  # not before: another process may be about to rename it
-        with suppress(FileNotFoundError):  # another process was first
+            file.truncate()  # only now, since another process may be about to rename this file
+        with suppress(FileNotFoundError):  # another process renamed it first
             os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

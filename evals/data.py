@@ -1,8 +1,8 @@
-"""Where evaluation data comes from: a folder of files first, then plain files of a data set on the hub.
+"""Finds the data of evaluations: first in a folder of files, then as plain files of a data set on the hub.
 
-No loading scripts. A file is read whole or not at all: every line has to parse, a zip member has to match its
-checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). What a reader uses of a file has the types
-that the reader says (`misfit`): a number where a text belongs would become a prompt.
+There are no loading scripts. A file is read whole or not at all: every line must parse, a zip member must match its
+checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). The fields that a reader uses must have the
+types that it names (`misfit`), since a number in place of a text would become a prompt.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One file and the places where it may lie."""
+    """Describes one file and the places where it may lie."""
 
-    name: str  # as messages and records call it: "longbench/qasper"
-    local: tuple[str, ...]  # glob patterns below the data root; the first that matches is taken
-    hub_repo: str | None = None  # None: not on the hub
+    name: str  # what messages and records call it: "longbench/qasper"
+    local: tuple[str, ...]  # glob patterns below the data root; the first match is taken
+    hub_repo: str | None = None  # None: it is not on the hub
     hub_file: str = ""
     hub_revision: str = "main"
-    member: str | None = None  # the wanted file where the found one is a zip
+    member: str | None = None  # the file wanted from a zip
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Bytes of one file, where they came from, and their SHA-256 (of the member, where the file is a zip)."""
+    """Holds the bytes of one file, where they came from, and their SHA-256. For a file inside a zip, all three are the
+    file's own."""
 
     data: bytes
     origin: str  # "local:longbench/qasper.jsonl" or "hub:REPO@COMMIT:FILE"
@@ -53,7 +54,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """All rows of one file."""
+    """Holds all rows of one file, and where they came from."""
 
     rows: list[Row]
     origin: str
@@ -65,7 +66,8 @@ class Rows:
 
 
 def require(sources: Iterable[Source], root: Path | None) -> None:
-    """Raise one `TaskError` that names all of `sources` that no place has; the hub is asked until it fails once."""
+    """Raise one `TaskError` that names every source that is nowhere to be found. The hub is asked only until it fails
+    once."""
     absent = [source for source in sources if _find(source, root) is None]
     for place, source in enumerate(absent):
         try:
@@ -76,7 +78,7 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
 
 
 def _too(others: Sequence[Source], known: str) -> str:
-    """The end of an error about one source, for the others that are missing."""
+    """Return the end of an error about one source, which names the others that are missing."""
     if not others:
         return ""
     names = ", ".join(other.name for other in others)
@@ -93,16 +95,18 @@ def _is_cached(source: Source) -> bool:
     return bool(source.hub_repo) and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
 
 
-Shape = Any  # what a JSON value should be, as `misfit` explains
-ANY: Shape = {}  # an object of whatever fields
+Shape = Any  # says what a JSON value should be, as `misfit` explains
+ANY: Shape = {}  # an object with any fields
 
 
 def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
-    """Rows of a .jsonl, .json (one list) or .parquet file; one that is not of `shape` is refused by number."""
+    """Read the rows of a .jsonl, .json (one list) or .parquet file. A row that does not fit `shape` is refused by its
+    number."""
     return rows_of(open_content(source, env), source.name, shape)
 
 
 def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
+    """Parse the rows of `content`, which errors call `name`, and check each against `shape`."""
     with _damage(f"{name}: {content.origin}"):
         rows = _parse(content)
     check(rows, [], f"{name}: {content.origin}")
@@ -114,7 +118,7 @@ def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
 
 
 def value_of(data: bytes | str, shape: Shape, place: str) -> Any:
-    """The one JSON value in a file or a line of one, which errors call `place`."""
+    """Parse the one JSON value in a file, or in a line of one; errors call it `place`."""
     with _damage(place):
         value = json.loads(data)
     check(value, shape, place)
@@ -122,24 +126,25 @@ def value_of(data: bytes | str, shape: Shape, place: str) -> Any:
 
 
 def text_of(data: bytes, place: str) -> str:
+    """Decode UTF-8 bytes of a file that errors call `place`."""
     with _damage(place):
         return data.decode()
 
 
 def check(value: Any, shape: Shape, place: str) -> None:
-    """Raise `TaskError` where a value of a file is not of `shape`; `place` names the file and where in it."""
+    """Raise `TaskError` if a value of a file does not fit `shape`. `place` names the file and the spot in it."""
     if wrong := misfit(value, shape):
         raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
 
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
-    """The error for a file that holds fewer rows than asked for."""
+    """Return the error for a file that holds fewer rows than `task.samples` asks for."""
     remedy = f"set task.samples={count}" if count else "fetch or write it again"
     return TaskError(f"{place} holds {count} {what} and task.samples={samples} asks for more: {remedy}")
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
-    """Bytes of the first place that has the file: the data root, the hub's cache, the hub."""
+    """Read the file from the first place that has it: the data root, the hub's cache, the hub."""
     path, origin = _locate(source, env.data_root)
     if path.suffix == ".zip":
         data = _read_member(source, path)
@@ -149,7 +154,7 @@ def open_content(source: Source, env: TaskEnv) -> Content:
     return Content(data, origin, hashlib.sha256(data).hexdigest())
 
 
-_HALF = re.compile("[\ud800-\udfff]")  # of a character: JSON can spell it, and no tokenizer takes it
+_HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can spell and no tokenizer takes
 
 
 def _is_text(value: Any) -> bool:
@@ -178,12 +183,13 @@ _ABSENT = object()
 
 
 def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
-    """What is wrong with a JSON value, to be said behind the place where it stands; None where it is of `shape`.
+    """Say what is wrong with a JSON value, in words that follow the name of its place, or return None if it fits
+    `shape`.
 
-    A shape is one of KINDS or several ("text or a whole number"), or looks like the value: `{name: shape}`, where a
-    name that ends in "?" may be missing or null, and `str` stands for every name; `[shape]`, a list, and
-    `[shape, ...]`, one that is not empty, `[]`, one of anything; `(shape, shape)`, a list of as many. What it does not
-    name may be anything.
+    A shape is one of KINDS, or several ("text or a whole number"), or looks like the value. `{name: shape}` is an
+    object; a name that ends in "?" may be missing or null, and `str` stands for every name. `[shape]` is a list,
+    `[shape, ...]` a list that is not empty, `[]` a list of anything, and `(shape, shape)` a list of exactly that
+    length. Fields that a shape does not name may hold anything.
 
     >>> misfit({"turns": ["Hi", 5]}, {"turns": ["text", ...], "id?": "text or a whole number"})
     "has 5 as 'turns[1]', which should be text"
@@ -201,7 +207,7 @@ def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
 
 
 def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
-    """What the value should be, without its parts, and whether it is."""
+    """Name what the value itself should be, leaving its parts aside, and say whether it is that."""
     if isinstance(shape, str):
         return shape, any(KINDS[kind](value) for kind in shape.split(" or "))
     if isinstance(shape, dict):
@@ -213,12 +219,12 @@ def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
 
 
 def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, str]]:
-    """Each part with its shape and its name."""
+    """Yield each part of a value with its shape and its name."""
     if isinstance(shape, dict):
         prefix = f"{field}." if field else ""
         for name, inner in shape.items():
             if name is str:
-                yield from ((part, inner, f"{prefix}{own}") for own, part in value.items())
+                yield from ((part, inner, f"{prefix}{key}") for key, part in value.items())
             elif not name.endswith("?"):
                 yield value.get(name, _ABSENT), inner, f"{prefix}{name}"
             elif value.get(name[:-1]) is not None:
@@ -230,6 +236,7 @@ def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, s
 
 @contextmanager
 def _damage(place: str) -> Iterator[None]:
+    """Turn an error of parsing into a `TaskError` that names the damaged file."""
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -244,7 +251,7 @@ def _parse(content: Content) -> Any:
         return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())  # ArrowInvalid is a ValueError
     if suffix == ".json":
         return json.loads(content.data)
-    lines = content.data.split(b"\n")  # there only: other line ends may stand inside a string
+    lines = content.data.split(b"\n")  # at newlines only, since other line ends may stand inside a string
     return [_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -264,8 +271,8 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
         return None
     if not root.is_dir():
         raise TaskError(f"the data root {root} is not a folder: name an existing one, or none to use the hub alone")
-    found = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
-    path = next(found, None)
+    matches = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
+    path = next(matches, None)
     return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
 
 

@@ -1,4 +1,4 @@
-"""GSM8K (arXiv:2110.14168): grade-school arithmetic after worked examples, long prompts of short parts."""
+"""Asks GSM8K (arXiv:2110.14168): grade-school arithmetic after worked examples, a long prompt of short parts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from evals.data import Row, Source, open_rows, require
 from evals.gsm8k_answers import READERS, final_number
 
 FIELDS = {"question": "text", "answer": "text"}
-# rows of the train split (0-based) that PQCache shows, and the SHA-256 of the prompt file that they make
+# The rows of the train split (from 0) that PQCache shows, and the SHA-256 of the prompt that they make.
 PQCACHE_SHOTS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)
 PQCACHE_SHA256 = "840c910d893478051921f2cc46461522157930646af523c97c350746046f0989"
 
 
 class Form(NamedTuple):
-    """How a question follows the worked examples, and where an output ends."""
+    """Says how a question follows the worked examples, and where an output ends."""
 
     question: str
     stop: tuple[str, ...]
 
 
 FORMS = {
-    "pqcache": Form("\nQuestion: {}\n", ("\nQuestion: ",)),  # the paper generates on and cuts there afterwards
+    "pqcache": Form("\nQuestion: {}\n", ("\nQuestion: ",)),  # the paper generates on, and cuts there afterwards
     "lm_eval": Form("\n\nQ: {}\nA:", ("Q:", "</s>", "<|im_end|>")),
 }
 
 
 @dataclass(frozen=True)
 class Gsm8k(Task):
-    """All four readings of an output are recorded; `extraction` names the one that counts."""
+    """Records four readings of every output; `extraction` names the one that counts."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class Gsm8k(Task):
         return Score(float(details[self.extraction]), details)
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean`, and the accuracy by each reading."""
+        """Return `mean`, and the accuracy of each reading."""
         return super().averages(groups) | {name: details[name] for name in READERS if details and name in details}
 
     def provenance(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _pqcache_shot(question: str, solution: str) -> str:
 
 
 def _lm_eval_shots() -> str:
-    """The eight examples of gsm8k_cot, from Wei et al. (arXiv:2201.11903)."""
+    """Return the eight worked examples of gsm8k_cot, from Wei et al. (arXiv:2201.11903)."""
     shots = json.loads(Path(__file__).with_name("gsm8k_shots.json").read_text(encoding="utf-8"))
     return "\n\n".join(f"Q: {shot['question']}\nA: {shot['answer']}" for shot in shots)
 

@@ -1,4 +1,4 @@
-"""Four ways in which GSM8K's final number is taken from an output and compared: each paper uses another.
+"""Takes GSM8K's final number from an output and compares it, in the four ways of the papers.
 
 A reader returns the number as text, or None where it finds none.
 """
@@ -13,12 +13,15 @@ _CUT = "\nQuestion: "
 
 
 class Reader(NamedTuple):
+    """Extracts an answer from an output, and says whether it equals the solution's."""
+
     extract: Callable[[str], str | None]
-    equal: Callable[[str, str], bool]  # of what was extracted and the final number of the solution
+    equal: Callable[[str, str], bool]  # takes the extracted answer and the solution's final number
 
 
 def strict(output: str) -> str | None:
-    """lm-eval gsm8k_cot, strict-match: the first number after `The answer is `, with any one character behind it.
+    """Take the first number after `The answer is ` and the one character, whatever it is, that must follow (lm-eval
+    gsm8k_cot, strict-match).
 
     >>> strict("The answer is 18."), strict("The answer is 18")
     ('18', '1')
@@ -28,7 +31,7 @@ def strict(output: str) -> str | None:
 
 
 def flexible(output: str) -> str | None:
-    """lm-eval, flexible-extract: the last thing that looks like a number, with its full stop.
+    """Take the last thing that looks like a number, full stop included (lm-eval, flexible-extract).
 
     >>> flexible("The answer is $1,234.")
     '$1,234.'
@@ -38,7 +41,8 @@ def flexible(output: str) -> str | None:
 
 
 def pqcache(output: str) -> str | None:
-    """PQCache: the last number before the model asks itself a new question; commas go first, signs are not seen.
+    """Take the last number before the model asks itself a new question; commas go first, and signs are not seen
+    (PQCache).
 
     >>> pqcache("It is -1,000.5\\nQuestion: 7?")
     '1000.5'
@@ -48,7 +52,7 @@ def pqcache(output: str) -> str | None:
 
 
 def openai(output: str) -> str | None:
-    """OpenAI's own: the first number after `#### `.
+    """Take the first number after `#### ` (OpenAI's own reading).
 
     >>> openai("#### 1,234")
     '1234'
@@ -58,12 +62,13 @@ def openai(output: str) -> str | None:
 
 
 def final_number(solution: str) -> str:
-    """What stands behind `####` in a solution of the data set."""
+    """Return the number after `####` in a solution of the data set."""
     return solution.rpartition("####")[2].strip()
 
 
 def _same_text(answer: str, final: str) -> bool:
-    """lm-eval's exact match: without commas, dollar signs, what precedes `#### `, and one full stop at the end."""
+    """Compare as lm-eval's exact match does: without commas, dollar signs, what precedes `#### `, and one full stop at
+    the end."""
     return _bare(answer) == _bare(final)
 
 
@@ -72,7 +77,7 @@ def _bare(text: str) -> str:
 
 
 def _same_value(answer: str, final: str) -> bool:
-    """PQCache reads the reference as it reads the output, so that -10 equals 10."""
+    """Compare values, with the reference read as PQCache reads an output, so that -10 equals 10."""
     wanted = pqcache(final)
     return wanted is not None and float(answer) == float(wanted)
 

@@ -1,4 +1,4 @@
-"""Filler text for needle tasks: Paul Graham's essays from the data root, or text that every Python carries."""
+"""Loads the filler text of needle tasks: Paul Graham's essays from the data root, or text that every Python carries."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
 from evals.data import value_of
 
-# file names below the data root, the first that exists is taken
+# File names below the data root; the first that exists is taken.
 ESSAY_FILES = {
     "essays": ("PaulGrahamEssays.json", "paul_graham_essays_ruler_full.json"),
     "essays49": ("paul_graham_essays_repo49.json",),
 }
-ESSAYS = {"text": "text that is not blank"}  # everything in one field
+ESSAYS = {"text": "text that is not blank"}  # all text in one field
 NAMES = ("auto", *ESSAY_FILES, "pydoc")
-SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data is on no package index
+SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data no package index has
 
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """One long text and the SHA-256 of its UTF-8 bytes."""
+    """Holds one long text and the SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str
@@ -32,7 +32,8 @@ class Haystack:
 
 
 def load(name: str, env: TaskEnv) -> Haystack:
-    """`auto` takes the first of essays, essays49, pydoc that is there; other names are exact."""
+    """Load the text of that name. `auto` takes the first of essays, essays49 and pydoc that is there. Raises
+    `TaskError` where files are missing."""
     if name not in NAMES:
         raise TaskError(f"haystack={name!r} is unknown: choose one of {', '.join(NAMES)}")
     for wanted, files in ESSAY_FILES.items():
@@ -47,7 +48,7 @@ def load(name: str, env: TaskEnv) -> Haystack:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences by the regular expression `SPLITTER`.
+    """Split a text into sentences at the regular expression `SPLITTER`.
 
     >>> split_sentences("One. Two!  Three? four")
     ['One.', 'Two!', 'Three?', 'four']
@@ -71,6 +72,6 @@ def _places(root: Path | None) -> str:
 
 
 def _pydoc_text() -> str:
-    """Python's own help topics, 65,501 words in 3.11; they differ between Python versions, hence the hash."""
+    """Return Python's own help topics, 65,501 words in 3.11. They differ between versions of Python, hence the hash."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))

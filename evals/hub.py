@@ -1,4 +1,5 @@
-"""Single files of the hub's data sets: from the local cache, else downloaded once; always checked, never half-read.
+"""Fetches single files of data sets from the hub: from the local cache, or else by one download, and checked either
+way.
 
 The client is Hugging Face's own, so HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean everywhere.
 """
@@ -14,16 +15,16 @@ from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 
-PROBE_S = 3.0  # the client alone would retry for 15 to 23 s before it gives up
+PROBE_S = 3.0  # without it the client retries for 15 to 23 s before it gives up
 _DIGESTS = {40: "sha1", 64: "sha256"}  # hex digits of a blob's name in the cache: git blob, LFS object
 
 
 class HubError(ValueError):
-    """Why a file cannot be had from the hub: half a sentence, for the caller to complete."""
+    """Says why a file cannot be had from the hub, as half a sentence that the caller completes."""
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
-    """Path of the file in the cache and the commit it belongs to. What is cached costs no network."""
+    """Return the file's path in the cache and the commit that it belongs to. A cached file costs no network."""
     path = cached(repo, file, revision) or _download(repo, file, revision)
     if not _is_whole(path):
         raise HubError(f"its download {path.resolve()} is damaged (delete that file first)")
@@ -31,16 +32,16 @@ def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
 
 
 def command(repo: str, file: str, revision: str) -> str:
-    """What to type to fill the cache."""
+    """Return the command that fills the cache."""
     return f"hf download {repo} {file} --repo-type dataset --revision {revision}"
 
 
 def cached(repo: str, file: str, revision: str) -> Path | None:
-    """The file where an earlier download left it."""
+    """Return the file that an earlier download left in the cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, file, revision=revision, repo_type="dataset")
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repo, file, revision=revision, repo_type="dataset")
+    return Path(path) if isinstance(path, str) else None
 
 
 def _download(repo: str, file: str, revision: str) -> Path:
@@ -72,7 +73,8 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
 
 def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Whether anything answers there in time; a thread, since looking up a name has no time limit of its own."""
+    """Say whether anything answers at `endpoint` in time. A thread asks, since looking up a name has no time limit of
+    its own."""
     answer: Queue[bool] = Queue()
     Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
     try:
@@ -82,7 +84,8 @@ def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
 
 
 def _answers(endpoint: str, within_s: float) -> bool:
-    """An HTTP error or an unknown certificate is an answer too; proxies of the environment are used."""
+    """Say whether a server answers; an HTTP error or an unknown certificate is an answer too. Proxies of the
+    environment are used."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
     except urllib.error.HTTPError:
@@ -95,7 +98,8 @@ def _answers(endpoint: str, within_s: float) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """A cache with symbolic links names a blob after its hash; in others there is nothing to compare with."""
+    """Say whether a cached file is undamaged. A cache with symbolic links names a blob after its hash; other caches
+    have nothing to compare with, and pass."""
     blob = path.resolve()
     algorithm = _DIGESTS.get(len(blob.name))
     if blob.parent.name != "blobs" or algorithm is None:
@@ -106,7 +110,7 @@ def _is_whole(path: Path) -> bool:
 
 @lru_cache
 def _digest(blob: Path, algorithm: str, size: int, mtime_ns: int) -> str:
-    """One zip serves many data sets: it is hashed once for each of its states."""
+    """Hash a blob. One zip serves many data sets, so it is hashed once for each of its states."""
     digest = hashlib.new(algorithm, f"blob {size}\0".encode() if algorithm == "sha1" else b"", usedforsecurity=False)
     with blob.open("rb") as file:
         while chunk := file.read(1 << 20):

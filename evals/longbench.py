@@ -1,4 +1,4 @@
-"""LongBench v1 (arXiv:2308.14508): 21 data sets of long documents, with the official prompts, cuts and scores."""
+"""Asks LongBench v1 (arXiv:2308.14508): 21 data sets of long documents, with the official prompts, cuts and scores."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from evals.longbench_tables import CATEGORIES, DATASETS, ENGLISH, EVEN, PRESETS,
 from evals.metrics.chinese import splitter
 
 HUB_REPO = "THUDM/LongBench"
-PLACES = {  # subset: glob patterns below the data root
+PLACES = {  # subset -> glob patterns below the data root
     "longbench": ("longbench/{}.jsonl", "LongBench/data/{}.jsonl", "LongBench/data.zip", "longbench/data.zip"),
     "longbench_e": ("longbench/{}_e.jsonl", "LongBench/data/{}_e.jsonl", "LongBench/data.zip", "longbench/data.zip"),
     "minilongbench": ("minilongbench/{}.jsonl",),
 }
-_SPARE_TOKENS = 16  # a BOS, and what the two halves of a cut prompt may grow by when they are tokenised anew
+_SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised anew
 
 
 @dataclass(frozen=True)
 class LongBench(Task):
-    """A value is the best over the references of the data set's own metric."""
+    """Scores an output by its data set's own metric, as the best over the references."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class LongBench(Task):
         self.names()
 
     def names(self) -> tuple[str, ...]:
-        """The data sets of this run; a preset leaves out what LongBench-E does not have."""
+        """Return the data sets of this run. A preset leaves out what LongBench-E does not have."""
         offered = self._offered
         if isinstance(self.datasets, str) and self.datasets in PRESETS:
             return tuple(name for name in PRESETS[self.datasets] if name in offered)
@@ -76,7 +76,7 @@ class LongBench(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
-            splitter()  # better now than after hours of generation
+            splitter()  # fail now rather than after hours of generation
         opened = {name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()}
         self._opened.update({name: self._origin(name, rows) for name, rows in opened.items()})
         ids: Counter[str] = Counter()
@@ -107,10 +107,10 @@ class LongBench(Task):
         return Score(max(values, default=0.0))
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean` over data sets, as most papers; each category; `avg_leaderboard` over the six of them; code_sim both
-        ways, over rows.
+        """Return `mean` over data sets, as most papers do, and the mean of each category, `avg_leaderboard` over the
+        six categories, and both readings of code_sim, over rows.
 
-        Averages over a fixed list of data sets appear only where all of them were run.
+        An average over a fixed list of data sets appears only where all of them were run.
         """
         by_set: dict[str, list[float]] = {}
         by_bucket: dict[str, list[float]] = {}
@@ -148,7 +148,8 @@ class LongBench(Task):
         return {**rows.provenance, **complete}
 
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
-        """Tokens of the bare prompt; what the chat template adds comes on top, as in the official runner."""
+        """Return the tokens that a bare prompt may have. What the chat template adds comes on top, as in the official
+        runner."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         template = env.text.count("", chat=not data_set.plain)
@@ -158,7 +159,7 @@ class LongBench(Task):
         return limit
 
     def _shape(self, name: str) -> Shape:
-        """What a row must hold."""
+        """Say what a row must hold."""
         classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
         known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
@@ -183,5 +184,5 @@ class LongBench(Task):
 
 
 def _bucket(row: Row) -> str:
-    """LongBench-E's length classes, in words."""
+    """Name LongBench-E's length class of a row."""
     return "0-4k" if row["length"] < 4000 else "4-8k" if row["length"] < 8000 else "8k+"

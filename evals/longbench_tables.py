@@ -1,4 +1,5 @@
-"""LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1); their prompts are in the JSON file beside."""
+"""Lists LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1). Their prompts are in a JSON file
+beside."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")  # the leaderboard's
+CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")  # of the leaderboard
 
 
 class DataSet(NamedTuple):
+    """Describes one data set: how it is asked and how it is scored."""
+
     category: str
     metric: str
     max_new_tokens: int
-    num_rows: int  # of the complete file
+    num_rows: int  # rows of the complete file
     prompt: str
     plain: bool  # no chat template, whatever the model
     first_line: bool  # only the output's first line is scored
@@ -52,9 +55,9 @@ DATASETS = {
 
 ENGLISH = tuple(name for name, data_set in DATASETS.items() if data_set.category in CATEGORIES)
 PRESETS = {
-    "english": ENGLISH,  # code included: the 16 of most papers
+    "english": ENGLISH,  # with code: the 16 of most papers
     "pqcache14": tuple(name for name in ENGLISH if DATASETS[name].category != "code"),  # PQCache, tables 2 and 3
     "chinese": tuple(name for name in DATASETS if name not in ENGLISH),
     "all": tuple(DATASETS),
 }
-EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))  # LongBench-E's 13
+EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))  # the 13 of LongBench-E

@@ -1,4 +1,4 @@
-"""The needles: what is hidden, how it is asked for, and when it counts as found."""
+"""Defines the needles: what is hidden, how it is asked for, and when it counts as found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SANDWICH = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
 class Planted(NamedTuple):
-    """One needle with its values drawn."""
+    """Holds one needle with its values drawn."""
 
     text: str
     question: str
@@ -31,12 +31,14 @@ class Planted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needle:
+    """Draws a needle with `plant`, and scores an output against its answers with `score`."""
+
     plant: Callable[[random.Random], Planted]
     score: Callable[[Sequence[str], str], Score]
 
 
 def contains(answers: Sequence[str], output: str) -> Score:
-    """1 if an answer stands in the output, letter case aside.
+    """Score 1 if an answer stands in the output, whatever its case.
 
     >>> contains(["1234567"], "It is 1234567.").value
     1.0
@@ -45,10 +47,11 @@ def contains(answers: Sequence[str], output: str) -> Score:
 
 
 def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
-    """How much of a number came out before it went wrong: its first digits, as many as any number in the output has.
+    """Measure how much of a number came out before it went wrong: as many of its first digits as any number in the
+    output has.
 
-    Means over the answers, as a count and as a share of their digits; nothing where an answer is no number. Tells a
-    cache that kept half of a needle from one that lost it: both score 0.
+    Returns means over the answers, as a count and as a share of their digits, or nothing where an answer is no number.
+    It tells a cache that kept half of a needle from one that lost it, which both score 0.
 
     >>> leading_digits(["1234567"], "It is 12349, or 99.")
     {'leading_digits': 4.0, 'leading_digits_share': 0.5714285714285714}
@@ -66,12 +69,13 @@ def _shared_start(a: str, b: str) -> int:
 
 
 def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
-    """The share of leading digits among a task's averages, where its answers are numbers."""
+    """Return the share of leading digits for a task's averages, or nothing where answers are not numbers."""
     return {name: value for name, value in (details or {}).items() if name == "leading_digits_share"}
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
-    """Share of the answer's distinct words in the output (KVCache-Factory's heat map); `exact`: all of it is there.
+    """Return the share of the answer's distinct words in the output (KVCache-Factory's heat map). `exact` says that the
+    whole answer is there.
 
     >>> word_overlap([SANDWICH], "You should eat a sandwich today.").value
     0.2727272727272727
@@ -88,17 +92,18 @@ def _sandwich(rng: random.Random) -> Planted:
 
 
 def _magic_city(rng: random.Random) -> Planted:
-    """ShadowKV's and MInference's: a seven-digit number of a city."""
+    """Draw a seven-digit number of a city, as ShadowKV and MInference do."""
     return magic_number(rng.choice(CITIES), rng.randrange(1_000_000, 10_000_000))
 
 
 def magic_number(city: str, number: int) -> Planted:
+    """Plant `number` as the special magic number of `city`."""
     topic = f"the special magic {city} number"
     return Planted(f"\nThe special magic {city} number is: {number}\n", f"What is {topic}?", topic, (str(number),))
 
 
 def _passkey(rng: random.Random) -> Planted:
-    """Quest's: the number is said twice."""
+    """Draw a number that is said twice, as Quest does."""
     number = str(rng.randrange(10_000, 50_000))
     return Planted(
         f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n",

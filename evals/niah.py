@@ -1,7 +1,8 @@
-"""Needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol, 2023).
+"""Hides a needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol,
+2023).
 
-The haystack is cut to length in tokens, the needle goes in behind the last sentence end before the depth.
-`niah_pqcache` and `niah_shadowkv` in conf/task are the same task with those papers' words.
+The haystack is cut to length in tokens, and the needle goes in behind the last sentence end before the depth.
+`niah_pqcache` and `niah_shadowkv` in conf/task are the same task in the words of those papers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ PUNCTUATION = (".", "!", "?")
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """`depths`: how many, evenly from 0 to 100 %, or a list of percents. `rounds`: fresh needle and text each."""
+    """Hides one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %, or a list of
+    percents; `rounds` says how often, each time with a new needle and text."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
@@ -53,6 +55,7 @@ class Niah(Task):
 
     @property
     def percents(self) -> list[float]:
+        """Return the depths in percent."""
         if isinstance(self.depths, int):
             return [round(100 * i / max(1, self.depths - 1), 1) for i in range(self.depths)]
         return list(self.depths)
@@ -82,7 +85,7 @@ class Niah(Task):
         before, _, after = self.template.partition("{context}")
         question, prefix = after.replace("{question}", planted.question), self.prefix.replace("{topic}", planted.topic)
         context, at = self._context(env, tokens, planted, length, depth)
-        if self.buffer is None:  # pieces tokenised apart may join into one token more or less
+        if self.buffer is None:  # pieces tokenised apart may join into a token more or less
             over = env.text.count(before + context + question, prefix, system=self.system) - length
             if over > 0:
                 context, at = self._context(env, tokens, planted, length - over, depth)
@@ -108,7 +111,8 @@ class Niah(Task):
     def _context(
         self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float
     ) -> tuple[str, int]:
-        """The haystack with its needle, and the token before which the needle went in."""
+        """Return the haystack with its needle, and the token before which the needle went in. Raises `TaskError` where
+        there is too little room."""
         needle = env.text.encode(planted.text)
         room = length - self._frame(env, planted) - len(needle)
         if room < 16:
@@ -121,7 +125,7 @@ class Niah(Task):
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Tokens that are kept free for everything but the haystack."""
+        """Count the tokens that everything but the haystack needs."""
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)
@@ -139,7 +143,7 @@ class Niah(Task):
 
 
 def filler(text: texts.Haystack, least: int, env: TaskEnv) -> list[int]:
-    """Its first tokens, `least` or more; a text that is too short is read again."""
+    """Return the first tokens of a text, `least` or more. A text that is too short is repeated."""
     tokens = env.text.encode(text.text[: 8 * least + 4096])
     while len(tokens) < least:
         tokens = tokens + tokens
@@ -151,13 +155,13 @@ def _is_end(token: int, env: TaskEnv) -> bool:
 
 
 def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
-    """Positions behind the tokens that end a sentence."""
+    """Return the positions behind the tokens that end a sentence, or [0] where there are none."""
     kinds = {token: _is_end(token, env) for token in set(tokens)}
     return [i + 1 for i, token in enumerate(tokens) if kinds[token]] or [0]
 
 
 def boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
-    """The last sentence end at or before `index`; 0 where there is none, as in the original."""
+    """Return the last sentence end at or before `index`, or 0 where there is none, as in the original."""
     while index > 0 and not _is_end(hay[index - 1], env):
         index -= 1
     return index

@@ -1,7 +1,8 @@
-"""Perplexity of a text under a compressed cache: the model reads a window's first part, then predicts the rest.
+"""Measures the perplexity of a text under a compressed cache: the model reads the first part of a window and predicts
+the rest.
 
-Only the text side is here. The harness feeds the continuation token by token whatever the model would have said
-(`Example.teacher_forced`) and hands `score` the mean negative log-likelihood of its tokens, in nats, as the output.
+Only the text side is here. The harness feeds the continuation token by token, whatever the model would have said
+(`Example.teacher_forced`), and hands `score` the mean negative log-likelihood of its tokens in nats as the output.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _UNDECODED = "\ufffd"
 
 @dataclass(frozen=True)
 class WikiText2(Task):
-    """WikiText-2's test split (arXiv:1609.07843), raw. A value is the geometric mean probability, 1 / perplexity.
+    """Scores windows of WikiText-2's test split (arXiv:1609.07843), raw, by their geometric mean probability, 1 /
+    perplexity.
 
-    Windows start every `stride` tokens; the last `stride` of a window's `window` tokens are scored, so each token but
-    the first `window - stride` is scored once, with at least that many before it. A rest that fills no window is left.
+    Windows start every `stride` tokens, and the last `stride` of a window's `window` tokens are scored. So each token
+    after the first `window - stride` is scored once, with at least that many before it. A rest that fills no window is
+    left out.
     """
 
     version: ClassVar[str] = "1"
@@ -83,7 +86,7 @@ class WikiText2(Task):
         return Score(math.exp(-nll), {"nll": nll})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean` over windows, and the `perplexity` of all of them together, as papers state it."""
+        """Return `mean` over windows, and the `perplexity` of all windows together, as papers state it."""
         return super().averages(groups) | ({"perplexity": math.exp(details["nll"])} if details else {})
 
     def provenance(self) -> dict[str, Any]:
@@ -100,14 +103,14 @@ class WikiText2(Task):
 
 
 def _text(content: Content) -> str:
-    """The raw file; the hub keeps its lines as rows, blank ones empty."""
+    """Return the text as in the raw file, whose lines the hub keeps as rows, blank ones empty."""
     if not content.origin.endswith(".parquet"):
         return text_of(content.data, f"wikitext2/test: {content.origin}")
     return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows)
 
 
 def _character_start(ids: list[int], at: int, tools: TextTools) -> int:
-    """The next place from `at` on where no character is split between two tokens."""
+    """Return the next place from `at` on where no character is split between two tokens."""
     while 0 < at < len(ids) and _UNDECODED in tools.decode(ids[at - 1 : at]) + tools.decode(ids[at : at + 1]):
         at += 1
     return at

@@ -1,6 +1,6 @@
-"""LongBench v1's metrics (arXiv:2308.14508, table 1), equal to the official functions to the last digit.
+"""Computes LongBench v1's metrics (arXiv:2308.14508, table 1), equal to the official functions to the last digit.
 
-All are pure functions of strings to a number in [0, 1].
+All are pure functions of strings that return a number from 0 to 1.
 """
 
 from evals.metrics.answers import classification, count, qa_f1, qa_f1_zh, retrieval, retrieval_zh

@@ -1,4 +1,4 @@
-"""Short answers: token F1, class names, paragraph numbers."""
+"""Scores short answers: by token F1, class names, paragraph numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHINESE_PUNCTUATION = str.maketrans(
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of bags of words, without case, ASCII punctuation and articles.
+    """Return the F1 of bags of words, without case, ASCII punctuation and articles.
 
     >>> qa_f1("New-York City", "the New York City")
     0.4
@@ -27,15 +27,15 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """F1 of bags of jieba's words, without case and punctuation."""
+    """Return the F1 of bags of words as jieba splits them, without case and punctuation."""
     return f1(_words_zh(prediction), _words_zh(reference))
 
 
 def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """1 / number of class names found in the prediction, if the right one is among them.
+    """Return 1 / number of class names found in the prediction, or 0 if the right one is not among them.
 
-    Names inside the right name do not count; but the official code drops them from the list it walks over, so that
-    the neighbour of a dropped name stays. That is kept.
+    Names inside the right name do not count. But the official code drops them from the list that it walks over, so that
+    the neighbour of a dropped name stays; that is kept here.
 
     >>> classification("ABCD", "ABCD", ["A", "AB", "ABC", "ABCD"])
     0.5
@@ -43,12 +43,12 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str]) 
     found = [name for name in all_classes if name in prediction]
     for name in found:
         if name in reference and name != reference:
-            found.remove(name)  # the official quirk
+            found.remove(name)  # removing while walking is the official quirk
     return 1.0 / len(found) if reference in found else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
-    """Share of the numbers in the prediction that are the reference.
+    """Return the share of the numbers in the prediction that equal the reference.
 
     >>> count("17.0", "17")
     0.5
@@ -58,12 +58,12 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Share of the numbers in the prediction that are N of the reference `Paragraph N`."""
+    """Return the share of the numbers in the prediction that equal N of the reference `Paragraph N`."""
     return count(prediction, _number(r"Paragraph (\d+)", reference))
 
 
 def retrieval_zh(prediction: str, reference: str) -> float:
-    """The same for `段落N`."""
+    """Return the share of the numbers in the prediction that equal N of the reference `段落N`."""
     return count(prediction, _number(r"段落(\d+)", reference))
 
 
@@ -84,7 +84,7 @@ def _words_zh(text: str) -> list[str]:
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Of bags of words or characters."""
+    """Return the F1 of two bags of words or characters."""
     same = (Counter(prediction) & Counter(reference)).total()
     if same == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Chinese words, for the metrics whose names end in _zh."""
+"""Splits Chinese text into words, for the metrics whose names end in _zh."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from evals.base import TaskError
 
 
 def cut(text: str) -> list[str]:
-    """Words by jieba's default mode, as LongBench uses it."""
+    """Split text into words by jieba's default mode, as LongBench does."""
     return list(splitter().cut(text, cut_all=False))
 
 
 def splitter() -> ModuleType:
-    """The module jieba, or an error that says how to get it."""
+    """Import jieba. Raises `TaskError`, which says how to install it, where it is missing."""
     try:
         import jieba
     except ModuleNotFoundError as error:
         raise TaskError("LongBench's Chinese metrics need jieba: pip install 'jieba>=0.42' (extra zh)") from error
-    jieba.setLogLevel(logging.WARNING)  # else it tells stderr that it builds its dictionary
+    jieba.setLogLevel(logging.WARNING)  # otherwise it reports on stderr that it builds its dictionary
     module: ModuleType = jieba
     return module

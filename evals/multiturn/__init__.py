@@ -1,7 +1,7 @@
-"""Conversations of several turns, with facts told in one turn and asked for in a later one.
+"""Asks about facts in conversations of several turns: told in one turn, and asked for in a later one.
 
-Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the model's window; texts
-are cut from essays. Or both come from a file. When turns arrive is no affair of a task: see harness/serve/.
+Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the model's window, and
+texts are cut from essays; or both come from a file. When turns arrive is no concern of a task: see harness/serve/.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from evals.needles import NEEDLES, scored_digits
 ABOUT = ("any", "first")
 OF_DRAWN = ("opening", "question_share", "correlation", "haystack")
 OF_QUESTIONS = ("about", "template", "max_new_tokens")
-SPARE_TOKENS = 8  # a BOS, and what pieces that are tokenised apart may grow by
+SPARE_TOKENS = 8  # for a BOS, and for what pieces may grow by when they are tokenised apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multiturn(Task):
-    """`replies`: own (the model's words stay in the conversation), given (the text's own take their place once an
-    answer is scored), forced (the text's own are fed token by token; nothing is asked, their likelihood is scored)."""
+    """Makes conversations from the settings below. `replies=own` leaves the model's words in the conversation. `given`
+    puts the text's own in their place once an answer is scored. `forced` feeds the text's own token by token: nothing
+    is asked, and their likelihood is scored."""
 
     version: ClassVar[str] = "1"
 
@@ -68,7 +69,8 @@ class Multiturn(Task):
             self._refuse(OF_QUESTIONS, "is of questions about facts", "task.replies=forced")
 
     def _refuse(self, names: Sequence[str], what: str, beside: str) -> None:
-        """Parameters that have no effect beside another."""
+        """Raise `TaskError` if any of the parameters `names` is set where it has no effect, beside the setting
+        `beside`."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
@@ -105,7 +107,7 @@ class Multiturn(Task):
             raise self._too_few(made, builder, longest)
 
     def _too_few(self, made: int, builder: Builder, turns: int) -> TaskError:
-        """`turns`: of the conversation that has most."""
+        """Return the error for too few conversations. turns: those of the longest conversation there was."""
         origin = str(self._made["origin"]).removeprefix("local:")
         kind = "" if self.turns is None else f" of {self.turns} turns"
         return TaskError(
@@ -114,7 +116,8 @@ class Multiturn(Task):
         )
 
     def _remedy(self, made: int, turns: int, excess: int) -> str:
-        """Fewer drawn conversations are others, which need not fit either. An opening saves itself at most."""
+        """Say what to set. Drawing fewer conversations draws others, which need not fit either; a lower opening saves
+        at most its own tokens."""
         if self.source is not None and made:
             return f"set task.conversations={made}"
         if self.turns is not None and turns < self.turns:
@@ -131,17 +134,18 @@ class Multiturn(Task):
         return Score(math.exp(-nll), {"nll": nll})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean`; of forced replies the `perplexity`, from means over conversations of means over turns."""
+        """Return `mean`; with forced replies also `perplexity`, from the mean over conversations of their means over
+        turns."""
         perplexity = {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
         return super().averages(groups) | scored_digits(details) | perplexity
 
     def provenance(self) -> dict[str, Any]:
-        """`statistics`: of the conversations as they are asked; a reply of the model's own counts with all the tokens
-        that it may have."""
+        """Return where the text is from, and `statistics` of the conversations as they are asked. A reply in the
+        model's own words counts with all the tokens that it may have."""
         return dict(self._made)
 
     def _limit(self, env: TaskEnv) -> int:
-        """Tokens of the longest conversation."""
+        """Return the tokens that the longest conversation may have."""
         if self.longest is not None and env.window is not None and self.longest > env.window:
             raise TaskError(f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer.")
         return (self.longest or min(law.MOST_TOKENS, env.window or law.MOST_TOKENS)) - SPARE_TOKENS

@@ -1,4 +1,4 @@
-"""From the text of a conversation to its turns: which facts are told where, what is asked, what fits."""
+"""Turns the text of a conversation into its turns: which facts are told where, what is asked, what fits."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from evals.multiturn.texts import Script
 from evals.needles import CITIES, Planted, magic_number
 
 REPLIES = ("own", "given", "forced")
-GAP = "\n\n"  # between turns where no chat template stands
-CLOSING_TOKENS = 4  # that a template puts behind an answer, at most
+GAP = "\n\n"  # separates turns where no chat template does
+CLOSING_TOKENS = 4  # tokens that a template puts behind an answer, at most
 
 
 class Fact(NamedTuple):
-    """What one turn asks."""
+    """Holds what one turn asks, and in which turn that was told."""
 
     planted: Planted
-    told: int  # in which turn, counted from 0
+    told: int  # the number of that turn, from 0
 
 
 class Said(NamedTuple):
-    """One turn."""
+    """Holds one turn with the tokens that it takes."""
 
-    user: tuple[str, str]  # the text, and what is asked about it
+    user: tuple[str, str]  # the text, and the question about it
     references: tuple[str, ...]
-    room: int  # tokens of the answer
-    reply: str | None  # that stands in the conversation in place of the answer
-    tokens: tuple[int, int]  # of the user's part in the prompt, and of the reply
+    room: int  # tokens kept free for the answer
+    reply: str | None  # what stands in the conversation in place of the answer
+    tokens: tuple[int, int]  # tokens of the user's part in the prompt, and of the reply
     data: dict[str, Any]
 
 
 @dataclass
 class Builder:
-    """`limit`: tokens of a conversation at most. Fields as of the task; `lengths`: tokens of each turn made so far;
-    `excess`: tokens over the limit of the longest that cannot be shortened."""
+    """Builds conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the task's. `lengths`
+    collects the tokens of each turn made so far, `excess` how many tokens the longest conversation that cannot be
+    shortened has too many."""
 
     env: TaskEnv
     limit: int
@@ -57,11 +58,12 @@ class Builder:
         later = min(first, self.env.text.count("", system="x"))  # some templates give the first turn a system text
         self._frames = first, later
         self._gap = "" if first else GAP
-        closing = CLOSING_TOKENS if 0 < first == later else 0  # a system text counted above has room for them
+        closing = CLOSING_TOKENS if 0 < first == later else 0  # a system text counted above has room for that
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
-        """None where it has not `turns` turns that fit, or not one."""
+        """Build one conversation, or return None where the script has fewer than `turns` turns that fit, or none at
+        all."""
         count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None
@@ -79,7 +81,7 @@ class Builder:
         return self._example(script.name, said)
 
     def _totals(self, said: Sequence[Said]) -> list[int]:
-        """Tokens up to the end of each turn."""
+        """Return the tokens of the conversation up to the end of each turn."""
         replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
         gaps = (self._between * ((place > 0) + (turn.reply is not None)) for place, turn in enumerate(said))
         needs = (turn.tokens[0] + turn.room + reply + gap for turn, reply, gap in zip(said, replies, gaps, strict=True))
@@ -93,7 +95,8 @@ class Builder:
         return [self._asked(script, turn, facts) for turn in range(count)]
 
     def _facts(self, count: int, rng: random.Random) -> list[Fact]:
-        """A fact for each turn to ask, no city twice; those of the first turns are the same for any `count`."""
+        """Draw a fact for each turn to ask about, with no city twice. Those of the first turns are the same for any
+        `count`."""
         cities = rng.sample(CITIES, MOST_TURNS)
         told = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
         return [
@@ -102,13 +105,14 @@ class Builder:
         ]
 
     def _forced(self, script: Script, turn: int) -> Said:
-        """The text's own words on both sides."""
+        """Make a turn of the text's own words on both sides."""
         frame = self._frames[turn > 0]
         text, reply = script.user(turn, (), frame), self._given(script, turn)
         tokens = frame + self._count(text), self._count(reply)
         return Said((text, ""), (reply,), tokens[1], None, tokens, {"turn": turn + 1})
 
     def _asked(self, script: Script, turn: int, facts: Sequence[Fact]) -> Said:
+        """Make a turn that tells its facts and asks about one told here or before."""
         here = [_sentence(fact.planted) for fact in facts if fact.told == turn]
         (asked, told), frame = facts[turn], self._frames[turn > 0]
         before, _, after = self.template.partition("{text}")
@@ -123,7 +127,7 @@ class Builder:
         return Said((text, after), asked.answers, room, reply, tokens, data)
 
     def _given(self, script: Script, turn: int, answer: str = "") -> str:
-        """The text's own reply, behind the right answer."""
+        """Return the text's own reply, put behind the right answer."""
         return " ".join(filter(None, (answer, script.reply(turn, self._count(answer)))))
 
     def _count(self, text: str) -> int:

@@ -1,7 +1,7 @@
-"""How long conversations are: the law behind stand-ins for ShareGPT, and what a set of them is judged by.
+"""Draws how long conversations are: the law behind stand-ins for ShareGPT, and the numbers to judge a set of them by.
 
 CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the conversations have one turn,
-5.75 turns on average, at most 40; that 47 % hold more than 2K tokens and 30 % more than 4K.
+that they have 5.75 turns on average and 40 at most, that 47 % hold more than 2K tokens and 30 % more than 4K.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from scipy.stats import norm
 ONE_TURN, MEAN_TURNS, MOST_TURNS = 0.27, 5.75, 40
 OVER = {2048: 0.47, 4096: 0.30}  # tokens of a session -> share of sessions that hold more
 MOST_TOKENS = 32_768
-EVENNESS = 2.0  # of a session's turns: shape of the gamma law their lengths are drawn from
-QUESTION_SHARE = 0.3  # of a turn's tokens; not published
+EVENNESS = 2.0  # how even a session's turns are: the shape of the gamma law from which their lengths are drawn
+QUESTION_SHARE = 0.3  # share of a turn's tokens that the question has; not published
 ASKED_ANSWERED = (("human", "gpt"), ("user", "assistant"))
 
 Floats = NDArray[np.float64]
@@ -28,10 +28,10 @@ Floats = NDArray[np.float64]
 def drawn(
     sessions: int, rng: np.random.Generator, *, correlation: float = 0.0, scale: float = 1.0, turns: int | None = None
 ) -> list[list[int]]:
-    """Tokens of each turn of each session, questions with answers.
+    """Draw the tokens of each turn of each session, question and answer together.
 
-    correlation: of the normal variables behind turns and tokens, as more turns have more tokens. scale: of all tokens.
-    turns: of every session, in place of the law's.
+    correlation: between the normal variables behind turns and tokens, as sessions of more turns have more tokens.
+    scale: multiplies all tokens. turns: of every session, in place of the law's.
     """
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
@@ -40,13 +40,13 @@ def drawn(
 
 
 def parted(tokens: int, question_share: float) -> tuple[int, int]:
-    """Tokens of a turn's question and answer, one at least for each."""
+    """Split a turn's tokens into those of the question and of the answer, at least one each."""
     question = min(max(1, round(tokens * question_share)), tokens - 1)
     return question, tokens - question
 
 
 def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
-    """A session whose first question has `least` tokens, taken from all that follows as far as that goes.
+    """Lengthen the first question of a session to `least` tokens, which all that follows gives up as far as it can.
 
     >>> opened([(10, 20), (30, 40)], 55)
     [(55, 10), (15, 20)]
@@ -61,8 +61,11 @@ def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]
 
 
 def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
-    """What a stand-in has to be judged by. sessions: tokens of the question and the answer of each turn; the shares of
-    long sessions count tokens divided by `scale`."""
+    """Return the numbers that a stand-in is judged by.
+
+    sessions: tokens of the question and of the answer of each turn. scale: divides the tokens for the shares of long
+    sessions.
+    """
     counts = np.array([len(session) for session in sessions])
     totals = np.array([sum(map(sum, session)) for session in sessions])
     questions = sum(question for session in sessions for question, _ in session)
@@ -77,12 +80,12 @@ def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0
     }
 
 
-# a conversation in ShareGPT's layout
+# A conversation in ShareGPT's layout.
 SHAREGPT = {"conversations": [{"from": "text", "value": "text"}], "id?": "text or a whole number"}
 
 
 def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Of what is said in such a conversation: questions with the answer right behind them.
+    """Return the questions of a conversation in ShareGPT's layout, each with the answer right behind it.
 
     >>> exchanges([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}])
     [('Hi', 'Hello')]
@@ -92,7 +95,8 @@ def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _turns(u: Floats) -> NDArray[np.intp]:
-    """Numbers of turns at the quantiles `u`: one, or two and more by a geometric law cut off at the most."""
+    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric law that is cut off at
+    the most."""
     extra = np.arange(MOST_TURNS - 1)
     wanted = (MEAN_TURNS - ONE_TURN) / (1 - ONE_TURN) - 2
     ratio = brentq(lambda r: float((extra * r**extra).sum() / (r**extra).sum()) - wanted, 0.01, 1.5)
@@ -101,7 +105,7 @@ def _turns(u: Floats) -> NDArray[np.intp]:
 
 
 def _tokens(z: Floats) -> Floats:
-    """Tokens of sessions, log-normal through the two published shares."""
+    """Return the tokens of sessions at the normal deviates `z`: log-normal, through the two published shares."""
     (low, p_low), (high, p_high) = OVER.items()
     sigma = np.log(high / low) / (norm.isf(p_high) - norm.isf(p_low))
     mean = np.log(low) - sigma * norm.isf(p_low)
@@ -109,6 +113,6 @@ def _tokens(z: Floats) -> Floats:
 
 
 def _split(total: float, count: int, rng: np.random.Generator) -> list[int]:
-    """A session's tokens over its turns, two at least for each."""
+    """Split a session's tokens over its turns, at least two each."""
     weights = rng.gamma(EVENNESS, size=count)
     return [int(tokens) for tokens in np.maximum(2, (int(total) * weights / weights.sum()).round())]

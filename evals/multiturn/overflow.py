@@ -1,8 +1,8 @@
-"""Questions behind an overflow of the window: the first turn of a conversation fills it, and the second overflows.
+"""Asks questions behind an overflow: the first turn of a conversation fills the window, and the second overflows it.
 
 CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a benchmark's questions.
 Here they are about facts (ShadowKV's needles) at the end of that text, in the part that stays. The first question still
-fits; a score by turn tells it from those behind the overflow.
+fits, so a score by turn tells it from those behind the overflow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.needles import CITIES, NEEDLES, Planted, scored_digits
 from evals.niah import boundary, filler
 
-SPARE = 4  # tokens by which pieces that are tokenised apart may grow
+SPARE = 4  # by which pieces may grow when they are tokenised apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedlesBehindOverflow(Task):
-    """`window`: tokens that text, first question and its answer fill; the run's `overflow.window` should be the same.
-    `facts`: tokens at the end of the text, among which the needles stand."""
+    """Fills `window` tokens with text, the first question and its answer; the run's `overflow.window` should be the
+    same. The needles stand among the last `facts` tokens of the text."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
@@ -87,7 +87,7 @@ class NeedlesBehindOverflow(Task):
         )
 
     def _with_needles(self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]) -> list[int]:
-        """Behind sentences, evenly over the last `facts` tokens."""
+        """Insert the needles evenly over the last `facts` tokens, each behind a sentence."""
         first, share = len(hay) - self.facts, self.facts / len(needles)
         places = [max(first, boundary(hay, first + int(share * (one + 0.5)), env)) for one in range(len(needles))]
         for place, needle in reversed(list(zip(places, needles, strict=True))):
@@ -105,7 +105,7 @@ class NeedlesBehindOverflow(Task):
 
 
 def _planted(rng: random.Random, count: int) -> list[Planted]:
-    """Needles about different things."""
+    """Draw `count` needles about different things."""
     found: dict[str, Planted] = {}
     while len(found) < count:
         one = NEEDLES["magic_city"].plant(rng)

@@ -1,4 +1,4 @@
-"""What is talked about: real text cut to lengths that the law draws, or the conversations of a file."""
+"""Supplies what is talked about: real text cut to lengths that the law draws, or the conversations of a file."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from evals.multiturn import law
 
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
 NAMES = dict.fromkeys(("id?", "question_id?"), "text or a whole number")
-SKIPS = 3  # sentences that may be too long for what is left of a passage
+SKIPS = 3  # sentences passed over as too long for the rest of a passage
 
 
 class Script(Protocol):
-    """The text of one conversation. Behind `begin`, turns are read in order: first the user's, then the reply."""
+    """Supplies the text of one conversation. After `begin`, turns are read in order: first the user's, then the
+    reply."""
 
     name: str
 
     def begin(self) -> None:
-        """Read from the start, the first time or once more."""
+        """Start reading from the beginning, for the first time or again."""
 
     def __len__(self) -> int:
-        """Turns."""
+        """Return the number of turns."""
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """What the user says in `turn`, counted from 0, with `facts` in it. spent: tokens of all that comes besides."""
+        """Return what the user says in `turn`, counted from 0, with `facts` in it. spent: tokens of all else in the
+        turn."""
 
     def reply(self, turn: int, spent: int = 0) -> str:
-        """Raises `TaskError` where the file has none."""
+        """Return the text's own reply in `turn`. Raises `TaskError` where a file has none."""
 
     def reply_tokens(self, turn: int) -> int:
-        """How long a reply is meant to be; 0 where nobody knows."""
+        """Return how many tokens a reply is meant to have; 0 where nobody knows."""
 
     def shortened(self, tokens: int) -> Script | None:
-        """By about `tokens`; None where it cannot be shorter."""
+        """Return a script about `tokens` shorter, or None where it cannot be shorter."""
 
 
 class Reader:
-    """Reads a text sentence by sentence, round and round."""
+    """Reads a text sentence by sentence, over and over."""
 
     def __init__(self, text: Haystack, env: TaskEnv) -> None:
         self._sentences, self._env = [one for one in split_sentences(text.text) if one.strip()], env
@@ -51,7 +53,7 @@ class Reader:
         return len(self._sentences)
 
     def sentences(self, start: int) -> Iterator[tuple[str, int]]:
-        """With their tokens, from number `start` on."""
+        """Yield sentences with their tokens, from number `start` on, without end."""
         while True:
             sentence = self._sentences[start % len(self)]
             yield sentence, len(self._env.text.encode(sentence))
@@ -59,8 +61,10 @@ class Reader:
 
 
 class Passages:
-    """A conversation over consecutive passages of a text, in whole sentences. parts: tokens of the question and of the
-    answer of each turn. opening: tokens of the first question at least."""
+    """Makes a conversation of consecutive passages of a text, in whole sentences.
+
+    parts: tokens of the question and of the answer of each turn. opening: tokens that the first question has at least.
+    """
 
     def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
         self.name, self._reader, self._start = name, reader, start
@@ -73,7 +77,7 @@ class Passages:
         self._rest = self._reader.sentences(self._start)
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Facts stand between sentences, at even distances."""
+        """Return a passage with `facts` between its sentences, at even distances."""
         sentences = self._passage(self._parts[turn][0] - spent, least=not facts)
         for number, fact in reversed(list(enumerate(facts, 1))):
             sentences.insert(number * len(sentences) // (len(facts) + 1), fact)
@@ -92,7 +96,8 @@ class Passages:
         return None if shorter._parts == self._parts else shorter
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
-        """As many sentences as come nearest to `tokens`, but for a few too long ones; `least`: one at least."""
+        """Take sentences until they come nearest to `tokens`, passing over a few that are too long; with `least`, at
+        least one."""
         taken, skipped = list[str](), 0
         while skipped < SKIPS:
             sentence, count = next(self._rest)
@@ -105,14 +110,14 @@ class Passages:
 
 
 class Told:
-    """A conversation of a file."""
+    """Tells a conversation that a file holds."""
 
     def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str) -> None:
-        """`origin`: the file, as an error names it."""
+        """Keep the turns of a conversation; `origin` names the file in errors."""
         self.name, self._turns, self._env, self._origin = name, turns, env, origin
 
     def begin(self) -> None:
-        """It lies there whole."""
+        """Do nothing, since the conversation is here as a whole."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -130,11 +135,12 @@ class Told:
         return len(self._env.text.encode(self._turns[turn][1] or ""))
 
     def shortened(self, tokens: int) -> None:
-        """A file's words stay as they are."""
+        """Return None, since a file's words stay as they are."""
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
-    """A file of conversations, named as it is or from the data root, and the folder that it is looked for in."""
+    """Return a file of conversations as a source, and the folder to look for it in. It is named as it is or from the
+    data root."""
     name, file = f"task.source={path}", Path(path).expanduser()
     if file.is_file():
         return Source(name=name, local=(file.name,)), file.resolve().parent
@@ -144,12 +150,14 @@ def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
 
 
 def opened(path: str, env: TaskEnv) -> Content:
+    """Read a file of conversations, from where it is or from below the data root."""
     source, root = located(path, env.data_root)
     return open_content(source, replace(env, data_root=root))
 
 
 def told(content: Content, env: TaskEnv) -> Iterator[Told]:
-    """The conversations of a file that have a question, in its order."""
+    """Yield the conversations of a file that have a question, in the file's order. Raises `TaskError` on a row of
+    another layout."""
     file = content.origin.removeprefix("local:")
     rows = rows_of(content, "task.source").rows
     for number, row in enumerate(rows, 1):
@@ -164,7 +172,7 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
 
 
 def _turns(row: Row) -> list[tuple[str, str | None]]:
-    """What the user says, and the reply where there is one."""
+    """Return what the user says in each turn, with the reply where there is one."""
     if "conversations" in row:
         return [said for said in law.exchanges(row["conversations"]) if all(map(str.strip, said))]
     return [(question.strip(), None) for question in row["turns"]]

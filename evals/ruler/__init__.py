@@ -1,4 +1,4 @@
-"""RULER: 13 synthetic tasks at any length (Hsieh et al. 2024, arXiv:2404.06654)."""
+"""Asks RULER (Hsieh et al. 2024, arXiv:2404.06654): 13 synthetic tasks at any length."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from evals.ruler.fitting import SMALLEST
 from evals.ruler.niah import KINDS, Needles, asked
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
 
-EAGER = 4096  # tokens; prompts up to here are quick to make, and only there may a task not fit
+EAGER = 4096  # tokens up to which prompts are made at once: that is quick, and only there may a task not fit
 
-Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and what makes its prompts
+Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and a function that makes the prompts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """Prompts equal those of the official scripts from 1024 tokens on; shorter ones come from a finer generator.
+    """Makes prompts that equal those of the official scripts from 1024 tokens on; shorter ones come from a finer
+    generator.
 
     A length counts chat template, prompt, answer prefix and the tokens kept free for the answer. The context of an
-    example ends where the template's {context} ends. With a chat template, cwe's worked example stays plain here,
-    where the official script wraps it too.
+    example ends where the template's {context} ends. With a chat template, cwe's worked example stays plain here, where
+    the official script wraps it too.
     """
 
     version: ClassVar[str] = "1"
@@ -88,7 +89,8 @@ class Ruler(Task):
             require([qa.SOURCES[task] for task in self.tasks if FAMILIES[task] == "qa"], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        """By length, then by task, then by sample. Missing data and short lengths are refused before the first one."""
+        """Yield examples by length, then by task, then by sample. Missing data and lengths too short are refused before
+        the first one."""
         if self.source is not None:
             files = official.find(Path(self.source), self.tasks, self.lengths)
             return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
@@ -112,7 +114,8 @@ class Ruler(Task):
         return Score(match(output, example.references), {"null": float(not scoring.clean(output)), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean`, the means of lengths and tasks, RULER's summaries where they are defined, the digits of needles."""
+        """Return `mean`, the means of lengths and of tasks, RULER's summaries where they are defined, and the digits of
+        needles."""
         averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
         by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}
         if len(by_length) > 1:
@@ -147,7 +150,7 @@ class Ruler(Task):
             self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
     def _asked(self, questions: Sequence[Example]) -> Iterator[Example]:
-        """One by one, or as turns of one conversation. `questions` of one haystack."""
+        """Yield the questions on one haystack, each as an example or all as the turns of one conversation."""
         first, *rest = questions
         if self.conversation:
             said = tuple(Turn(one.question, one.references, one.prefix, data=one.data) for one in rest)

@@ -1,4 +1,5 @@
-"""Common and frequent words, cwe and fwe (RULER, arXiv:2404.06654): which words of a long list come up most."""
+"""Asks for common and frequent words, cwe and fwe (RULER, arXiv:2404.06654): which words of a long list come up
+most."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ ZETA = math.pi**2 / 6  # zeta(ALPHA)
 
 
 class CommonWords(Generator):
-    """Ten common words, repeated ten times as often as the others (six times below 4096 tokens); one example first.
+    """Lists ten common words ten times as often as the others (six times below 4096 tokens), after one worked example.
 
-    Where a chat template is used, the official script wraps the example in it too, so that it stands twice in a
-    prompt. Here the example is plain and inside the user turn, since a task knows no template; without one the two
-    are equal. `english` is the list of the official repository for lists longer than wonderwords' 8166 words.
+    Where a chat template is used, the official script wraps the example in it too, so that the template stands twice in
+    a prompt. Here the example is plain and inside the user turn, since a task knows no template; without a template the
+    two are equal. `english` is the official repository's list, for lists longer than wonderwords' 8166 words.
     """
 
     new_tokens = NEW_TOKENS["cwe"]
@@ -36,10 +37,10 @@ class CommonWords(Generator):
     def __init__(self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()) -> None:
         super().__init__(text, streams, length, unit=10)
         self._english = english
-        self._tokens_per_word = 0.0  # known once a search began
+        self._tokens_per_word = 0.0  # known once a search has begun
         self._words = list(distinct_words())
         streams.shuffle(self._words)
-        # words of the example, its repeats, then the repeats of the list: common and other words
+        # Words of the example, how often they come, then how often those of the list come: common words, other words.
         self._shape = (40, (10, 3), (30, 3)) if length >= 4096 else (20, (3, 1), (6, 1))
 
     def minimum(self, index: int) -> int:
@@ -72,7 +73,7 @@ class CommonWords(Generator):
         return _numbered(listed), tuple(common)
 
     def _shortage(self, size: int) -> str:
-        # the search goes up to one and a half times the size that fits
+        # The search goes up to one and a half times the size that fits.
         length = int(len(self._words) / 1.5 * self._tokens_per_word) // 1024 * 1024
         return (
             f"cwe at {self.length} tokens tries lists of {size} words and wonderwords has {len(self._words)}: put "
@@ -85,9 +86,11 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """Made-up words whose frequencies fall with the square of their rank; the first rank is dots, the next three count.
+    """Makes up words whose frequencies fall with the square of their rank. The first rank is dots; the next three are
+    asked for.
 
-    Its script searches another way: one vocabulary for the whole search, then a new one for each sample.
+    The official script searches another way here: with one vocabulary for the whole search, then a new one for each
+    sample.
     """
 
     new_tokens = NEW_TOKENS["fwe"]
@@ -97,7 +100,7 @@ class FrequentWords(Generator):
         super().__init__(text, streams, length, unit=self._room // 32)
 
     def minimum(self, index: int) -> int:
-        return 80  # words; ranks 2, 3, 4 then come 12, 5, 3 times and rank 5 once
+        return 80  # in words; ranks 2, 3, 4 then come 12, 5, 3 times and rank 5 once
 
     def probe(self, size: int, index: int) -> FilledTemplate:
         return self._coded(self._vocabulary(), size)
@@ -115,7 +118,7 @@ class FrequentWords(Generator):
         return prompts
 
     def _search(self) -> int:
-        """The last step before the prompt has all the tokens there are; no random draw depends on it."""
+        """Return the last size before the prompt takes all the tokens there are. No random draw depends on it."""
         vocabulary = self._vocabulary()
         check = FitCheck(self.count, self._room - 1)
         size = self._first_over(vocabulary, check)
@@ -130,7 +133,7 @@ class FrequentWords(Generator):
         return size
 
     def _shrinking(self, size: int) -> FilledTemplate:
-        """A sample keeps its vocabulary while it gets shorter."""
+        """Shorten one sample until it fits, with the same vocabulary throughout."""
         vocabulary = self._vocabulary()
         while size >= self.minimum(0):
             prompt = self.noted(self._coded(vocabulary, size))

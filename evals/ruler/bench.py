@@ -1,4 +1,5 @@
-"""What making RULER prompts costs: `python -m evals.ruler.bench --length 131072 --tokenizer tokenizer.json`."""
+"""Measures what making RULER prompts costs: `python -m evals.ruler.bench --length 131072 --tokenizer
+tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from evals.ruler.templates import FAMILIES
 
 
 class CountedText:
-    """A tokenizer without chat template that knows how often it was asked; whitespace words where no file is given."""
+    """Counts how often a tokenizer without chat template is asked; without a file it splits at white space."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self.fingerprint = str(tokenizer or "whitespace")

@@ -1,4 +1,4 @@
-"""From a task and a length to its prompts: which generator, over which data, and what shapes the outcome."""
+"""Makes the prompts of a task and a length: chooses the generator and its data, and names what shapes the outcome."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from evals.ruler.templates import FAMILIES, FilledTemplate
 from evals.ruler.tracing import Tracing
 from evals.ruler.vocabulary import Streams, words_sha256
 
-OFFICIAL = "official"  # prompts of the official scripts, string by string
-FINE = "fine-1"  # our own below OFFICIAL_FROM; goes up when they change
-GENERATOR = f"{OFFICIAL}-1 {FINE}"  # goes up when any prompt changes: cached ones are then made again
+OFFICIAL = "official"  # prompts equal those of the official scripts, string by string
+FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
+GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached ones are then made again
 
 
 class Factory:
-    """Makes the prompts of one run. Data sets are read at once, and only those that its tasks need."""
+    """Makes the prompts of one run. It reads data sets at once, and only those that the run's tasks need."""
 
     def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1) -> None:
         self._env, self._questions = env, questions
@@ -34,7 +34,7 @@ class Factory:
         self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
 
     def prompts(self, task: str, length: int, samples: int) -> list[FilledTemplate]:
-        """Taken from the cache where they are; then the tokenizer is not asked."""
+        """Return prompts from the cache, or make them. Only making them asks the tokenizer."""
         folder = None if self._env.cache_dir is None else self._env.cache_dir / "ruler"
         key = self._key(task, length, samples)
         rows = cache.load_or_make(folder, f"{task}-{length}", key, lambda: self._rows(task, length, samples))
@@ -59,7 +59,7 @@ class Factory:
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
 
     def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
-        """All that shapes the prompts."""
+        """Return all that shapes the prompts."""
         key: dict[str, Any] = {"generator": GENERATOR, "task": task, "length": length, "samples": samples}
         key |= {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint, "words": words_sha256()}
         if self._haystack is not None and _uses_essay(task):
@@ -80,7 +80,7 @@ class Factory:
         return {"vt": "noise", "cwe": "words", "fwe": "words", "qa": "documents"}[FAMILIES[task]]
 
     def _generator(self, task: str, length: int) -> Generator:
-        """A generator at the start of its random stream."""
+        """Return a generator at the start of its random stream."""
         text, streams = self._env.text, Streams(self._env.seed)
         match FAMILIES[task]:
             case "niah":
@@ -96,7 +96,8 @@ class Factory:
                 return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
 
     def _advice(self, task: str, length: int, samples: int) -> str:
-        """From `OFFICIAL_FROM` tokens on a task may need more, since the official units are coarser."""
+        """Name the smallest length that works. From `OFFICIAL_FROM` tokens on a task may need more, since the official
+        units are coarser."""
         works = self._generator(task, length).smallest_length(samples)
         if length < OFFICIAL_FROM <= works:
             works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))

@@ -1,4 +1,4 @@
-"""How large a haystack fits a length: RULER's own search, and a finer one for lengths that it cannot fill."""
+"""Searches how large a haystack fits a length: RULER's own search, and a finer one for lengths that it cannot fill."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from evals.ruler.size_search import FitCheck, bisect_size
 from evals.ruler.templates import FilledTemplate
 from evals.ruler.vocabulary import Streams
 
-OFFICIAL_FROM = 1024  # tokens; below, the official units are too coarse
+OFFICIAL_FROM = 1024  # tokens below which the official units are too coarse
 SMALLEST = 512
-REDRAWS = 20  # at the smallest size, where the official scripts draw for ever
+REDRAWS = 20  # draws at the smallest size, where the official scripts draw for ever
 
 
 class TooShort(TaskError):
-    """Not even the smallest haystack fits the length."""
+    """Says that not even the smallest haystack fits the length."""
 
 
 class Generator(ABC):
-    """Draws the prompts of one task at one length; the size of a haystack counts words, lines or documents.
+    """Draws the prompts of one task at one length. The size of a haystack counts words, lines or documents.
 
-    Below `OFFICIAL_FROM` tokens the unit is one and every sample has a size of its own; from there on, units, random
+    Below `OFFICIAL_FROM` tokens the unit is one, and every sample has a size of its own. From there on, units, random
     draws and their order are those of the official scripts.
     """
 
     new_tokens: ClassVar[int]
-    chat: ClassVar[bool] = True  # prompts are counted inside the chat template
+    chat: ClassVar[bool] = True  # whether prompts are counted inside the chat template
 
     def __init__(self, text: TextTools, streams: Streams, length: int, unit: int) -> None:
         self.text = text
@@ -42,33 +42,35 @@ class Generator(ABC):
 
     @abstractmethod
     def probe(self, size: int, index: int) -> FilledTemplate:
-        """A newly drawn prompt as the size search looks at it."""
+        """Draw a new prompt as the size search looks at it."""
 
     def sample(self, size: int, index: int) -> FilledTemplate:
-        """A newly drawn prompt as it is asked."""
+        """Draw a new prompt as it is asked."""
         return self.probe(size, index)
 
     def minimum(self, index: int) -> int:
-        """Below this size a prompt is not the task any more."""
+        """Return the size below which a prompt is no longer the task."""
         return 1
 
     def prompts(self, samples: int) -> list[FilledTemplate]:
+        """Draw `samples` prompts that fit. Raises `TooShort` where none does."""
         return self.fine(samples) if self.is_fine else self.official(samples)
 
     def count(self, prompt: FilledTemplate) -> int:
-        """With the longest of its questions."""
+        """Count the tokens of a prompt with the longest of its questions."""
         return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
 
     def largest(self, tokens_per_unit: float) -> int:
-        """Where the official search ends."""
+        """Return the size at which the official search ends."""
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:
+        """Draw prompts as the official scripts do: search one size, then step down where a sample does not fit it."""
         size = self.official_size(self.unit, reserved=self.new_tokens)
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def official_size(self, first: int, reserved: int) -> int:
-        """One size for all samples, found with the first question; each probe is a new prompt."""
+        """Find one size for all samples, with the first question; each probe is a new prompt."""
         check = FitCheck(self.count, self.length - reserved)
         largest = self.largest(check.tokens(self.probe(first, 0)) / first)
         state = self.streams.state()
@@ -80,6 +82,7 @@ class Generator(ABC):
         return size or self.unit
 
     def fine(self, samples: int) -> list[FilledTemplate]:
+        """Draw prompts that are each as long as fits."""
         size, prompts = self.minimum(0), []
         for index in range(samples):
             size, prompt = self.largest_prompt(size, partial(self.sample, index=index))
@@ -87,8 +90,9 @@ class Generator(ABC):
         return prompts
 
     def largest_prompt(self, start: int, draw: Callable[[int], FilledTemplate]) -> tuple[int, FilledTemplate]:
-        """The largest size that fits and the prompt drawn with it; gallops from `start`, then bisects."""
-        low, high = self.minimum(0) - 1, self.length + 1  # a unit has a token at least
+        """Return the largest size that fits and the prompt drawn with it. The search gallops from `start`, then
+        bisects."""
+        low, high = self.minimum(0) - 1, self.length + 1  # a unit has at least one token
         best, size, step = None, start, 1
         while high - low > 1:
             prompt = self.noted(draw(size))
@@ -106,21 +110,21 @@ class Generator(ABC):
         return low, best
 
     def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
-        """The prompt with its tokens written down, or None where it is too long."""
+        """Return the prompt with its tokens written down, or None where it is too long."""
         tokens = self.count(prompt) + self.new_tokens
         return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
 
     def smallest(self, index: int) -> FilledTemplate:
-        """A new sample of the smallest size that a search would end with."""
+        """Draw a new sample of the smallest size that a search would end with."""
         return self.sample(max(self.unit, self.minimum(index)), index)
 
     def smallest_length(self, samples: int) -> int:
-        """Tokens at which the smallest prompts fit, with 3 % to spare for other random draws."""
+        """Return the tokens at which the smallest prompts fit, with 3 % to spare for other random draws."""
         needed = max(self.count(self.smallest(index)) for index in range(samples)) + self.new_tokens
         return max(SMALLEST, math.ceil(needed * 1.03 / 32) * 32)
 
     def stepping_down(self, size: int, index: int) -> FilledTemplate:
-        """Draws anew until the prompt fits, each time one unit smaller where that is possible."""
+        """Draw anew until the prompt fits, each time one unit smaller where that is possible."""
         attempts = size // self.unit + REDRAWS
         for _ in range(attempts):
             prompt = self.noted(self.sample(size, index))

@@ -1,4 +1,5 @@
-"""Needle in a haystack, eight ways: niah_single, _multikey, _multivalue, _multiquery (RULER, arXiv:2404.06654)."""
+"""Hides needles in a haystack, eight ways: niah_single, _multikey, _multivalue, _multiquery (RULER,
+arXiv:2404.06654)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  #
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """What is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked."""
+    """Says what is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked for."""
 
     haystack: Literal["noise", "essay", "needle"]
     key_type: Literal["words", "uuids"] = "words"
@@ -43,17 +44,17 @@ KINDS = {
 
 
 def asked(kind: Needles, questions: int) -> Needles:
-    """With keys for so many questions on a haystack, none of them asked twice."""
+    """Return the kind with enough keys for so many questions on a haystack, none of them asked for twice."""
     return replace(kind, keys=max(kind.keys, questions * kind.queries))
 
 
 def essay_words(text: str) -> list[str]:
-    """The unit of the essay haystack."""
+    """Split an essay into words, the unit of its haystack."""
     return re.sub(r"\s+", " ", text).split(" ")
 
 
 class Niah(Generator):
-    """`essay` is the haystack in words, used by the kinds that hide their needles in essays."""
+    """Hides needles of one kind. `essay` is the haystack in words, for the kinds that hide their needles in essays."""
 
     new_tokens = NEW_TOKENS["niah"]
 
@@ -67,7 +68,7 @@ class Niah(Generator):
         essay: Sequence[str] = (),
         questions: int = 1,
     ) -> None:
-        """`questions` on each haystack."""
+        """Prepare the kind and its template for `questions` questions on each haystack."""
         unit = 500 if kind.haystack == "essay" else 25 if length >= 4096 else 5
         super().__init__(text, streams, length, unit)
         self.kind = asked(kind, questions)
@@ -77,7 +78,7 @@ class Niah(Generator):
         self.noun = kind.value_type[:-1] if single else kind.value_type
 
     def minimum(self, index: int) -> int:
-        return self.kind.keys * self.kind.values  # a line each
+        return self.kind.keys * self.kind.values  # one line each
 
     def probe(self, size: int, index: int) -> FilledTemplate:
         names, values, needles = self._needles()
@@ -88,7 +89,7 @@ class Niah(Generator):
         filled = []
         for wanted in (drawn[i : i + count] for i in range(0, len(drawn), count)):
             answers = tuple(value for i in wanted for value in values[i])
-            depth = 100 * context.index(answers[0]) / len(context)  # percent, as in every task
+            depth = 100 * context.index(answers[0]) / len(context)  # in percent, as in every task
             query = _enumeration([names[i] for i in wanted])
             data = {"depth": round(depth, 2)}
             filled.append(self.template.fill(context, answers, data=data, type_needle_v=self.noun, query=query))
@@ -111,7 +112,7 @@ class Niah(Generator):
         return names, values, needles
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
-        """Needles between sentences at distinct depths; text that is too short is repeated."""
+        """Put the needles between sentences at distinct depths. Text that is too short is repeated."""
         words = self.essay if size <= len(self.essay) else list(self.essay) * -(-size // len(self.essay))
         sentences = split_sentences(" ".join(words[:size]).strip())
         depths = self.streams.python.sample(DEPTHS, len(needles))
@@ -122,7 +123,7 @@ class Niah(Generator):
         return " ".join([*pieces, " ".join(sentences[places[-1] :])])
 
     def _in_lines(self, size: int, needles: list[str]) -> str:
-        """Needles as lines between lines of noise, or between other needles."""
+        """Put the needles as lines between lines of noise, or between other needles."""
         if self.kind.haystack == "noise":
             lines = [NOISE] * size
         else:

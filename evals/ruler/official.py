@@ -1,4 +1,5 @@
-"""Files that RULER's own scripts wrote, of the current layout (`answer_prefix` apart) and of the older one (inside)."""
+"""Reads files that RULER's own scripts wrote, in the current layout (`answer_prefix` apart) and in the older one
+(inside)."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ RECORD = {"input": "text", "outputs": ["text", ...], "answer_prefix?": "text", "
 
 @dataclass(frozen=True, slots=True)
 class OfficialFile:
+    """Names one file with its task and length."""
+
     path: Path
     task: str
     length: int
 
     def prompts(self, samples: int) -> list[FilledTemplate]:
-        """The first `samples` records."""
+        """Read the first `samples` records."""
         content = self.path.read_bytes()
         lines = text_of(content, str(self.path)).split("\n")  # other line separators may stand inside a record
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -53,7 +56,8 @@ class OfficialFile:
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
-    """One file for each length and task; a source that is one file serves the task and length it was written for."""
+    """Yield one file for each length and task. A source that is one file serves the task and length it was written
+    for."""
     if source.is_file():
         yield _single(source, tasks, lengths)
         return
@@ -65,7 +69,8 @@ def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator
 
 
 def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Path:
-    """Files outside a folder of their length are taken for the one length that is asked for."""
+    """Find the file of a task and length. Files outside a folder of their length are taken for the one length that is
+    asked for."""
     places = [source / str(length) / task / "validation.jsonl", source / str(length) / f"{task}.jsonl"]
     if only_length:
         places += [source / task / "validation.jsonl", source / f"{task}.jsonl"]
@@ -81,7 +86,7 @@ def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Pa
 
 
 def _single(path: Path, tasks: Sequence[str], lengths: Sequence[int]) -> OfficialFile:
-    """Task and length are read off `4096/vt/validation.jsonl`, `4096/vt.jsonl` or `vt_4096.jsonl`."""
+    """Read task and length off `4096/vt/validation.jsonl`, `4096/vt.jsonl` or `vt_4096.jsonl`."""
     parts = [path.stem, *(parent.name for parent in path.parents[:2])]
     named = [task for part in parts for task in FAMILIES if re.match(rf"{task}(?![a-z0-9])", part)]
     task = named[0] if named else tasks[0]

@@ -1,4 +1,4 @@
-"""Question answering among many documents, qa_1 (SQuAD 2.0) and qa_2 (HotpotQA) (RULER, arXiv:2404.06654)."""
+"""Asks questions among many documents, qa_1 (SQuAD 2.0) and qa_2 (HotpotQA) (RULER, arXiv:2404.06654)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SOURCES = {
     "qa_1": Source(
         name="SQuAD 2.0 dev (https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json)",
         local=("squad/dev-v2.0.json", "squad/squad_v2_dev*.json", "dev-v2.0.json", "squad.json"),
-        hub_repo="rajpurkar/squad_v2",  # the same questions in the same order, one a row
+        hub_repo="rajpurkar/squad_v2",  # has the same questions in the same order, one a row
         hub_file="squad_v2/validation-00000-of-00001.parquet",
         hub_revision="3ffb306f725f7d2ce8394bc1873b24868140c412",
     ),
     "qa_2": Source(
         name="HotpotQA dev distractor",
         local=("hotpotqa/hotpot_dev_distractor*.json", "hotpot_dev_distractor*.json", "hotpotqa.json"),
-        hub_repo="namlh2004/hotpotqa",  # the copy that RULER names, the original's host being gone
+        hub_repo="namlh2004/hotpotqa",  # the copy that RULER names, since the original's host is gone
         hub_file="hotpot_dev_distractor_v1.json",
         hub_revision="7e54db4656209750ff487f6fdf8e39a66dba136b",
     ),
@@ -34,7 +34,8 @@ TRIED = 40  # documents that the finer generator tries to add
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`gold`, `own`, `related` number documents: those with the answer, those always shown, those next in line."""
+    """Holds a question with the numbers of its documents: `gold` contain the answer, `own` are always shown, `related`
+    come next."""
 
     query: str
     answers: tuple[str, ...]
@@ -45,7 +46,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Questions in file order over sorted distinct documents; `origin` and `sha256` say where they are from."""
+    """Holds questions in file order over sorted distinct documents. `origin` and `sha256` say where they are from."""
 
     questions: tuple[Question, ...]
     documents: tuple[str, ...]
@@ -55,7 +56,7 @@ class Corpus:
 
 _ENTRY = {"question": "text", "is_impossible": "true or false", "answers": [{"text": "text"}]}
 SQUAD = {"data": [{"paragraphs": [{"context": "text", "qas": [_ENTRY]}]}]}
-SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}  # the hub's
+SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}  # a row on the hub
 HOTPOTQA_ROW = {
     "question": "text",
     "answer": "text",
@@ -65,7 +66,7 @@ HOTPOTQA_ROW = {
 
 
 def load(task: str, env: TaskEnv) -> Corpus:
-    """The data of `qa_1` or `qa_2`: from the data root, or the hub where it has them."""
+    """Load the data of `qa_1` or `qa_2`, from the data root or from the hub."""
     content = open_content(SOURCES[task], env)
     read = _read_squad if task == "qa_1" else _read_hotpotqa
     questions, documents = read(content, SOURCES[task].name)
@@ -73,7 +74,7 @@ def load(task: str, env: TaskEnv) -> Corpus:
 
 
 def _articles(rows: Sequence[Row]) -> dict[str, Any]:
-    """The hub's rows in the layout of the original file."""
+    """Arrange the hub's rows as the original file has them."""
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         texts = [{"text": text} for text in row["answers"]["text"]]
@@ -88,7 +89,7 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]:
-    """Answerable questions; the other paragraphs of an article are related."""
+    """Return the answerable questions and all documents; the other paragraphs of an article are related."""
     if content.origin.endswith(".parquet"):
         data = _articles(rows_of(content, name, SQUAD_ROW).rows)
     else:
@@ -109,7 +110,7 @@ def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]
 
 
 def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[str]]:
-    """A question's own paragraphs are ten, two of them gold."""
+    """Return questions and all documents; a question's own paragraphs are ten, two of them gold."""
     data = rows_of(content, name, HOTPOTQA_ROW).rows
     paragraphs = [[(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]] for entry in data]
     documents = sorted({document for entry in paragraphs for _, document in entry})
@@ -124,10 +125,10 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
 
 
 class QuestionAnswering(Generator):
-    """`size` documents, those of the question among them, in an order that is the same for all samples of a size.
+    """Shows `size` documents, those of the question among them, in an order that is the same for all samples of a size.
 
-    The finer generator starts from the gold documents, adds others as long as one fits, and passes over questions
-    whose gold documents do not.
+    The finer generator starts from the gold documents, adds others as long as one fits, and passes over questions whose
+    gold documents do not.
     """
 
     new_tokens = NEW_TOKENS["qa"]
@@ -178,7 +179,8 @@ class QuestionAnswering(Generator):
         return own + related + self.streams.python.sample(others, size - len(own) - len(related))
 
     def _filled(self, index: int) -> FilledTemplate | None:
-        """The gold documents and as many of `TRIED` others, in random order, as there is room for."""
+        """Return a prompt of the gold documents and as many of `TRIED` others, in random order, as there is room
+        for."""
         question = self.corpus.questions[index]
         chosen, best = list(question.gold), self.noted(self._ask(index, question.gold))
         if best is None:

@@ -1,15 +1,15 @@
-"""RULER's scores (arXiv:2404.06654, section 4): string match, and summaries over lengths."""
+"""Scores RULER (arXiv:2404.06654, section 4): by string match, with summaries over lengths."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-THRESHOLD = 0.856  # Llama-2-7B-chat at 4096 tokens
+THRESHOLD = 0.856  # the score of Llama-2-7B-chat at 4096 tokens
 
 
 def clean(output: str) -> str:
-    """Control characters become newlines.
+    """Turn control characters into newlines.
 
     >>> clean(" 12\\t34 ")
     '12\\n34'
@@ -18,7 +18,7 @@ def clean(output: str) -> str:
 
 
 def string_match_all(output: str, references: Sequence[str]) -> float:
-    """Share of the references that occur, whatever their case and without regard to word boundaries.
+    """Return the share of the references that occur, whatever their case and without regard to word boundaries.
 
     >>> string_match_all("It is 12345678.", ["1234567", "89"])
     0.5
@@ -28,7 +28,7 @@ def string_match_all(output: str, references: Sequence[str]) -> float:
 
 
 def string_match_part(output: str, references: Sequence[str]) -> float:
-    """1 if any reference occurs.
+    """Return 1 if any reference occurs, else 0.
 
     >>> string_match_part("in Paris", ["paris", "Paris, France"])
     1.0
@@ -38,7 +38,7 @@ def string_match_part(output: str, references: Sequence[str]) -> float:
 
 
 def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
-    """Means of groups "task/length" that share a task (`part=0`) or a length (`part=1`), in order of appearance.
+    """Average the groups "task/length" that share a task (`part=0`) or a length (`part=1`), in order of appearance.
 
     >>> means({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, part=1)
     {'4096': 0.75, '8192': 0.25}
@@ -50,7 +50,7 @@ def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
 
 
 def effective_length(by_length: Mapping[int, float], threshold: float = THRESHOLD) -> int:
-    """The largest length whose score exceeds the threshold, 0 if none does.
+    """Return the largest length whose score exceeds the threshold, 0 if none does.
 
     >>> effective_length({4096: 0.95, 8192: 0.86, 16384: 0.7})
     8192
@@ -59,7 +59,7 @@ def effective_length(by_length: Mapping[int, float], threshold: float = THRESHOL
 
 
 def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
-    """Weights 1, 2, ... from the shortest length to the longest, and the other way round.
+    """Average over lengths with weights 1, 2, ... from the shortest to the longest, and the other way round.
 
     >>> weighted_averages({4096: 0.75, 8192: 0.0})
     (0.25, 0.5)

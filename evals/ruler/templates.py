@@ -1,4 +1,4 @@
-"""RULER's prompt templates (arXiv:2404.06654), split where the context ends, and the table of its 13 tasks."""
+"""Holds RULER's prompt templates (arXiv:2404.06654), split where the context ends, and the table of its 13 tasks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ DOCUMENT = "Document {i}:\n{document}"
 
 @dataclass(frozen=True, slots=True)
 class FilledTemplate:
-    """A filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
+    """Holds a filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
 
     context: str
     question: str
     prefix: str
     references: tuple[str, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
-    more: tuple[Mapping[str, Any], ...] = ()  # what differs of further questions on this context
+    more: tuple[Mapping[str, Any], ...] = ()  # what differs in further questions on this context
 
     @property
     def questions(self) -> tuple[FilledTemplate, ...]:
-        """All of its questions, each with the context."""
+        """Return all questions, each with the context."""
         data, first = self.data, replace(self, more=())
         return (first, *(replace(first, **{**one, "data": {**data, **one["data"]}}) for one in self.more))
 
@@ -38,7 +38,7 @@ class FilledTemplate:
         return self.context + self.question + self.prefix
 
     def asked_more(self, others: Sequence[FilledTemplate]) -> FilledTemplate:
-        """With the questions of `others`, which have the same context."""
+        """Return the template with the questions of `others` added, which have the same context."""
         own = ("question", "prefix", "references", "data")
         return replace(self, more=tuple({name: getattr(one, name) for name in own} for one in others))
 
@@ -53,7 +53,8 @@ class FilledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """`text` is the user turn, `prefix` goes behind the assistant header and starts with a space."""
+    """Holds the user turn as `text`, and what goes behind the assistant header as `prefix`, which starts with a
+    space."""
 
     text: str
     prefix: str
@@ -67,7 +68,8 @@ class Template:
         return self.text.partition("{context}")[2]
 
     def singular(self) -> Template:
-        """The wording for one value of one key: edits of the task's own text, before a chat template surrounds it."""
+        """Return the wording for one value of one key. It edits the task's own text, before a chat template surrounds
+        it."""
 
         def edit(text: str) -> str:
             for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
@@ -85,29 +87,32 @@ class Template:
         data: Mapping[str, Any] | None = None,
         **fields: str,
     ) -> FilledTemplate:
-        """`before` is an example that goes in front, inside the user turn."""
+        """Fill the template. `before` is a worked example that goes in front, inside the user turn."""
         head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
-        """Whether `text` starts with this template, in either number: no chat template is in front of it."""
+        """Say whether `text` starts with this template, in singular or plural: then no chat template is in front of
+        it."""
         starts = (self.head[:18], self.singular().head[:15])
         return text.lstrip().startswith(starts)
 
     def question_start(self, text: str) -> int:
-        """Where the question begins in a filled user turn, -1 if it does not."""
+        """Return where the question begins in a filled user turn, or -1 if it does not."""
         marker = "\nWhat " if self.tail.startswith("\nWhat ") else self.tail.partition("{")[0]
         return text.rfind(marker)
 
     def prefix_start(self, text: str) -> int:
-        """Where the answer prefix begins at the end of `text`, -1 if there is none; old spelling included."""
+        """Return where the answer prefix begins at the end of `text`, in its old spelling too, or -1 if there is
+        none."""
         start = text.rfind(self.prefix[:10])
         forms = (_prefix_pattern(template.prefix) for template in (self, self.singular()))
         return start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
 
 
 def _prefix_pattern(prefix: str) -> str:
-    """`{field}` stands for any text; the old generator writes `assgined`; trailing spaces may be lost."""
+    """Return a pattern in which `{field}` stands for any text. The old generator writes `assgined`, and trailing spaces
+    may be lost."""
     pattern = re.sub(r"\\\{\w+\\\}", ".+?", re.escape(prefix.rstrip()))
     return pattern.replace("assigned", "ass(?:igned|gined)") + r"\s*"
 
@@ -144,7 +149,7 @@ TEMPLATES = {
     ),
 }
 
-# tokens kept free for the answer; they count towards the length
+# Tokens kept free for the answer, which count towards the length.
 NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 FAMILIES = {

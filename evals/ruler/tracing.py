@@ -1,4 +1,4 @@
-"""Variable tracking, vt (RULER, arXiv:2404.06654): a chain of five assignments between lines of noise."""
+"""Asks to track variables, vt (RULER, arXiv:2404.06654): a chain of five assignments between lines of noise."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from evals.ruler.templates import NEW_TOKENS, NOISE, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams
 
 HOPS = 4
-EXAMPLE_TOKENS = 500  # the cap of the worked example; its answer is not counted
+EXAMPLE_TOKENS = 500  # limits the worked example; its answer does not count
 EXAMPLE_VALUE = "12345"
 
 
 class _Chain(Generator):
-    """One chain in `size` lines of noise."""
+    """Hides one chain in `size` lines of noise."""
 
     letters: int
 
     def minimum(self, index: int) -> int:
-        return HOPS + 1  # the assignments stand at distinct lines
+        return HOPS + 1  # the assignments stand on distinct lines
 
     def probe(self, size: int, index: int) -> FilledTemplate:
         return self.fill(size, before="")
@@ -42,7 +42,8 @@ class _Chain(Generator):
         return self.streams.value()
 
     def _names(self) -> list[str]:
-        """Distinct names, further ones being drawn behind; here the official script breaks off (once in 10^6 draws)."""
+        """Draw distinct names; where some are equal, more are drawn behind. The official script breaks off here (once
+        in 10^6 draws)."""
         names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
         while len(set(names)) <= HOPS:
             names.append(self.streams.letters(ascii_uppercase, self.letters))
@@ -50,7 +51,7 @@ class _Chain(Generator):
 
 
 class _Example(_Chain):
-    """The worked example: short names, a fixed value, never in a chat template of its own."""
+    """Draws the worked example: short names, a fixed value, never in a chat template of its own."""
 
     new_tokens = 0
     letters = 3
@@ -61,7 +62,8 @@ class _Example(_Chain):
         self.is_fine, self.unit = False, 5
 
     def draw(self, *, smallest: bool) -> FilledTemplate:
-        """A tokenizer that needs more than the cap for five lines gets those; the official script never ends there."""
+        """Draw the example. A tokenizer that needs more than the limit for five lines gets those; the official script
+        never ends there."""
         if not smallest:
             try:
                 return self.official(1)[0]
@@ -74,7 +76,7 @@ class _Example(_Chain):
 
 
 class Tracing(_Chain):
-    """The example stands in front, inside the user turn, with new names and a new value in every sample."""
+    """Puts the example in front, inside the user turn, with new names and a new value in every sample."""
 
     new_tokens = NEW_TOKENS["vt"]
     letters = 5
@@ -90,7 +92,7 @@ class Tracing(_Chain):
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def sample(self, size: int, index: int) -> FilledTemplate:
-        """The chain is drawn before the example changes."""
+        """Draw a prompt as it is asked. The chain is drawn before the example changes."""
         prompt = self.fill(size, before="")
         return FilledTemplate(
             f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references

@@ -1,4 +1,4 @@
-"""What RULER prompts are made of: random streams, adjective-noun keys, numbers, uuids, word lists."""
+"""Supplies what RULER prompts are made of: random streams, adjective-noun keys, numbers, uuids, word lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import numpy as np
 
 
 class Streams:
-    """The official scripts seed Python's and NumPy's global generators once per process; these are the same streams.
+    """Draws from the same streams as the official scripts, which seed Python's and NumPy's global generators once per
+    process.
 
     Every draw below happens in the order of the scripts: one call more or less changes all later prompts.
     """
@@ -27,7 +28,7 @@ class Streams:
         self.numpy = np.random.RandomState(seed)
 
     def shuffle(self, items: list[Any]) -> None:
-        """Shuffle in place with a fresh generator: the same permutation for every sample of a length."""
+        """Shuffle in place with a fresh generator, so with the same permutation for every sample of a length."""
         random.Random(self.seed).shuffle(items)
 
     def state(self) -> tuple[Any, Any]:
@@ -38,7 +39,7 @@ class Streams:
         self.numpy.set_state(state[1])
 
     def number(self) -> str:
-        """Seven digits."""
+        """Draw a number of seven digits."""
         return str(self.python.randint(1_000_000, 9_999_999))
 
     def uuid(self) -> str:
@@ -48,16 +49,16 @@ class Streams:
         return "".join(self.python.choices(alphabet, k=count))
 
     def value(self) -> str:
-        """Five digits; 99999 never comes."""
+        """Draw a number of five digits, which is never 99999."""
         return str(self.numpy.randint(10_000, 99_999))
 
 
 class PairIndex(Sequence[str]):
-    """The sorted distinct strings `adjective-noun`, made when asked for.
+    """Lists the distinct strings `adjective-noun` in order, and makes each when it is asked for.
 
     The whole list has 6.17 million entries and takes seconds to build. An adjective's strings stand together in it,
-    except where one adjective continues another behind a hyphen (`old`, `old-fashioned`): those interleave and are
-    kept as one block.
+    except where one adjective continues another behind a hyphen (`old`, `old-fashioned`): those interleave and are kept
+    as one block.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -91,7 +92,7 @@ class PairIndex(Sequence[str]):
 
 
 def _families(adjectives: set[str]) -> dict[str, list[str]]:
-    """Adjectives by the shortest adjective of which they are a hyphenated continuation."""
+    """Group adjectives by the shortest adjective of which they are a hyphenated continuation."""
     families: dict[str, list[str]] = {}
     for adjective in adjectives:
         cuts = (adjective[:i] for i, letter in enumerate(adjective) if letter == "-")
@@ -102,7 +103,7 @@ def _families(adjectives: set[str]) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=1)
 def word_lists() -> dict[str, tuple[str, ...]]:
-    """The lists `adjective`, `noun` and `verb` of the package wonderwords, in file order."""
+    """Read the lists `adjective`, `noun` and `verb` of the package wonderwords, in file order."""
     folder = resources.files("wonderwords.assets")
     kinds = ("adjective", "noun", "verb")
     texts = {kind: (folder / f"{kind}list.txt").read_text(encoding="utf-8") for kind in kinds}
@@ -111,16 +112,18 @@ def word_lists() -> dict[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def words_sha256() -> str:
+    """Hash the word lists, which shape the prompts."""
     return hashlib.sha256(repr(sorted(word_lists().items())).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def keys() -> PairIndex:
+    """Return all adjective-noun keys, from which RULER draws."""
     lists = word_lists()
     return PairIndex(lists["adjective"], lists["noun"])
 
 
 @lru_cache(maxsize=1)
 def distinct_words() -> tuple[str, ...]:
-    """All distinct words of the three lists, sorted: 8166 in wonderwords 3.0.1."""
+    """Return all distinct words of the three lists, sorted: 8166 in wonderwords 3.0.1."""
     return tuple(sorted({word for words in word_lists().values() for word in words}))

@@ -1,5 +1,5 @@
-"""SCBench (arXiv:2412.10319): several questions on one long context, as turns of a conversation or as requests that
-share it, with the official prompts and scores."""
+"""Asks SCBench (arXiv:2412.10319): several questions on one long context, with the official prompts and scores. They
+are turns of a conversation, or requests that share the context."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from evals.scbench.tables import HUB_REPO, MAX_NEW_TOKENS, OPENING, PROMPTS, SKI
 
 MODES = ("multi_turn", "multi_request")
 LISTS = ("scbench_vt", "scbench_choice_eng")  # whose answers are several texts
-SPARE_TOKENS = 16  # a BOS, and what pieces that are tokenised apart may grow by
-PLAIN_GAP = "\n\n"  # behind a given answer, without a chat template
+SPARE_TOKENS = 16  # for a BOS, and for what pieces may grow by when they are tokenised apart
+PLAIN_GAP = "\n\n"  # follows a given answer where there is no chat template
 
 
 @dataclass(frozen=True)
 class SCBench(Task):
-    """`golden`: the right answers stand in the conversation, as officially, not the model's own."""
+    """Makes conversations or requests from rows. With `golden` the right answers stand in the conversation, as
+    officially, in place of the model's own."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -78,8 +79,8 @@ class SCBench(Task):
         return Score(value)
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`mean` over tasks; the paper's skills of which all tasks ran; scores by whole answers where the official ones
-        go by characters."""
+        """Return `mean` over tasks, the paper's skills of which all tasks ran, and scores by whole answers where the
+        official ones go by characters."""
         skills = {
             skill: fmean(groups[task] for task in tasks)
             for skill, tasks in SKILLS.items()
@@ -106,7 +107,8 @@ class SCBench(Task):
         )
 
     def _conversation(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
-        """Officially, later turns of math_find in a chat template ask in front what the last turn asks; so here."""
+        """Yield one row as a conversation. In a chat template, later turns of math_find ask in front what the last turn
+        asks, as officially."""
         plain = env.text.count("") == 0
         gap = PLAIN_GAP if plain and self.golden else ""
         template = PROMPTS[name].later_plain if plain else PROMPTS[name].later
@@ -133,7 +135,7 @@ class SCBench(Task):
         )
 
     def _requests(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
-        """On one context, which is cut alone, so that all share it."""
+        """Yield one row as requests on one context, which is cut alone, so that all share it."""
         questions = [PROMPTS[name].later.format_map(turn.fields) for turn in turns]
         longest = max(len(env.text.encode(question)) for question in questions)
         context = PROMPTS[name].context.format_map(turns[0].fields)
@@ -143,7 +145,7 @@ class SCBench(Task):
             yield Example(**common, context=context, question=question, unit=row_id)
 
     def _limit(self, env: TaskEnv, rest: int) -> int | None:
-        """Tokens of the bare first prompt. rest: of all that comes behind it."""
+        """Return the tokens that the bare first prompt may have. rest: tokens of all that follows it."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         limit = env.window - rest - env.text.count("") - SPARE_TOKENS
@@ -154,11 +156,11 @@ class SCBench(Task):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One of a row's questions: what stands in the templates, and what a right answer is."""
+    """Holds one of a row's questions: what fills the templates, and what a right answer is."""
 
     fields: Mapping[str, str]
     references: tuple[str, ...]
-    reply: str  # as it stands in the conversation
+    reply: str  # the answer as it stands in the conversation
 
     @classmethod
     def of(cls, name: str, row: Row, turn: Mapping[str, Any]) -> _Asked:
@@ -169,7 +171,7 @@ class _Asked:
 
 
 def _answer(name: str, references: Sequence[str]) -> Any:
-    """As the scorers take it: several texts where the file has a list."""
+    """Return the answer as the scorers take it: several texts where the file has a list."""
     if name in LISTS or len(references) > 1:
         return references
     if name == "scbench_mf":
@@ -188,13 +190,13 @@ def _common(example_id: str, name: str, turn: _Asked, **data: Any) -> dict[str, 
 
 
 def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Up to the end of the context, and what follows."""
+    """Fill a template, and split it behind its context."""
     head, tail = template.split("{context}")
     return head.format_map(known) + known["context"], tail.format_map(known)
 
 
 def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:
-    """Its first and its last half, where it has more tokens; how many are gone."""
+    """Keep the first and the last half of a text that has more than `limit` tokens; also return how many are gone."""
     ids = env.text.encode(text)
     if limit is None or len(ids) <= limit:
         return text, 0

@@ -1,4 +1,4 @@
-"""SCBench's tasks as published: their prompts are in the JSON file beside, word for word."""
+"""Lists SCBench's tasks as published. Their prompts are in a JSON file beside, word for word."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ PRESETS = {
     "english": tuple(name for name in MAX_NEW_TOKENS if name != "scbench_qa_chn"),
     "all": tuple(MAX_NEW_TOKENS),
 }
-SKILLS = {  # those of the paper's four of which all tasks are here
+SKILLS = {  # of the paper's four skills, those whose tasks are all here
     "string_retrieval": ("scbench_kv", "scbench_prefix_suffix", "scbench_vt"),
     "global_information": ("scbench_many_shot", "scbench_mf", "scbench_summary"),
 }
-OPENING = {"scbench_summary": "This paper"}  # of answers behind the first, in a chat template
+OPENING = {"scbench_summary": "This paper"}  # begins answers after the first, in a chat template
 
 
 class Prompts(NamedTuple):
-    """`first`: of a conversation; `context`: what several requests share; `later`: a request on it, and a later turn;
-    `later_plain`: a later turn without a chat template."""
+    """Holds a task's templates: `first` opens a conversation; `context` is what several requests share; `later` is a
+    request on it, or a later turn; `later_plain` is a later turn without a chat template."""
 
     first: str
     context: str
@@ -64,7 +64,7 @@ ANSWERS = {
 
 
 def shape(name: str) -> Shape:
-    """What a row of a task must hold."""
+    """Say what a row of a task must hold."""
     options = {"options": ("text",) * len(OPTIONS)} if name == "scbench_choice_eng" else {}
     turn = {"input": "text", "answer": ANSWERS.get(name, "text"), **options}
     context = "text or a list of numbers" if name == "scbench_mf" else "text"
@@ -72,8 +72,8 @@ def shape(name: str) -> Shape:
 
 
 def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, str]:
-    """What stands in the templates' braces. Raises ValueError where a right answer is not among the options, or a
-    question cannot be told."""
+    """Return what fills the braces of the templates. Raises ValueError where a right answer is not among the options,
+    or the question of a math_find input cannot be told."""
     known = {"context": str(row["context"]), "input": turn["input"]}
     if name == "scbench_choice_eng":
         known |= zip(OPTIONS, turn["options"], strict=True)
@@ -84,7 +84,7 @@ def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[s
 
 
 def _asked(text: str) -> str:
-    """The question that math_find puts before its input.
+    """Return the question that math_find puts before its input.
 
     >>> _asked("Answer with one number. The 2nd largest number is:")
     'What is the 2nd largest number?'
@@ -96,7 +96,7 @@ def _asked(text: str) -> str:
 
 
 def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
-    """Of a preset, of one task, or of a list of tasks."""
+    """Return the tasks of a preset, of one name, or of a list of names."""
     wanted = PRESETS.get(tasks, (tasks,)) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
     for name in wanted:
         if name in ABSENT:
