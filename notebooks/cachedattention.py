@@ -40,8 +40,7 @@ import pandas as pd
 
 from harness.history.simulation import costs, paper
 from harness.history.simulation.scenario import Scenario
-from harness.papers.ours import measured_on, our_figures, ours
-from harness.papers.published import published
+from harness.reports.papers import measured_on, our_figures, ours, published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None
 OURS, THEIRS, PALE = "#1a59b3", "#c2571a", "#9dbbe0"

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from harness.papers.ours import measured_on, ours
-from harness.papers.published import published
+from harness.reports.papers import measured_on, ours, published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None
 MEASURES = (("score.mean", 100, "score"), ("fidelity.mass", 100, "attention weight read (%)"), ("fidelity.kl", 1, "KL to Full (nats)"))

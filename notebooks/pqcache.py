@@ -25,8 +25,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from harness.papers.ours import measured_on, ours
-from harness.papers.published import published
+from harness.reports.papers import measured_on, ours, published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None
 COLOURS = {"pqcache": "#1a59b3", "sparq": "#c2571a", "infllm": "#2e8b57", "h2o": "#8e44ad", "oracle": "#555555"}

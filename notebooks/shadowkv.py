@@ -21,8 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from harness.papers.ours import measured_on, our_observation, ours
-from harness.papers.published import published
+from harness.reports.papers import measured_on, our_observation, ours, published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None
 OURS, PAPER = "#1a59b3", "#999999"

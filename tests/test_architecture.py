@@ -42,9 +42,8 @@ ROOMS: dict[str, set[str] | None] = {
     "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
-    "gates": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
-    "papers": {"terminal", "reports", "results"},
-    "observations": {"config", "engine", "jobs", "models", "reports", "results"},
+    "canonical_checks": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
+    "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
     "history": {"terminal", "config", "results", "reports"},
     "conversations": {"config", "models", "prompts", "engine", "results", "history"},
     "serve": {

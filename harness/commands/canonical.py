@@ -19,7 +19,7 @@ from harness.terminal.stopping import Stoppable
 from kernels.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
-    from harness.gates.canonical import Verdict
+    from harness.canonical_checks.checks import Verdict
 
 
 @lasting_output()
@@ -36,15 +36,15 @@ def _checked(record: bool) -> int:
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from harness.gates import canonical  # torch and transformers
+    from harness.canonical_checks import checks  # torch and transformers
 
     with TemporaryFolder("kv-canonical-") as folder:
-        subject = canonical.Subject(SmolLM2(), folder)
+        subject = checks.Subject(SmolLM2(), folder)
         if record:
-            files.write_json(canonical.EXPECTED, canonical.measured(subject))
-            print(f"recorded in {canonical.EXPECTED}")
+            files.write_json(checks.EXPECTED, checks.measured(subject))
+            print(f"recorded in {checks.EXPECTED}")
             return 0
-        return _report(canonical.verdicts(subject, canonical.expected()))
+        return _report(checks.verdicts(subject, checks.expected()))
 
 
 def _report(verdicts: Iterable[Verdict]) -> int:

@@ -15,7 +15,7 @@ from harness.config.experiments import GROUP as EXPERIMENT
 from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_page, settings_text
 from harness.config.plugins import suggestion
-from harness.papers.published import Published, published
+from harness.reports.papers import Published, published
 from harness.terminal.markup import aligned, code, table
 
 USAGE = (

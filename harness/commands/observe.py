@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from harness.terminal.stopping import Stoppable
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
-    "key_spectrum": "harness.observations.key_spectrum.KeySpectrum",
-    "chunk_cosines": "harness.observations.chunk_cosines.ChunkCosines",
-    "attention_mass": "harness.observations.attention_mass.AttentionMass",
-    "heavy_hitters": "harness.observations.heavy_hitters.HeavyHitters",
+    "key_spectrum": "harness.attention_statistics.keys.KeySpectrum",
+    "chunk_cosines": "harness.attention_statistics.keys.ChunkCosines",
+    "attention_mass": "harness.attention_statistics.weights.AttentionMass",
+    "heavy_hitters": "harness.attention_statistics.weights.HeavyHitters",
 }
 READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data", "results")  # of a run's keys
 
@@ -57,7 +58,7 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     observation, others = _observation(what, words)
     _refuse_unread(what, others)
     _, task, model, settings = built(composed(others, config_dirs))
-    from harness.observations.record import observe, place, write
+    from harness.attention_statistics.record import observe, place, write
 
     task.require(settings.data.folder())
     result = observe(what, observation, task, model, settings)
@@ -72,7 +73,7 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 def _observation(what: str, words: Sequence[str]) -> tuple[Any, list[str]]:
     """The observation with the options among `words`, and the other words."""
     module, _, name = OBSERVATIONS[what].rpartition(".")
-    known = getattr(import_module(module), name).options
+    known = {field.name for field in fields(getattr(import_module(module), name))}
     own = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words) if key in known}
     others = [word for word in words if word.partition("=")[0] not in known]
     return build({TARGET: OBSERVATIONS[what], **own}, what), others

@@ -26,7 +26,7 @@ from harness.jobs.planning.effective import budget_of, effective, method_of
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import Random
 from harness.models.shapes import SHAPES
-from harness.papers.published import published
+from harness.reports.papers import published
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]

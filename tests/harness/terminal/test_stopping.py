@@ -62,9 +62,9 @@ COMMANDS = {
     "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
     "harness.serve": ("harness.serve.run:figures", "the same command goes on behind the runs that are finished"),
     "harness.bench": ("harness.bench.calibrate:speeds", "the rows so far are written, and marked as partial"),
-    "harness.observe": ("harness.observations.record:observe", "the same command begins anew"),
+    "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
-    "harness.canonical": ("harness.gates.canonical:verdicts", "the same command begins anew"),
+    "harness.canonical": ("harness.canonical_checks.checks:verdicts", "the same command begins anew"),
 }
 
 

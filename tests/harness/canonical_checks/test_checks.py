@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from harness.canonical_checks import checks
+from harness.canonical_checks.checks import CHECKS, Perplexity, SameTokens, Score, Subject, expected, measured, verdicts
 from harness.commands import canonical as command
 from harness.engine.sampling import Greedy
-from harness.gates import canonical
-from harness.gates.canonical import CHECKS, Perplexity, SameTokens, Score, Subject, expected, measured, verdicts
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2, installed
 from tests.fast import MODEL, TASK_ARGS
@@ -82,12 +82,12 @@ def test_a_check_that_cannot_run_fails_and_the_others_go_on(known: dict[str, Any
 def test_the_command_says_what_to_do(
     known: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(canonical, "verdicts", lambda subject, known: verdicts(subject, known, [TEXT]))
-    monkeypatch.setattr(canonical, "expected", lambda: known)
+    monkeypatch.setattr(checks, "verdicts", lambda subject, known: verdicts(subject, known, [TEXT]))
+    monkeypatch.setattr(checks, "expected", lambda: known)
     assert command.main([]) == 0
     assert "PASS  text" in capsys.readouterr().out
     wrong = known | {"text": {"perplexity": 1.01 * known["text"]["perplexity"]}}
-    monkeypatch.setattr(canonical, "expected", lambda: wrong)
+    monkeypatch.setattr(checks, "expected", lambda: wrong)
     assert command.main([]) == 1
     out = capsys.readouterr().out
     assert "FAIL  text" in out

@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.attention_statistics.keys import ChunkCosines, KeySpectrum
+from harness.attention_statistics.observation import Figures, Observation
+from harness.attention_statistics.weights import AttentionMass, HeavyHitters
 from harness.commands.observe import OBSERVATIONS, main
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
-from harness.observations.attention_mass import AttentionMass
-from harness.observations.chunk_cosines import ChunkCosines
-from harness.observations.heavy_hitters import HeavyHitters
-from harness.observations.key_spectrum import KeySpectrum
-from harness.observations.observation import Layer, Observation
 from tests.tiny import eager, prompt, tiny
 
 TOKENS = 300
 ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes", "task.lengths=[300]"]
 
 
-def figures(observation: Observation) -> list[Layer]:
+def figures(observation: Observation) -> list[Figures]:
     model = tiny("llama")
     specs = layer_specs(model)
     inputs = observer(model, specs, prompt(TOKENS))(TOKENS)

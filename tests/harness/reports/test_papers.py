@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.commands.simulate import main
-from harness.papers.ours import PUBLISHED, our_figures
+from harness.reports.papers import PUBLISHED, our_figures
 
 STORED = sorted((PUBLISHED / "cachedattention").glob("*.json"))
 

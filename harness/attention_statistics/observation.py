@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from harness.reports.pictures.figures import plain, side_by_side
 from kernels.sink_logits import softmax
 from methods.base import AttnInput, LayerSpec
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 POINTS = 60
-Layer = Mapping[str, Any]  # figures of one layer, plain numbers and lists
+LINE = "#bb5500"  # of a threshold
+Figures = Mapping[str, Any]  # of one layer, plain numbers and lists
 
 
 class Observation(ABC):
-    """Subclasses are frozen dataclasses; their fields are options of the command line, explained by `options`."""
+    """Subclasses are frozen dataclasses; their fields are options of the command line."""
 
     title: ClassVar[str]
-    options: ClassVar[Mapping[str, str]] = {}
     columns: ClassVar[Mapping[str, str]]  # figure -> its heading in the table that is printed
+    panels: ClassVar[int] = 2
 
     @abstractmethod
-    def of_layer(self, x: AttnInput, spec: LayerSpec) -> Layer:
+    def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         """x: a whole prompt, one sequence."""
 
     @abstractmethod
-    def draw(self, layers: Sequence[Layer]) -> Figure: ...
+    def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
+        """Draws the figures of all layers into as many axes as the observation has panels."""
+
+    def draw(self, layers: Sequence[Figures]) -> Figure:
+        figure, panels = side_by_side(self.panels)
+        self.paint(panels, layers)
+        for axes in panels:
+            plain(axes)
+        return figure
 
 
 def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tensor:
@@ -43,10 +52,11 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
     return softmax(logits.masked_fill(hidden, float("-inf"))[None], spec.sink_logits)[0].flatten(0, 1)
 
 
-def line_of(index: int, layers: Sequence[Layer]) -> dict[str, Any]:
-    """How a layer's line is drawn: darker the later it is."""
-    shade = 0.15 + 0.7 * index / max(1, len(layers) - 1)
-    return {"color": (0.1, 0.35, 0.7, shade), "linewidth": 0.9}
+def line_per_layer(axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any) -> None:
+    """Draws a line per layer, darker the later the layer is. `labels`: as `Axes.set` takes them."""
+    for index, (across, up) in enumerate(zip(x, y, strict=True)):
+        axes.plot(across, up, color=(0.1, 0.35, 0.7, 0.15 + 0.7 * index / max(1, len(x) - 1)), linewidth=0.9)
+    axes.set(**labels)
 
 
 def spread(last: int) -> list[int]:

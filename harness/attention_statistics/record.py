@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from evals.base import Task
+from harness.attention_statistics.observation import Observation
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.engine.calibration import observer
@@ -18,7 +19,6 @@ from harness.jobs.planning.effective import effective
 from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
 from harness.models.base import ModelSource
-from harness.observations.observation import Observation
 from harness.reports.pictures import figures
 from harness.results.files import canonical, write_json
 from harness.results.provenance import provenance

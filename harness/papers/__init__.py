@@ -1,1 +1,0 @@
-"""What papers publish for our experiments, and our results beside it."""
