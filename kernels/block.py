@@ -1,7 +1,7 @@
-"""A decoder block around its attention, in plain torch.
+"""Computes a decoder block around its attention, in plain torch.
 
-Pre-norm blocks with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2, Qwen3, Phi-3. Rounded where
-transformers' modules round.
+The blocks are pre-norm, with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2, Qwen3, Phi-3.
+Results are rounded where transformers' modules round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kernels.rope import rotate
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Linear:
+    """Multiplies the last dimension by a weight, and adds a bias if there is one."""
+
     weight: Tensor  # [out in]
     bias: Tensor | None = None  # [out]
 
@@ -26,7 +28,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecoderBlock:
-    """The weights of one decoder layer; E channels, H query and G KV heads of D, F channels in the MLP."""
+    """Holds the weights of one decoder layer: E channels, H query heads and G KV heads of D channels each, F channels
+    in the MLP."""
 
     head_dim: int
     eps: float
@@ -34,7 +37,7 @@ class DecoderBlock:
     q: Linear
     k: Linear
     v: Linear
-    q_norm: Tensor | None  # [D], Qwen3
+    q_norm: Tensor | None  # [D], in Qwen3
     k_norm: Tensor | None
     o: Linear
     mlp_norm: Tensor  # [E]
@@ -45,7 +48,7 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Head:
-    """The final norm and the projection to the vocabulary."""
+    """Holds the final norm and the projection to the vocabulary."""
 
     eps: float
     norm: Tensor  # [E]
@@ -53,12 +56,14 @@ class Head:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide x [... E] by its root mean square and multiply by weight [E]. -> [... E]"""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm, projections and rotation. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G T D]"""
+    """Norm x, project it and rotate the heads. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G
+    T D]"""
     normed = rms_norm(x, block.norm, block.eps)
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
     if block.q_norm is not None and block.k_norm is not None:
@@ -67,12 +72,12 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Output projection and MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
+    """Apply the output projection and the MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
     x = x + block.o(attended.transpose(1, 2).flatten(2))
     normed = rms_norm(x, block.mlp_norm, block.eps)
     return x + block.down(silu(block.gate(normed)) * block.up(normed))
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:
-    """x [B T E] -> [B T V]"""
+    """Norm x and project it to the vocabulary. x [B T E] -> [B T V]"""
     return head.linear(rms_norm(x, head.norm, head.eps))

@@ -1,4 +1,4 @@
-"""How much attention each key receives, summed over queries: the scores of H2O and SnapKV.
+"""Computes how much attention each key receives, summed over queries: the scores of H2O and SnapKV.
 
 The weights are made for a block of queries at a time, so memory is linear in the stored tokens.
 """
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_WEIGHTS_AT_ONCE = 1 << 20  # of all heads together, and never less than _LEAST_QUERIES of each
+_WEIGHTS_AT_ONCE = 1 << 20  # weights of all heads together; each head still gets _LEAST_QUERIES at least
 _LEAST_QUERIES = 32
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Softmax weights of the last T of S tokens, causal, summed over these queries.
+    """Sum the causal softmax weights of the last T of S tokens over these queries.
 
     q [B H T D], k [B G S D] -> [B H S] (fp32)
     """
@@ -26,7 +26,8 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last T of S tokens and its column sums: the logits are computed once for both.
+    """Compute causal attention of the last T of S tokens together with its column sums, so that the logits are computed
+    once.
 
     q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)
     """
@@ -42,7 +43,7 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
 
 
 def _weights(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
-    """Attention weights of blocks of queries [B H t s] (fp32), s ending at the block's last query.
+    """Yield the attention weights of blocks of queries [B H t s] (fp32), where s ends at the block's last query.
 
     The query heads of a group are folded into the token axis, so no key is repeated.
     """

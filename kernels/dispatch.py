@@ -1,10 +1,10 @@
-"""An operation is a table of backends, the best first, the plain-torch reference last.
+"""Runs an operation on the first of its backends that can: the best stands first, the plain-torch reference last.
 
-A backend is a module that has a function of the operation's name, imported on first use. Beside it may stand
-`<name>_refuses`, with the same arguments, returning the reason why it cannot run (or None): automatic choice takes the
-first backend that does not refuse, `use_backend` insists on one and fails with that reason. A package
-whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next
-backend then takes over.
+A backend is a module with a function of the operation's name, imported on first use. Beside it may stand
+`<name>_refuses`, which takes the same arguments and returns the reason why it cannot run (or None). Automatic choice
+takes the first backend that does not refuse; `use_backend` insists on one and fails with that reason. A package whose
+kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next backend
+then takes over.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ _around: ContextVar[Around | None] = ContextVar("around_operations", default=Non
 
 
 class BackendError(RuntimeError):
-    """The requested backend cannot run; the message says why."""
+    """Says that the requested backend cannot run, and why."""
 
 
 class Backend(NamedTuple):
+    """Runs an operation, or says why it refuses a call."""
+
     run: Callable[..., Any]
-    refuses: Callable[..., str | None] | None  # none: it serves every call
-    too_large: tuple[type[Exception], ...] = ()  # raised before anything runs
+    refuses: Callable[..., str | None] | None  # None: it serves every call
+    too_large: tuple[type[Exception], ...] = ()  # errors that are raised before anything runs
 
 
 class Op:
-    """One operation and its backends, in order of preference."""
+    """Runs one operation on its backends, which are listed in order of preference."""
 
     def __init__(self, name: str, **targets: str) -> None:
         assert list(targets)[-1] == REFERENCE
         self.name = name
         self.targets = targets
-        self.used: set[str] = set()  # backends that ran since `forget_used`
+        self.used: set[str] = set()  # backends that have run since `forget_used`
         self._loaded: dict[str, Backend] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,12 +66,12 @@ class Op:
         raise BackendError(f"{self.name}: {forced}: {reason}")
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
-        """Why `backend` cannot serve this call, or None where it can."""
+        """Say why `backend` cannot serve this call, or return None where it can."""
         refuses = self.backend(backend).refuses
         return None if refuses is None else refuses(*args, **kwargs)
 
     def backend(self, name: str) -> Backend:
-        """Whether it can serve a call or not."""
+        """Return a backend by name, whether or not it can serve a call."""
         return self._loaded.get(name) or self._import(name)
 
     def _import(self, backend: str) -> Backend:
@@ -85,7 +87,7 @@ class Op:
 
 
 def _missing(reason: str) -> Backend:
-    """One that could not be imported: it refuses every call."""
+    """Return a backend that could not be imported: it refuses every call for `reason`."""
 
     def refuses(*args: Any, **kwargs: Any) -> str:
         return reason
@@ -104,7 +106,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def forced_backend() -> str | None:
-    """The backend that `use_backend` insists on, if any: for backends that run only on request."""
+    """Return the backend that `use_backend` insists on, if any. Backends that run only on request ask for it."""
     return _forced.get()
 
 

@@ -1,4 +1,4 @@
-"""Batched k-means: Lloyd's iterations for many small problems at once."""
+"""Runs k-means on many small problems at once, by Lloyd's iterations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ _POINTS_AT_ONCE = 1 << 15  # bounds the [N points C] distance block
 
 
 def assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """Nearest centroid (squared L2). x [N P d], centroids [N C d] -> [N P]"""
+    """Find the nearest centroid (squared L2) of each point. x [N P d], centroids [N C d] -> [N P]"""
     half_norms = centroids.square().sum(-1).unsqueeze(1).mul_(0.5)
     blocks = x.split(_POINTS_AT_ONCE, dim=1)
     return torch.cat([(block @ centroids.transpose(1, 2)).sub_(half_norms).argmax(-1) for block in blocks], dim=1)
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """x [N P d] (fp32), centroids at the points `initial` [C] of every problem -> centroids [N C d], codes [N P].
+    """Cluster the points of each problem, from centroids at its points `initial`.
 
-    Stops after `iterations` rounds, or once the centroids' squared movement, summed, is below `tolerance` times the
-    mean variance of the data in every problem (scikit-learn's rule). An empty cluster keeps its centroid. The codes
-    belong to the centroids returned.
+    x [N P d] (fp32), initial [C] -> centroids [N C d], codes [N P]
+
+    It stops after `iterations` rounds, or once the summed squared movement of the centroids is below `tolerance` times
+    the mean variance of the data in every problem (scikit-learn's rule). A cluster without points keeps its centroid.
+    The codes belong to the centroids returned.
     """
     problems, points, dim = x.shape
     centroids = x[:, initial].clone()

@@ -1,4 +1,4 @@
-"""Low-rank factors and principal directions of tall matrices, by way of their small Gram matrix."""
+"""Computes low-rank factors and principal directions of tall matrices, by way of their small Gram matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROWS_AT_ONCE = 1 << 12  # bounds the copy in the Gram matrix's precision
 
 
 def gram(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """x [... N C] -> x^T x [... C C], not centred."""
+    """Return x^T x, not centred. x [... N C] -> [... C C]"""
     total = torch.zeros(*x.shape[:-2], x.shape[-1], x.shape[-1], dtype=dtype, device=x.device)
     for rows in x.split(_ROWS_AT_ONCE, dim=-2):
         rows = rows.to(dtype)
@@ -19,12 +19,12 @@ def gram(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def directions(gram_matrix: Tensor) -> Tensor:
-    """Orthonormal right singular vectors behind a Gram matrix, as columns, the strongest first. [... C C]"""
+    """Return the orthonormal right singular vectors behind a Gram matrix, as columns, the strongest first. [... C C]"""
     return torch.linalg.eigh(gram_matrix).eigenvectors.flip(-1)
 
 
 def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
-    """x [... N C] in fp32 -> u [... N r], basis [... r C]: u @ basis is the best rank-r approximation of x.
+    """Factor x so that u @ basis is its best rank-r approximation. x [... N C] in fp32 -> u [... N r], basis [... r C]
 
     Only the product is defined. The Gram matrix costs N C^2 and no copy of x; in fp32 it loses the directions whose
     singular values are below about 3e-4 of the largest, in fp64 none that fp32 data hold.

@@ -1,4 +1,5 @@
-"""The operations, each with its backends in order of preference. Shapes and formulas: in the torch backend's file."""
+"""Lists the operations, each with its backends in order of preference. The torch backend's file has shapes and
+formulas."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op)
 
 
 def forget_used() -> None:
+    """Forget which backends have run."""
     for op in ALL:
         op.used.clear()
 
 
 def used_backends() -> dict[str, list[str]]:
-    """Which backend ran for which operation since `forget_used`: goes into the record of a run."""
+    """Return which backend has run for which operation since `forget_used`, for the record of a run."""
     return {op.name: sorted(op.used) for op in ALL if op.used}

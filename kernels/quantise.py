@@ -1,4 +1,5 @@
-"""Numbers as codes of few bits, each group between its own least and largest (asymmetric, as KIVI, arXiv 2402.02750).
+"""Writes numbers as codes of few bits, each group between its own least and largest number (asymmetric, as KIVI, arXiv
+2402.02750).
 
 A number is `least + code * step`, with `least` and `step` in fp16. Both are rounded outwards, so that the codes span
 the whole group and no number is off by more than half a step.
@@ -11,20 +12,23 @@ from torch import Tensor
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [... n], a group along the last dimension -> codes [... n] in uint8, least and step [...] in fp16"""
+    """Quantise each group along the last dimension. x [... n] -> codes [... n] in uint8, least and step [...] in fp16
+
+    Raises ValueError for numbers that are not finite or beyond fp16.
+    """
     x = x.float()
     levels = 2**bits - 1
     least = rounded_down(x.amin(-1))
     step = -rounded_down((least.float() - x.amax(-1)) / levels)
     if not bool((least.isfinite() & step.isfinite()).all()):
         raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
-    width = step.float().masked_fill(step == 0, 1)  # of a group whose numbers are all the same
+    width = step.float().masked_fill(step == 0, 1)  # all numbers of the group are the same
     codes = ((x - least.float().unsqueeze(-1)) / width.unsqueeze(-1)).round_().clamp_(0, levels)
     return codes.to(torch.uint8), least, step
 
 
 def rounded_down(x: Tensor) -> Tensor:
-    """fp32 -> the largest fp16 that is not above it."""
+    """Round fp32 numbers to the largest fp16 that is not above them."""
     near = x.half()
     bits = near.view(torch.int16)  # sign and magnitude
     below = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, -0x7FFF)).to(torch.int16)
@@ -32,7 +36,8 @@ def rounded_down(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [... n] -> uint8 [... n * bits / 8]; the lowest bits of all bytes hold the first codes, and so on."""
+    """Pack codes into bytes: the lowest bits of all bytes hold the first codes, and so on. uint8 [... n] -> uint8 [...
+    n * bits / 8]"""
     parts = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
     packed = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
@@ -41,7 +46,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The codes as numbers of `dtype`."""
+    """Return packed codes as numbers of `dtype`. packed [... n * bits / 8] -> [... n]"""
     width, mask = packed.shape[-1], 2**bits - 1
     codes = torch.empty((*packed.shape[:-1], width * 8 // bits), dtype=dtype, device=packed.device)
     for place in range(8 // bits):
@@ -50,9 +55,11 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """packed [... n * bits / 8]; least and step [... c], each for n/c numbers side by side -> [... n]
+    """Turn packed codes back into numbers. packed [... n * bits / 8]; least and step [... c], each for n/c numbers side
+    by side -> [... n]
 
-    Leading dimensions broadcast: many rows may have one `least` and `step`."""
+    Leading dimensions broadcast: many rows may share one `least` and `step`.
+    """
     codes = unpack(packed, bits, torch.float32)
     split = codes.unflatten(-1, (least.shape[-1], -1))
     return split.mul_(step.float().unsqueeze(-1)).add_(least.float().unsqueeze(-1)).flatten(-2).to(dtype)

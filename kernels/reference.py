@@ -1,6 +1,6 @@
-"""Every operation in plain torch: the definition the other backends are tested against.
+"""Defines every operation in plain torch; the other backends are tested against it.
 
-Letters as in methods/base/. Softmax and its sums run in fp32 whatever the dtype of the inputs.
+Letters are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
+    """Names keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
 
     `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
     device, so that a captured step can be replayed while the tokens become more (methods/base/counters.py).
@@ -27,18 +27,18 @@ class Segment(NamedTuple):
     live: Tensor | None = None  # [1] or [B], int64
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
-        """scores [B ... S], with `value` for missing tokens."""
+        """Return scores [B ... S], with `value` in place of those of missing tokens."""
         return scores if self.live is None else without_missing(scores, self.live, value)
 
 
 def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
-    """scores [B ... S], with `value` from index `live` ([1] or [B], int64) on."""
+    """Return scores [B ... S], with `value` from index `live` ([1] or [B], int64) on."""
     missing = torch.arange(scores.shape[-1], device=scores.device) >= live.unsqueeze(-1)  # [1|B S]
     return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T D]"""
     batch, heads, new, dim = q.shape
     groups, stored = k.shape[1:3]
     logits = q.view(batch, groups, -1, new, dim) @ k.unsqueeze(2).transpose(-1, -2)
@@ -48,7 +48,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """One token attends to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
+    """Attend from one token to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
 
     The query heads that read the same rows are folded into the token axis, so no key or value is repeated for them.
     """
@@ -66,7 +66,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """The same, plus the log-sum-exp of its softmax for `merge_attention`. -> [B H 1 D], [B H] (fp32)"""
+    """Attend as `segment_attention` does, and return the log-sum-exp of the softmax too, for `merge_attention`. -> [B H
+    1 D], [B H] (fp32)"""
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
@@ -78,27 +79,29 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Merge attention over separate parts, each perhaps with its own queries, into one softmax over all of them.
 
-    outs [B H T D], lses [B H T], or [B H] of one token; every query must have seen a key in at least one part
+    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a key in at least one
+    part
     """
     shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
 
 def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
-    """folded [B*groups g D], k [B groups K D] -> [B*groups g K]"""
-    made = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
-    return segment.without_missing(made.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
+    """Multiply the queries with a segment's keys. folded [B*groups g D], k [B groups K D] -> [B*groups g K]"""
+    logits = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
+    return segment.without_missing(logits.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
 
 
 def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a segment's tokens. Values of missing tokens are zero, as zero weight times NaN is NaN.
-    -> [B groups K D] each"""
+    """Return keys and values of a segment's tokens, [B groups K D] each. Values of missing tokens are zero, since zero
+    weight times NaN is NaN."""
     k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
 
 
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
-    """x [B G S D], rows [B G|H K] or None for all -> [B groups K D]"""
+    """Select rows, and repeat KV heads for as many groups. x [B G S D], rows [B G|H K] or None for all -> [B groups K
+    D]"""
     if rows is not None:
         per_group = rows.shape[1] // x.shape[1] * rows.shape[2]
         x = gather_rows(x, rows.reshape(*x.shape[:2], per_group)).view(*rows.shape, x.shape[3])
@@ -106,9 +109,10 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of each KV head. x [B G S D], rows [B G K] -> [B G K D]
+    """Copy rows of each KV head. x [B G S D], rows [B G K] -> [B G K D]
 
-    Read as one flat index_select over the heads' rows: ten times faster on a CPU than `gather` with an expanded index.
+    They are read by one flat index_select over all heads' rows: ten times faster on a CPU than `gather` with an
+    expanded index.
     """
     if (flat := _flat_rows(x)) is None:
         return x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
@@ -116,7 +120,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Writes rows of each KV head. x [B G S D], rows [B G K], values [B G K D]; the same row twice: either value"""
+    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. Of a row that comes twice, either
+    value may stay."""
     if (flat := _flat_rows(x)) is None:
         x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
     else:
@@ -124,7 +129,8 @@ def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _flat_rows(x: Tensor) -> Tensor | None:
-    """All heads' rows as one matrix, with any rows between heads; None if the strides do not allow it."""
+    """View all heads' rows as one matrix, with any rows between heads, or return None if the strides do not allow
+    it."""
     (batch, groups, stored, dim), (over, step, row, channel) = x.shape, x.stride()
     if channel != 1 or row != dim or step % dim or (batch > 1 and over != groups * step):
         return None
@@ -132,6 +138,7 @@ def _flat_rows(x: Tensor) -> Tensor | None:
 
 
 def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows' indices in the matrix of `_flat_rows`."""
     batch, groups = rows.shape[:2]
     per_head = x.stride(1) // x.shape[3]
     heads = torch.arange(0, batch * groups * per_head, per_head, device=rows.device).view(batch, groups, 1)
@@ -139,33 +146,36 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest scores, unsorted. [... S] -> [... count]
+    """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
 
-    Of equal scores the compiled backends take the first, torch any."""
+    Of equal scores the compiled backends take the first, torch any.
+    """
     return scores.topk(count, dim=-1, sorted=False).indices
 
 
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """Every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)"""
+    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)"""
     return (q @ x.transpose(-1, -2)).float()
 
 
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """Products in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g S] (fp32)
+    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g S]
+    (fp32)
 
-    SparQ (arXiv 2312.04985): x holds the keys a channel per row, so that only r of its D rows are read.
+    SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are read.
     """
     return (q.to(x.dtype) @ gather_rows(x, channels)).float()
 
 
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """These scores summed over the group [B G S], and each head's log of the sum of their exponentials [B G g]."""
+    """Sum the `channel_scores` over the group, [B G S], and return each head's log of the sum of their exponentials, [B
+    G g]."""
     scores = channel_scores(q, x, channels)
     return scores.sum(2), scores.logsumexp(-1)
 
 
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
-    """Softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
+    """Take the softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
 
     logits [B G g S], before the scale -> [B G S] (fp32)
     """
@@ -174,19 +184,22 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    """Distance of the first `candidates` to a query head's largest logit, the smallest over the heads of a group.
+    """Measure how far the first `candidates` lie below a query head's largest logit, at the head of the group where it
+    is least.
 
-    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G]
-    InfiniGen (arXiv 2406.19707)
+    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G]. InfiniGen (arXiv
+    2406.19707)
     """
     margins = (logits.float() - logits.float().amax(-1, keepdim=True))[..., :candidates].amax(2)
     return margins, (margins >= -reach).sum(-1)
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """Approximate logits, unscaled. q [B H 1 D], centroids [B G m C d'], codes [B G S m] -> [B G g S] (fp32)
+    """Approximate the logits, unscaled, of product-quantised keys. q [B H 1 D], centroids [B G m C d'], codes [B G S m]
+    -> [B G g S] (fp32)
 
-    PQCache (arXiv 2407.12820): per sub-vector a table of q . centroid, summed over the sub-vectors by code.
+    PQCache (arXiv 2407.12820): each sub-vector has a table of q . centroid; codes look it up, and the results are
+    summed.
     """
     batch, groups, parts, clusters, width = centroids.shape
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
@@ -197,14 +210,15 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
 
 
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
-    """`group_weights` of these scores, summed over the query heads of a group. -> [B G S] (fp32)"""
+    """Take the softmax of `pq_scores`, and sum it over the query heads of a group. -> [B G S] (fp32)"""
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Keys from low-rank factors, rotated. u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]
+    """Rebuild keys from low-rank factors and rotate them.
 
-    ShadowKV (arXiv 2410.21465): a position is a row of u, of cos and of sin; both halves of cos and sin are alike.
+    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
+    is a row of u, of cos and of sin; both halves of cos and sin are alike.
     """
     batch, groups, count = positions.shape
     rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, groups * count)).unflatten(2, (groups, count))

@@ -1,4 +1,5 @@
-"""Rotary position embedding in the half-split layout of transformers: channel i turns with channel i + D/2."""
+"""Rotates keys and queries by position, in the half-split layout of transformers: channel i turns with channel i +
+D/2."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def _half_turn(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B G T D], cos and sin [1|B T R] with R <= D: only the first R channels turn."""
+    """Rotate x [B G T D] by cos and sin [1|B T R] with R <= D: only the first R channels turn."""
     width = cos.shape[-1]
     turning, still = x[..., :width], x[..., width:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -22,7 +23,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`. Divides by cos^2 + sin^2, which is not one where RoPE scaling (YaRN) stretches both."""
+    """Undo `rotate`. It divides by cos^2 + sin^2, which is not one where RoPE scaling (YaRN) stretches both."""
     norm = cos.square() + sin.square()
     return rotate(x, cos / norm, -sin / norm)
 
@@ -30,7 +31,7 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
     """Turn already rotated rows [B G T D] further by `distance` positions; `rope` maps positions [P] to cos, sin.
 
-    A pure turn: the stretch that RoPE scaling puts into cos and sin is in the rows already.
+    This is a pure turn: the stretch that RoPE scaling puts into cos and sin is in the rows already.
     """
     cos, sin = rope(torch.tensor([distance], device=x.device))
     stretch = (cos.float().square() + sin.float().square()).sqrt()

@@ -1,7 +1,7 @@
-"""Attention with a sink logit: one more term in a query head's softmax, which takes weight and adds no value.
+"""Computes attention with a sink logit: one more term in a query head's softmax, which takes weight and adds no value.
 
 GPT-OSS learns such a logit s per query head (arXiv 2508.10925). With it a token weighs exp(l) / (sum exp(l) + exp(s)),
-so attention is that without it times sigmoid(lse - s), where lse is the log-sum-exp of the tokens' logits.
+so attention with it is attention without it times sigmoid(lse - s), where lse is the log-sum-exp of the tokens' logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kernels.reference import Segment
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """What attention without a sink becomes with it. out [B H T D], lse [B H T] or [B H], sink_logits [H] or None"""
+    """Turn attention without a sink into attention with it. out [B H T D], lse [B H T] or [B H], sink_logits [H] or
+    None"""
     if sink_logits is None:
         return out
     share = torch.sigmoid(lse.view(*out.shape[:3], 1) - sink_logits.view(-1, 1, 1))
@@ -24,15 +25,16 @@ def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def lse_with_sink(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """The log of the sum that a softmax divides by, with the sink in it. lse [B H] or [B H T], sink_logits [H] or
-    None"""
+    """Return the log of the sum that a softmax divides by, with the sink in it. lse [B H] or [B H T], sink_logits [H]
+    or None"""
     if sink_logits is None:
         return lse
     return torch.logaddexp(lse, sink_logits.view(-1, *[1] * (lse.dim() - 2)))
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """What the tokens weigh. logits [B G g ... S], sink_logits [H] -> the same shape, sums below 1"""
+    """Return what the tokens weigh beside the sink. logits [B G g ... S], sink_logits [H] -> the same shape, with sums
+    below 1"""
     if sink_logits is None:
         return logits.softmax(-1)
     sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)
@@ -40,7 +42,8 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """The last T of S tokens. q [B H T D], k, v [B G S D], sink_logits [H] or None -> [B H T D]"""
+    """Attend from the last T of S tokens to all before. q [B H T D], k, v [B G S D], sink_logits [H] or None -> [B H T
+    D]"""
     if sink_logits is None:
         plain: Tensor = ops.prefill_attention(q, k, v, scale)
         return plain
@@ -50,13 +53,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits:
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sink_logits: Tensor | None
 ) -> Tensor:
-    """The last T of S tokens; each sees the last `window` tokens up to itself."""
+    """Attend from the last T of S tokens; each sees the last `window` tokens up to itself."""
     out, lse = ops.windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], window)
     return with_sink(out, lse, sink_logits)
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float, sink_logits: Tensor | None) -> Tensor:
-    """One token over the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
+    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
     if sink_logits is None:
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
@@ -66,13 +69,14 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float, sink
 def segment_attention_with_lse(
     q: Tensor, segments: Sequence[Segment], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same, plus the log of the sum that its softmax divides by. -> [B H 1 D], [B H] (fp32)"""
+    """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by too. -> [B H 1 D],
+    [B H] (fp32)"""
     out, lse = ops.segment_attention_with_lse(q, segments, scale)
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """What each key receives of all queries, the last T of S tokens. q [B H T D], k [B G S D] -> [B H S] (fp32)"""
+    """Sum what each key receives from the last T of S tokens. q [B H T D], k [B G S D] -> [B H S] (fp32)"""
     if sink_logits is None:
         plain: Tensor = ops.column_sums(q, k, scale)
         return plain
@@ -82,7 +86,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) 
 def causal_attention_with_column_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`causal_attention` and `column_sums`."""
+    """Return both `causal_attention` and `column_sums`."""
     if sink_logits is None:
         plain: tuple[Tensor, Tensor] = ops.prefill_attention_with_column_sums(q, k, v, scale)
         return plain

@@ -1,8 +1,8 @@
-"""Temporary files and folders that do not outlive their process, however it ends.
+"""Makes temporary files and folders that do not outlive their process, however it ends.
 
 Their owner holds a lock on each (`flock`), which the system drops with the process. Whoever makes the next one beside
-it removes what nobody holds, and nothing else: names end in a checksum of the rest, and a folder holds a file that says
-whose it is. Where a file system knows no locks, as some that several machines share, what is left stays.
+it removes those that nobody holds, and nothing else: names end in a checksum of the rest, and a folder holds a file
+that says whose it is. Where a file system knows no locks, as some that several machines share, what is left stays.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import BinaryIO
 from weakref import finalize
 
-OWNER = ".owner"  # in a folder: held by its process, and removed last
+OWNER = ".owner"  # lies in a folder, is held by its process, and is removed last
 MARK = b"A temporary folder of kv-harness: it goes with the process that holds this file.\n"
 NAME = re.compile(r"(?P<start>.*[.-])(?P<drawn>[0-9a-f]{8})(?P<sum>[0-9a-f]{8})")
-_seen: set[Path] = set()  # folders that this process has looked through
+_seen: set[Path] = set()  # folders that this process has searched
 
 
 class TemporaryFolder:
-    """A folder in `parent`, by default the system's place, that goes with this object, with the block that it opens, or
-    with the process. Its name begins with `start`, which ends in a hyphen."""
+    """Makes a folder in `parent`, by default in the system's place, that goes with this object, with the block that it
+    opens, or with the process. Its name begins with `start`, which ends in a hyphen."""
 
     def __init__(self, start: str, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
@@ -45,7 +45,7 @@ class TemporaryFolder:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written, which is at `path` when the block ends: readers see the old one or the new one."""
+    """Open a file for writing that is at `path` when the block ends, so that readers see the old one or the new one."""
     _look_once(path.parent)
     beside, file = _opened(path)
     try:
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Removes what processes that are gone have left in a folder. What cannot be read or removed stays."""
+    """Remove from a folder what processes that are gone have left there. What cannot be read or removed stays."""
     _seen.add(parent)
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
@@ -76,13 +76,13 @@ def _look_once(parent: Path) -> None:
 
 
 def _made(parent: Path, start: str) -> tuple[Path, int]:
-    """A new folder, and its owner's file, which is held."""
+    """Make a new folder with its owner's file, which is held."""
     while True:
         path = parent / _named(start)
         path.mkdir(mode=0o700)
         descriptor = None
         try:
-            with suppress(FileNotFoundError):  # it was not held yet, and another process has removed it
+            with suppress(FileNotFoundError):  # it was not held yet, and another process removed it
                 descriptor = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 os.write(descriptor, MARK)
                 if _hold(descriptor) is not False and _is_at(path / OWNER, descriptor):
@@ -94,13 +94,13 @@ def _made(parent: Path, start: str) -> tuple[Path, int]:
 
 
 def _opened(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, which is held."""
+    """Open a new file beside `path`, which is held."""
     while True:
         beside = path.with_name(_named(f".{path.name}."))
         file = open(beside, "xb")  # noqa: SIM115 (the caller closes it)
         if _hold(file.fileno()) is not False and _is_at(beside, file.fileno()):
             return beside, file
-        file.close()  # it was not held yet, and another process has removed it
+        file.close()  # it was not held yet, and another process removed it
 
 
 def _named(start: str) -> str:
@@ -113,7 +113,7 @@ def _sum(start: str, drawn: str) -> str:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """By its name, and as this user's; neither a link nor a device."""
+    """Say whether an entry is ours by its name and its user, and neither a link nor a device."""
     match = NAME.fullmatch(entry.name)
     return (
         match is not None
@@ -126,8 +126,8 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 def _remove_folder(path: Path) -> None:
     try:
         descriptor = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # a process was killed before it made that file, or behind its removal
-        path.rmdir()  # unless something is in it
+    except FileNotFoundError:  # a process was killed before it made that file, or after it removed it
+        path.rmdir()  # fails if something is in it
         return
     _if_abandoned(path / OWNER, descriptor, lambda: _is_marked(descriptor) and _empty(path))
 
@@ -145,7 +145,7 @@ def _if_abandoned(path: Path, descriptor: int, remove: Callable[[], object]) -> 
 
 
 def _hold(descriptor: int) -> bool | None:
-    """Whether the file is ours now; None where the file system has no locks."""
+    """Say whether the file is ours now; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,19 +156,19 @@ def _hold(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the name still leads to the file that is open: another process may have removed it in between."""
+    """Say whether the name still leads to the open file, which another process may have removed in between."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     return False
 
 
 def _is_marked(descriptor: int) -> bool:
-    """A process that was killed in between has written a part of the mark."""
+    """Say whether the file holds our mark, or a part of it, which a process that was killed in between has written."""
     return MARK.startswith(os.pread(descriptor, len(MARK) + 1, 0))
 
 
 def _close(path: Path, descriptor: int | None, process: int) -> None:
-    """At the end of its owner; a fork of that has no say."""
+    """Remove the folder of an owner that ends; a fork of the owner may not."""
     if process == os.getpid():
         with suppress(OSError):
             _empty(path)
@@ -177,7 +177,7 @@ def _close(path: Path, descriptor: int | None, process: int) -> None:
 
 
 def _empty(path: Path) -> bool:
-    """Removes a folder whose owner's file goes last: a process that is killed here leaves the rest to the next one."""
+    """Remove a folder, its owner's file last, so that the next process removes what one that is killed here leaves."""
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)

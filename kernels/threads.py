@@ -1,4 +1,4 @@
-"""How many CPU threads a decode step uses: fewer while another process keeps one of the cores."""
+"""Says how many CPU threads a decode step uses: fewer while another process keeps one of the cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def step_threads(device: torch.device) -> Iterator[None]:
-    """On a CPU, limit torch's operations to the threads that the compiled ones use (kernels/cpu/team.cpp): a parallel
+    """Limit torch's operations on a CPU to the threads that the compiled ones use (kernels/cpu/team.cpp). A parallel
     region ends with its last thread, and a thread that lost its core needs milliseconds to get it back."""
     if device.type != "cpu":
         yield
@@ -35,6 +35,6 @@ def _team_size() -> Callable[[int], int]:
         from kernels.cpu.ffi import library
 
         size: Callable[[int], int] = library.team().kv_team_size
-    except ImportError:  # no compiler: torch's operations alone, which nobody watches
+    except ImportError:  # without a compiler torch's operations run alone, and nobody watches them
         return lambda now: torch.get_num_threads()
     return size

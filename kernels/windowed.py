@@ -1,7 +1,7 @@
-"""Attention of queries that see some of the keys behind them, for prompts that no token reads whole.
+"""Computes attention of queries that see some of the keys behind them, for prompts that no token reads whole.
 
 Query t stands at place `first` + t among the keys and sees the last `window` of them up to that place. `first` may be
-negative or beyond the last key: the first queries see none, or the last ones all.
+negative or beyond the last key: the first queries then see none, or the last ones all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ _QUERIES_AT_ONCE = 256  # bounds the block of weights
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """0 and minus infinity for a query that sees no key. q [B H T D], k, v [B G S D]
-    -> [B H T D], the log of the sum that each softmax divides by [B H T] (fp32), for `merge_attention`"""
+    """Attend within the window, and return the log of the sum that each softmax divides by, for `merge_attention`. A
+    query that sees no key gets 0 and minus infinity.
+
+    q [B H T D], k, v [B G S D] -> [B H T D], [B H T] (fp32)
+    """
     outs, lses = [], []
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
@@ -28,7 +31,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """What each key receives of softmaxes that divide by exp(lse), over these keys and any others.
+    """Sum what each key receives from softmaxes that divide by exp(lse), over these keys and any others.
 
     q [B H T D], k [B G S D], lse [B H T] -> [B H S] (fp32)
     """
@@ -39,8 +42,8 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus infinity for one that
-    a query does not see. The query heads of a group are folded into the token axis, so no key is repeated."""
+    """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus infinity where a
+    query does not see a key. The query heads of a group are folded into the token axis, so no key is repeated."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     for start in range(0, new, _QUERIES_AT_ONCE):
         queries = slice(start, min(start + _QUERIES_AT_ONCE, new))

@@ -1,4 +1,5 @@
-"""The compiled CPU backend: one C++ file per group of operations, built by the machine's compiler on first use.
+"""This is the compiled CPU backend: one C++ file per group of operations, built by the machine's compiler on first use.
 
-Without a compiler these modules cannot be imported, and the operations fall back to plain torch with that reason.
+Without a compiler these modules cannot be imported, and the operations fall back to plain torch, with that as the
+reason.
 """

@@ -1,4 +1,4 @@
-// bf16 matrix products on AMX tiles, if the processor has them and the system allows: sixteen times dpbf16.
+// Multiplies bf16 matrices on AMX tiles, if the processor has them and the system allows it: sixteen times dpbf16.
 #pragma once
 #include "tiles.hpp"
 
@@ -8,14 +8,14 @@
 
 constexpr bool AMX_BUILT = true;
 
-// A process must request the tile registers once.
+// A process must ask for the tile registers once.
 inline bool amx_allowed() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
     static const bool allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
     return allowed;
 }
 
-// In its scope this thread's eight tiles have 16 rows of 64 bytes, those of b and c fewer columns on request.
+// While it lives, this thread's eight tiles have 16 rows of 64 bytes; those of b and c have fewer columns on request.
 struct Tiles {
     explicit Tiles(bool on, int columns = 16) : on(on) {
         alignas(LINE) struct {

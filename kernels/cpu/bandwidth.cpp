@@ -1,4 +1,4 @@
-// Reads memory and does nothing else: the ceiling for every other kernel here.
+// Reads memory and does nothing else: the upper limit for every other kernel here.
 #include "calls.hpp"
 #include "simd.hpp"
 

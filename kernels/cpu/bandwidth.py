@@ -1,4 +1,4 @@
-"""A loop that only reads, compiled: bandwidth.cpp."""
+"""Reads memory and does nothing else, compiled (bandwidth.cpp)."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _library = load("bandwidth", Function("read_all", ReadAll, returns="int64_t"))
 
 
 def read(x: Tensor) -> int:
-    """Reads all of x, which lies in one piece."""
+    """Read all of x, which lies in one piece. The sum returned keeps the compiler from leaving reads out."""
     return int(_library.read_all(x=x, bytes=x.nbytes))

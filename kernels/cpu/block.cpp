@@ -1,11 +1,11 @@
-// A decoder block without its attention, for one new token: matrix-vector products that read each matrix once.
+// Computes a decoder block without its attention, for one new token: matrix-vector products that read each matrix once.
 #include "block.hpp"
 
 namespace {
 
 constexpr int ROWS = 8;  // weight rows at a time
 
-// Products of `n` <= ROWS rows, starting at `w`, with x, which is zero-padded past `count`.
+// Multiplies `n` <= ROWS rows, starting at `w`, with x, which is zero-padded past `count`.
 template <class T, bool PART>
 f32 dots(const typename T::Element* w, int64_t n, int64_t count, const typename T::Element* x) {
     using V = typename T::Vector;
@@ -32,15 +32,15 @@ f32 dots(const typename T::Element* w, int64_t n, int64_t count, const typename 
     return sums_of(acc);  // adjacent sums belong to one row
 }
 
-// Calls emit(row, sequence, product) for this thread's rows of `all`. x [batch][padded]
+// Calls emit(row, sequence, product) for this thread's share of the `all` rows. x [batch][padded]
 template <class T, class F>
 void products(const Weights& by, int64_t all, int64_t count, const typename T::Element* x, int64_t batch, F emit) {
     using E = typename T::Element;
     const E *weight = (const E*)by.weight, *bias = (const E*)by.bias;
     int64_t padded = whole_lines(count, T::WIDTH), blocks = (all + ROWS - 1) / ROWS;
-    int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
-    int64_t last = std::min(all, blocks * (own + 1) / threads * ROWS);
-    for (int64_t row = blocks * own / threads * ROWS; row < last; row += ROWS) {
+    int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    int64_t last = std::min(all, blocks * (thread + 1) / threads * ROWS);
+    for (int64_t row = blocks * thread / threads * ROWS; row < last; row += ROWS) {
         int64_t n = std::min<int64_t>(ROWS, last - row);
         for (int64_t b = 0; b < batch; b++) {
             const E* w = weight + row * count;
@@ -62,8 +62,8 @@ template <class T> void attention_inputs(const BlockWeights& block, const BlockI
 #pragma omp parallel num_threads(team.threads)
     {
         Member member(team);
-        static thread_local Buffer<E> own;
-        E* normed = room(own, in.batch * padded);
+        static thread_local Buffer<E> normed_room;
+        E* normed = room(normed_room, in.batch * padded);
         for (int64_t b = 0; b < in.batch; b++) {
             rms_norm((const E*)in.x + b * width, (const E*)block.norm, width, block.eps, normed + b * padded, padded);
             if (omp_get_thread_num() == 0)
@@ -106,15 +106,15 @@ template <class T> void block_output(const BlockWeights& block, const BlockOutpu
 #pragma omp parallel num_threads(team.threads)
     {
         Member member(team);
-        static thread_local Buffer<E> own;
+        static thread_local Buffer<E> normed_room;
         products<T>(block.o, width, from, heads, batch, [&](int64_t row, int64_t b, float y) {
             put(middle + b * width + row, to_float(x[b * width + row]) + round_to<E>(y));
         });
 #pragma omp barrier
-        E* normed = room(own, batch * padded);
+        E* normed = room(normed_room, batch * padded);
         for (int64_t b = 0; b < batch; b++)
             rms_norm(middle + b * width, (const E*)block.mlp_norm, width, block.eps, normed + b * padded, padded);
-        int64_t first = inner, last = 0;  // this thread's part
+        int64_t first = inner, last = 0;  // the rows of this thread
         products<T>(block.gate, inner, width, normed, batch, [&](int64_t row, int64_t b, float y) {
             put(gate + b * inner + row, y);
             first = std::min(first, row), last = std::max(last, row + 1);
@@ -138,8 +138,8 @@ template <class T> void token_logits(const HeadWeights& head, const TokenLogits&
 #pragma omp parallel num_threads(team.threads)
     {
         Member member(team);
-        static thread_local Buffer<E> own;
-        E* normed = room(own, batch * padded);
+        static thread_local Buffer<E> normed_room;
+        E* normed = room(normed_room, batch * padded);
         for (int64_t b = 0; b < batch; b++)
             rms_norm((const E*)in.x + b * head.channels, (const E*)head.norm, head.channels, head.eps,
                      normed + b * padded, padded);

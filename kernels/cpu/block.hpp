@@ -1,15 +1,15 @@
-// A decoder block, and the passes between its matrix products: shared by decode steps and prompts.
+// Defines a decoder block and the passes between its matrix products, for decode steps and prompts.
 #pragma once
 #include "calls.hpp"
 #include "rows.hpp"
 #include "tiles.hpp"
 
-// Stride of cos and sin between sequences; 0 if all share them.
+// Returns the stride of cos and sin between sequences; 0 if all share them.
 inline int64_t angles_apart(const BlockInputs& in) { return in.angles > 1 ? in.tokens * in.turned : 0; }
 
 inline int64_t whole_lines(int64_t count, int64_t width) { return (count + width - 1) / width * width; }
 
-// Scratch space, kept between calls.
+// Returns scratch space that is kept between calls.
 template <class E> E* room(Buffer<E>& buffer, size_t count) {
     if (buffer.size() < count) buffer.resize(count);
     return buffer.data();
@@ -21,7 +21,7 @@ template <class E> inline float round_to(float x) {
     return to_float(y);
 }
 
-// y = weight * (x / root mean square), rounded where the model's own norm rounds; zero-padded up to `padded`.
+// Computes y = weight * (x / root mean square), rounded where the model's own norm rounds; zero-padded up to `padded`.
 template <class E> void rms_norm(const E* x, const E* weight, int64_t count, double eps, E* y, int64_t padded) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
@@ -44,7 +44,7 @@ void finish_head(E* x, int64_t dim, const E* norm, double eps, const E* cos, con
     }
 }
 
-// Sixteen floats from either type, and back.
+// These load sixteen floats from either type, and store them back.
 inline f32 widen(const float* from) { return load<f32>(from); }
 inline f32 widen(const bf16* from) {
     typedef uint16_t Half __attribute__((vector_size(32)));
@@ -56,7 +56,7 @@ inline void narrow(bf16* to, f32 x) {
     store(to, __builtin_convertvector(rounded(x) >> 16, Half));
 }
 
-// Both as if stored as E and read back.
+// Rounds a and b as if they were stored as E and read back.
 template <class E> inline void round_both(f32& a, f32& b) {
     if (std::is_same_v<E, float>) return;
     typedef uint16_t Words __attribute__((vector_size(64)));
@@ -67,7 +67,7 @@ template <class E> inline void round_both(f32& a, f32& b) {
     a = (f32)(__builtin_convertvector(first, u32) << 16), b = (f32)(__builtin_convertvector(last, u32) << 16);
 }
 
-// x / (1 + e^-x), as exact as E needs
+// Computes x / (1 + e^-x), as exactly as E needs.
 template <class E> inline f32 silu(f32 x) {
 #if defined(__AVX512F__)
     if (std::is_same_v<E, bf16>)
@@ -76,7 +76,7 @@ template <class E> inline f32 silu(f32 x) {
     return x / (exp2(x * -(float)M_LOG2E) + 1.0f);
 }
 
-// silu(gate) * up, rounded in between as in torch; `out` may be `gate`.
+// Computes silu(gate) * up, rounded in between as in torch; `out` may be `gate`.
 template <class E> void gated(const E* gate, const E* up, int64_t count, E* out) {
     for (int64_t at = 0; at < count; at += LANES) {
         int64_t n = std::min<int64_t>(LANES, count - at);

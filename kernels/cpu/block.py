@@ -1,4 +1,4 @@
-"""A decoder block around its attention, compiled: block.cpp."""
+"""Computes a decoder block around its attention, compiled (block.cpp)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from kernels.cpu.ffi.bindings import Function, Struct, elements, integer
 from kernels.cpu.ffi.library import load
 from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights, HeadWeights
 
-MOST_SEQUENCES = 8  # of one token each; beyond, torch's matrix product is faster
+MOST_SEQUENCES = 8  # sequences of one token each; beyond that, torch's matrix product is faster
 
 
 class TokenLogits(Struct):
+    """Describes a call that norms the last token of each sequence and projects it to the vocabulary."""
+
     x = elements("batch * channels")
     out = elements("batch * rows", written=True)
     batch = channels = rows = integer()
@@ -28,7 +30,7 @@ _library = load(
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in kernels/block.py."""
+    """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     if _is_step(x):
         return prompt.inputs(x, block, cos, sin, _library.attention_inputs)

@@ -1,5 +1,5 @@
-// Products of a group's queries with all keys over a few channels (SparQ). Keys are stored one channel per row, so
-// other channels are never touched.
+// Multiplies a group's queries with all keys over a few channels (SparQ). Keys are stored one channel per row, so other
+// channels are never touched.
 #include "calls.hpp"
 #include "rows.hpp"
 
@@ -11,7 +11,7 @@ constexpr int MOST_HEADS = 16;
 
 using Call = ChannelSums;
 
-// WIDE tokens of a row as two vectors: the first and second half or, in bf16, the even and odd tokens.
+// Loads WIDE tokens of a row as two vectors: the first and second half or, in bf16, the even and the odd tokens.
 inline void split(const float* x, f32* halves) { halves[0] = load<f32>(x), halves[1] = load<f32>(x + LANES); }
 inline void split(const bf16* x, f32* halves) {
     u32 words = load<u32>(x);
@@ -33,7 +33,7 @@ template <class E> struct Reader {
     const Call& call;
     int64_t pair;
     std::vector<const E*> rows;
-    Buffer<E> rest;  // full-length copies where rows end inside a block
+    Buffer<E> rest;  // whole copies of rows that end inside a block
 
     Reader(const Call& call, int64_t pair)
         : call(call), pair(pair), rows(call.num_channels), rest(WIDE * call.num_channels) {}
@@ -73,7 +73,7 @@ template <class E, class F> void tasks(const Call& call, F f) {
     });
 }
 
-// A running sum of exponentials, relative to the largest exponent so far.
+// Keeps a running sum of exponentials, relative to the largest exponent so far.
 struct Total {
     float top = -INFINITY;
     f32 sums = {};
@@ -89,7 +89,7 @@ struct Total {
     float log2() const { return top + std::log2(sum(sums)); }
 };
 
-// Sums over the heads, and each head's log-sum-exp.
+// Computes the sums over the heads, and each head's log-sum-exp.
 template <class E> void sums(const Call& call) {
     int64_t chunks = (call.count + CHUNK - 1) / CHUNK, pairs = call.batch * call.groups;
     Buffer<float> logs(pairs * chunks * call.heads);

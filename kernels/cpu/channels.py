@@ -1,4 +1,4 @@
-"""Sums of scores from a few channels of the keys, compiled: channels.cpp."""
+"""Sums scores over a few channels of the keys, compiled (channels.cpp)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kernels.cpu.ffi.library import load
 
 
 class ChannelSums(Struct):
+    """Describes a call: queries `q` in `num_channels` chosen channels of the keys `x`."""
+
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]
     channels = int64s("batch * groups * num_channels")
@@ -24,7 +26,7 @@ _MOST_HEADS = 16
 
 
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """As in kernels/reference.py."""
+    """Sum the scores of a few channels over the group, as kernels/reference.py defines it."""
     out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     batch, groups, heads, num_channels = q.shape

@@ -1,4 +1,4 @@
-// From logits to the tokens a step reads: softmax over the candidates, one weight per KV head, then top-k.
+// Turns logits into the tokens that a step reads: softmax over the candidates, one weight per KV head, then top-k.
 #include "calls.hpp"
 #include "simd.hpp"
 
@@ -10,7 +10,7 @@ inline f32 tail(const float* x, int64_t n, float filler) {
     return v;
 }
 
-// Calls f(at, vector) for all of x[count], padding the last vector.
+// Calls f(at, vector) for all of x[count]; the last vector is padded.
 template <class F> inline void over(const float* x, int64_t count, float filler, F f) {
     int64_t at = 0;
     for (; at + LANES <= count; at += LANES) f(at, load<f32>(x + at));
@@ -45,7 +45,8 @@ template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_
     }
 }
 
-// How far each of the first `candidates` lies below a head's largest logit; returns how many lie within `reach`.
+// Computes how far each of the first `candidates` lies below a head's largest logit; returns how many lie within
+// `reach`.
 int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t candidates, float reach) {
     std::vector<float> top(heads);
     for (int h = 0; h < heads; h++) {
@@ -53,7 +54,7 @@ int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t ca
         over(x + h * count, count, -INFINITY, [&](int64_t, f32 v) { best = maximum(best, v); });
         top[h] = largest(best);
     }
-    i32 found = {};
+    i32 hits = {};
     for (int64_t at = 0; at < candidates; at += LANES) {
         int64_t n = std::min<int64_t>(LANES, candidates - at);
         f32 nearest = splat(-INFINITY);
@@ -61,11 +62,11 @@ int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t ca
             const float* from = x + h * count + at;
             nearest = maximum(nearest, (n == LANES ? load<f32>(from) : tail(from, n, NAN)) - top[h]);
         }
-        found -= nearest >= -reach;
+        hits -= nearest >= -reach;
         std::memcpy(out + at, &nearest, n * sizeof(float));
     }
     int64_t total = 0;
-    for (int i = 0; i < LANES; i++) total += found[i];
+    for (int i = 0; i < LANES; i++) total += hits[i];
     return total;
 }
 
@@ -77,7 +78,7 @@ inline uint32_t order(float x) {
     return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
 
-// No branches on data from here on: half of them would be mispredicted.
+// From here on nothing branches on data: half of the branches would be mispredicted.
 
 inline int bits_of(i32 mask) {
 #if defined(__AVX512F__)
@@ -101,37 +102,37 @@ inline u32 compress(u32 v, int bits) {
 #endif
 }
 
-// The k-th largest of keys[count], found bit by bit from the top; needs room for a vector of zeros past the end.
+// Finds the k-th largest of keys[count] bit by bit from the top; needs room for a vector of zeros past the end.
 uint32_t kth_largest(uint32_t* keys, int64_t count, int64_t k) {
     std::fill_n(keys + count, LANES, 0);
-    uint32_t found = 0;
+    uint32_t kth = 0;
     for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
         i32 reached = {};
-        for (int64_t i = 0; i < count; i += LANES) reached -= load<u32>(keys + i) >= (found | bit);
+        for (int64_t i = 0; i < count; i += LANES) reached -= load<u32>(keys + i) >= (kth | bit);
         int64_t total = 0;
         for (int i = 0; i < LANES; i++) total += reached[i];
-        if (total >= k) found |= bit;
+        if (total >= k) kth |= bit;
     }
-    return found;
+    return kth;
 }
 
-// Collects the keys of x[count] that are at least `least`, with their positions; returns how many.
+// Collects the keys of x[count] that are at least `least`, with their positions; returns how many there are.
 int64_t collect(const float* x, int64_t count, uint32_t least, uint32_t* keys, int32_t* places) {
-    int64_t found = 0;
+    int64_t kept = 0;
     u32 place;
     UNROLL for (int i = 0; i < LANES; i++) place[i] = i;
     over(x, count, 0, [&](int64_t at, f32 v) {
         u32 key = order((u32)v);
         int hits = bits_of(key >= least);
         if (at + LANES > count) hits &= (1 << (count - at)) - 1;
-        store(keys + found, compress(key, hits));
-        store(places + found, compress(place + (uint32_t)at, hits));
-        found += __builtin_popcount(hits);
+        store(keys + kept, compress(key, hits));
+        store(places + kept, compress(place + (uint32_t)at, hits));
+        kept += __builtin_popcount(hits);
     });
-    return found;
+    return kept;
 }
 
-// A lower bound on the k-th largest key, estimated from a sample of x; 0 where k is too large a share for that.
+// Estimates a lower bound on the k-th largest key from a sample of x; 0 where k is too large a share for that.
 uint32_t guess(const float* x, int64_t count, int64_t k) {
     int64_t size = std::min<int64_t>(1024, count / 8), stride = size ? count / size : 0;
     double expected = (double)k / count * size;
@@ -142,7 +143,7 @@ uint32_t guess(const float* x, int64_t count, int64_t k) {
     return kth_largest(sample, size, rank + 1);
 }
 
-// Scratch space of a thread, kept between calls.
+// Holds a thread's scratch space, which is kept between calls.
 struct Candidates {
     Buffer<uint32_t> keys;
     Buffer<int32_t> places, chosen;
@@ -152,7 +153,7 @@ struct Candidates {
     }
 };
 
-// The k largest of x; ties go to the earlier one.
+// Finds the k largest of x; of equal ones the earlier.
 void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
     static thread_local Candidates all;
     all.fit(count + LANES);  // a whole vector may be written past the end
@@ -161,9 +162,9 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
     int64_t size = collect(x, count, guess(x, count, k), keys, places);
     if (size < k) size = collect(x, count, 0, keys, places);
     uint32_t last = kth_largest(keys, size, k);
-    int64_t found = 0;
-    for (int64_t i = 0; i < size; i++) chosen[found] = places[i], found += keys[i] > last;
-    for (int64_t i = 0; found < k; i++) chosen[found] = places[i], found += keys[i] == last;
+    int64_t filled = 0;
+    for (int64_t i = 0; i < size; i++) chosen[filled] = places[i], filled += keys[i] > last;
+    for (int64_t i = 0; filled < k; i++) chosen[filled] = places[i], filled += keys[i] == last;
     for (int64_t i = 0; i < k; i++) out[i] = chosen[i];
 }
 
@@ -186,7 +187,7 @@ EXPORT void group_margins(const GroupMargins& call) {
     });
 }
 
-// In no particular order.
+// Finds the k largest of each row, in no particular order.
 EXPORT void top_k(const TopK& call) {
     each_task(call.rows, call.rows * call.count > 8192, [&](int64_t row) {
         largest_of(call.scores + row * call.stride, call.count, call.k, call.out + row * call.k);

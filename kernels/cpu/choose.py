@@ -1,4 +1,4 @@
-"""Softmax over candidates and the choice among them, compiled: choose.cpp."""
+"""Computes softmax over candidates and chooses among them, compiled (choose.cpp)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from kernels.cpu.ffi.library import load
 
 
 class GroupWeights(Struct):
+    """Describes a call that turns the logits of each pair of sequence and KV head into weights."""
+
     logits = floats("pairs * heads * count")
     out = floats("pairs * count", written=True)
     pairs = heads = count = integer()
-    largest = integer(0)  # whether it is that, and not the sum
+    largest = integer(0)  # 1 for the largest weight of a group's heads, 0 for their sum
     scale = real()
 
 
 class GroupMargins(Struct):
+    """Describes a call that measures how far candidates lie below a head's largest logit."""
+
     logits = floats("pairs * heads * count")
     out = floats("pairs * candidates", written=True)
     counts = int64s("pairs", written=True)
@@ -26,6 +30,8 @@ class GroupMargins(Struct):
 
 
 class TopK(Struct):
+    """Describes a call that finds the k largest of each row."""
+
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
     rows = count = k = integer()
@@ -41,7 +47,7 @@ _library = load(
 
 
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
-    """As in kernels/reference.py."""
+    """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
     batch, groups, heads, count = logits.shape
     out = logits.new_empty((batch, groups, count))
     _library.group_weights(
@@ -92,7 +98,7 @@ def top_k_refuses(scores: Tensor, count: int) -> str | None:
 
 
 def _evenly_spaced(x: Tensor) -> bool:
-    """Whether all rows [... S] lie at multiples of one stride."""
+    """Say whether all rows [... S] lie at multiples of one stride."""
     return x.dim() < 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 

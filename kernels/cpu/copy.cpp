@@ -1,4 +1,4 @@
-// Copies rows of each KV head to and from a block of their own. Rows are scattered, so they are prefetched.
+// Copies rows of each KV head to and from a block of their own. Rows of a head are scattered, so they are prefetched.
 #include "calls.hpp"
 #include "simd.hpp"
 
@@ -15,9 +15,9 @@ inline char* row_of(const CopyRows& call, int64_t i) {
 
 // Calls f(row of x, row of the block) for all rows, in parallel.
 template <class F> void each(const CopyRows& call, F f) {
-    int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, some = TASK / call.width + 1;
-    each_task((total + some - 1) / some, total * call.width > 2 * TASK, [&](int64_t task) {
-        for (int64_t i = task * some; i < std::min(total, (task + 1) * some); i++) {
+    int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, per_task = TASK / call.width + 1;
+    each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
+        for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
             const char* later = row_of(call, std::min(i + ahead, total - 1));
             for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
             f(row_of(call, i), (char*)call.block + i * call.width, call.width);

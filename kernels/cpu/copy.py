@@ -1,4 +1,4 @@
-"""Rows of each KV head copied, compiled: copy.cpp."""
+"""Copies rows of each KV head, compiled (copy.cpp)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.cpu.ffi.library import load
 
 
 class CopyRows(Struct):
-    """x and the block exchange rows of `width` bytes."""
+    """Describes a call in which x and a block exchange rows of `width` bytes."""
 
     x = anything(strides="batch group row", written=True)  # [B G S D]
     rows = int64s("pairs * count")
@@ -22,7 +22,8 @@ _library = load("copy", Function("gather_rows", CopyRows), Function("put_rows", 
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """As in kernels/reference.py. Rows of pinned memory come in pinned memory: a GPU copies them without waiting."""
+    """Copy rows of each KV head out of x, as kernels/reference.py defines it. Rows of pinned memory come in pinned
+    memory, so that a GPU copies them without waiting."""
     out = torch.empty((*rows.shape, x.shape[3]), dtype=x.dtype, pin_memory=x.is_pinned())
     rows = rows.long().contiguous()
     if out.numel():

@@ -1,18 +1,18 @@
-// Attention of one token over segments of keys and values: every row is read once, in place, for all heads of its
-// group. Memory is the limit, so the design is about the order and pace of reads: blocks of rows fit L1; a block's
-// values are prefetched while its logits are computed, the next block's keys while the values are summed.
-// (Prefetching both in the same phase, or in bursts, reaches half the bandwidth.)
+// Attends from one token to segments of keys and values: every row is read once, in place, for all heads of its group.
+// Memory is the limit, so the design is about the order and pace of reads. Blocks of rows fit L1; a block's values are
+// prefetched while its logits are computed, the next block's keys while the values are summed. (Prefetching both in the
+// same phase, or in bursts, reaches half the bandwidth.)
 #include "calls.hpp"
 #include "rows.hpp"
 
 namespace {
 
-constexpr int HEADS = 8;    // of a group, at once
-constexpr int64_t TASKS = 64, FEWEST = 512;  // parts that all rows are cut into; fewest rows of a part
+constexpr int HEADS = 8;    // heads of a group that are taken at once
+constexpr int64_t TASKS = 64, FEWEST = 512;  // parts that all rows are cut into; the fewest rows of a part
 
 struct Call {
     const PackedSegment* segments;
-    int64_t num_segments, batch, groups, heads, dim;  // groups that choose rows; heads of a group
+    int64_t num_segments, batch, groups, heads, dim;  // groups: each reads one choice of rows; heads: of a group
     float scale;                                      // times log2(e)
 };
 
@@ -24,7 +24,7 @@ struct Block {
 // Hands out the rows of one group, segment after segment, in blocks.
 struct Rows {
     const Call& call;
-    int64_t pair, left, at, row_bytes;  // at: in the current segment
+    int64_t pair, left, at, row_bytes;  // at: the place in the current segment
     const PackedSegment* segment;
 
     Rows(const Call& call, int64_t pair, int64_t first, int64_t count, int64_t row_bytes)
@@ -61,14 +61,14 @@ struct Rows {
     }
 };
 
-// Running softmax of a head: its output is acc / sum(totals).
+// Keeps the running softmax of a head: its output is acc / sum(totals).
 struct State {
     float top;   // the largest logit
-    f32 totals;  // of the weights, per lane
+    f32 totals;  // sum of the weights, per lane
     float* acc;  // [D], in the order of `channel`
 };
 
-// A new largest logit: rare after the first blocks.
+// Raises the largest logit, which is rare after the first blocks.
 __attribute__((noinline)) void raise(const float* logits, State& state, int dim) {
     f32 best = load<f32>(logits);
     for (int t = LANES; t < TOKENS; t += LANES) best = maximum(best, load<f32>(logits + t));
@@ -107,7 +107,7 @@ void add_values(F32, const Block& block, Pass pass, const float (*weights)[TOKEN
         }
 }
 
-// Two tokens at a time, interleaved so that each word holds one channel of both.
+// Takes two tokens at a time, interleaved so that each word holds one channel of both.
 template <int L, int H>
 void add_values(BF16, const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
     alignas(LINE) uint32_t pairs[H][TOKENS / 2];
@@ -138,7 +138,7 @@ void add_values(BF16, const Block& block, Pass pass, const float (*weights)[TOKE
         }
 }
 
-// Position of channel c in a head's sums: in bf16 the sixteen even channels of a vector come before the odd ones.
+// Returns the place of channel c in a head's sums: in bf16 the sixteen even channels of a vector come before the odd.
 inline int64_t channel(F32, int64_t c) { return c; }
 inline int64_t channel(BF16, int64_t c) { return c / 32 * 32 + c % 2 * LANES + c % 32 / 2; }
 
@@ -192,8 +192,8 @@ void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::
         float share = std::exp2(part.top - top);
         total += share * sum(part.totals);
         for (int64_t c = 0; c < dim; c += LANES) {
-            f32 own = load<f32>(part.acc + c) * share;
-            store(state->acc + c, i ? load<f32>(state->acc + c) + own : own);
+            f32 scaled = load<f32>(part.acc + c) * share;
+            store(state->acc + c, i ? load<f32>(state->acc + c) + scaled : scaled);
         }
     }
     for (int64_t c = 0; c < dim; c++) put(out + c, state->acc[channel(T{}, c)] / total);
@@ -203,7 +203,7 @@ void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::
 template <class T> void run(const Call& call, const typename T::Element* q, typename T::Element* out, float* lse) {
     int64_t pairs = call.batch * call.groups, tokens = 0;
     for (int64_t i = 0; i < call.num_segments; i++) tokens += call.segments[i].count;
-    // set by the shape alone, so that results do not depend on the number of threads
+    // The shape alone sets this, so that results do not depend on the number of threads.
     int64_t parts = std::clamp<int64_t>(TASKS / pairs, 1, (tokens + FEWEST - 1) / FEWEST);
     int64_t length = (tokens + parts - 1) / parts, tasks = pairs * parts;
     Buffer<float> sums(tasks * call.heads * call.dim);

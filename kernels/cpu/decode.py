@@ -1,4 +1,4 @@
-"""Decode attention, compiled: decode.cpp."""
+"""Computes decode attention, compiled (decode.cpp)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from kernels.reference import Segment
 
 
 class PackedSegment(bindings.Struct):
+    """Describes one segment of keys and values."""
+
     k = elements(strides="batch group token")
     v = elements(strides="batch group token")
-    rows = int64s(optional=True)  # None: all
+    rows = int64s(optional=True)  # None: all rows
     count = integer()
-    k_share = rows_share = integer()  # how many neighbours among the groups have the same keys, and the same rows
+    k_share = rows_share = integer()  # how many neighbouring groups share their keys, and their rows
 
 
 class SegmentAttention(bindings.Struct):
-    """After the segments, one behind the other."""
+    """Describes a call of attention over segments, which are packed before it, one behind the other."""
 
     q = elements("batch * groups * heads * dim")
     out = elements("batch * groups * heads * dim", written=True)
     lse = floats("batch * groups * heads", written=True, optional=True)
     num_segments = batch = integer()
-    groups = heads = dim = integer()  # groups that choose rows; heads of a group
+    groups = heads = dim = integer()  # groups: each reads one choice of rows; heads: of a group
     scale = real()
 
 
 _library = load("decode", Function("segment_attention", PackedSegment, SegmentAttention))
 
-_LINES = (1, 2, 3, 4, 6, 8)  # head sizes it was built for, in cache lines
+_LINES = (1, 2, 3, 4, 6, 8)  # head sizes that the library is built for, in cache lines
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """As in kernels/reference.py; neither rows nor heads are copied."""
+    """Attend from one token to segments, as kernels/reference.py defines it. Neither rows nor heads are copied."""
     return _attend(q, segments, scale, None)
 
 
@@ -71,7 +73,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
     groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
-    packed, kept = [], []  # kept: alive until the call is over
+    packed, kept = [], []  # kept: rows that must live until the call is over
     for k, v, rows, _ in segments:
         count, rows_share = (k if rows is None else rows).shape[2], 1
         if not count:

@@ -1,5 +1,5 @@
-// Lloyd's iterations for many small problems at once. A round reads each point once: a matrix product with 64 centroids
-// at a time finds the nearest one, and the point is added to its sum while still in cache.
+// Runs Lloyd's iterations for many small problems at once. A round reads each point once: a matrix product with 64
+// centroids at a time finds the nearest one, and the point is added to its sum while still in cache.
 #include "calls.hpp"
 #include "tiles.hpp"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int WIDE = 64;  // centroids per tile
 constexpr int VECTORS = WIDE / LANES;
-constexpr int64_t POINTS = 4096;  // per task; sums are merged in a fixed order, whatever the number of threads
+constexpr int64_t POINTS = 4096;  // points of a task; sums are merged in a fixed order, whatever the number of threads
 
 struct Problem {
     const float* x;    // [P d]
@@ -44,7 +44,7 @@ struct Problem {
         }
     }
 
-    // The nearest centroids of four points.
+    // Finds the nearest centroids of four points.
     void nearest(const uint32_t* const* rows, int32_t* code) const {
         f32 best[TILE_ROWS];
         i32 where[TILE_ROWS], lane;
@@ -64,7 +64,7 @@ struct Problem {
             }
         }
         for (int r = 0; r < TILE_ROWS; r++) {
-            i32 first = best[r] == largest(best[r]) ? where[r] : i32{} + INT32_MAX;  // the first of equals
+            i32 first = best[r] == largest(best[r]) ? where[r] : i32{} + INT32_MAX;  // of equal ones the first
             code[r] = smallest(first);
         }
     }
@@ -93,7 +93,7 @@ struct Problem {
         }
     }
 
-    // Sums of a task's points, relative to the first point, and of their squares.
+    // Sums a task's points, relative to the first point, and their squares.
     void measure(int64_t task) {
         int64_t first = task * POINTS, last = std::min(first + POINTS, points);
         float* sum = &moments[task * 2 * dim];
@@ -115,7 +115,7 @@ struct Problem {
         return total / dim;
     }
 
-    // Moves centroids to the means of their points; an empty one stays.
+    // Moves centroids to the means of their points; one without points stays.
     void move() {
         shift = 0;
         for (int64_t c = 0; c < clusters; c++) {
@@ -167,7 +167,7 @@ EXPORT void kmeans(const KMeans& call) {
 #pragma omp single
             {
                 more = false;
-                for (const Problem& one : all) more |= !(one.shift <= one.bound);
+                for (const Problem& problem : all) more |= !(problem.shift <= problem.bound);
                 more &= round + 1 < iterations;
             }
         }

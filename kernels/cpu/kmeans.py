@@ -1,4 +1,4 @@
-"""Batched k-means, compiled: kmeans.cpp."""
+"""Runs k-means on many problems at once, compiled (kmeans.cpp)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kernels.cpu.ffi.library import load
 
 
 class KMeans(Struct):
+    """Describes a call that clusters the points of each problem."""
+
     x = floats("problems * points * dim")
-    centroids = floats("problems * clusters * dim", written=True)  # the initial ones, which are moved
+    centroids = floats("problems * clusters * dim", written=True)  # the initial ones, then the final ones
     codes = int32s("problems * points", written=True)
     problems = points = dim = clusters = integer()
     iterations = integer(0)
@@ -20,11 +22,11 @@ class KMeans(Struct):
 
 _library = load("kmeans", Function("kmeans", KMeans))
 
-_MOST_CLUSTERS = 4096  # a table of sums per 4096 points
+_MOST_CLUSTERS = 4096  # since each 4096 points need a table of sums
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """As in kernels/kmeans.py; codes are int32."""
+    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32."""
     x = x.contiguous()
     problems, points, dim = x.shape
     centroids = x[:, initial]

@@ -1,4 +1,4 @@
-// Product quantisation (PQCache): products of a query with all coded keys, looked up in a small table.
+// Multiplies a query with all product-quantised keys (PQCache), looking the products up in a small table.
 //
 // A table row holds one centroid's products with all query heads of the group: one read per code serves them all.
 #include "calls.hpp"
@@ -8,7 +8,7 @@ namespace {
 
 using Call = PQWeights;
 
-// W floats: the heads of a group, zero-padded.
+// Holds W floats: the heads of a group, zero-padded.
 template <int W> struct Lanes;
 template <> struct Lanes<4> { typedef float Vector __attribute__((vector_size(16))); };
 template <> struct Lanes<8> { typedef float Vector __attribute__((vector_size(32))); };
@@ -16,7 +16,7 @@ template <> struct Lanes<16> { typedef float Vector __attribute__((vector_size(6
 
 template <int W> using Wide = typename Lanes<W>::Vector;
 
-// The table of one KV head, [m C] rows.
+// Holds the table of one KV head, in [m C] rows.
 template <int W> struct Table {
     Buffer<float> rows;
     int64_t parts, clusters;
@@ -33,11 +33,11 @@ template <int W> struct Table {
             for (int64_t d = 0; d < call.width; d++)
                 for (int64_t h = 0; h < call.heads; h++)
                     columns[d * W + h] = to_float(q[(h * parts + part) * call.width + d]);
-            const E* own = centroids + (pair * parts + part) * clusters * call.width;
+            const E* of_part = centroids + (pair * parts + part) * clusters * call.width;
             for (int64_t first = 0; first < clusters; first += 8) {
                 Wide<W> acc[8] = {};
                 const E* row[8];
-                for (int i = 0; i < 8; i++) row[i] = own + std::min(first + i, clusters - 1) * call.width;
+                for (int i = 0; i < 8; i++) row[i] = of_part + std::min(first + i, clusters - 1) * call.width;
                 for (int64_t d = 0; d < call.width; d++)
                     UNROLL for (int i = 0; i < 8; i++) acc[i] += to_float(row[i][d]) * load<Wide<W>>(&columns[d * W]);
                 for (int64_t i = 0; i < std::min<int64_t>(8, clusters - first); i++)
@@ -62,7 +62,7 @@ template <int W> struct Table {
     }
 };
 
-// The product of a token's rows; PARTS is 0 if their number is not known at compile time.
+// Multiplies a token's rows; PARTS is 0 if their number is not known at compile time.
 template <int PARTS, int W, class Code> struct Product {
     const float* rows;
     int64_t parts, stride;
@@ -75,14 +75,14 @@ template <int PARTS, int W, class Code> struct Product {
     }
 };
 
-// Softmax of each head over all tokens, summed over the heads: [S] of one KV head. A token's exponential is the product
-// of its centroids' exponentials, so few are computed.
+// Computes the softmax of each head over all tokens, summed over the heads: [S] of one KV head. A token's exponential
+// is the product of its centroids' exponentials, so few are computed.
 template <int W, class Code> struct Weights {
     const Call& call;
     Table<W> table;
     const Code* codes;
     float scale;
-    Buffer<float> powers = Buffer<float>(table.rows.size());  // e^row, relative to the largest of each part
+    Buffer<float> powers = Buffer<float>(table.rows.size());  // e^row, relative to the largest row of each part
 
     void raise() {
         for (int64_t part = 0; part < table.parts; part++) {
@@ -121,24 +121,24 @@ template <int W, class Code> struct Weights {
     }
 
     template <class F> Wide<W> total(F weight) const {
-        Wide<W> some[4] = {};  // independent sums, so that none waits for another
+        Wide<W> partial[4] = {};  // independent sums, so that none waits for another
         const int64_t parts = call.parts;
         int64_t t = 0;
         for (const Code* code = codes; t + 4 <= call.count; t += 4, code += 4 * parts)
-            UNROLL for (int i = 0; i < 4; i++) some[i] += weight(code + i * parts);
-        for (; t < call.count; t++) some[0] += weight(codes + t * parts);
-        return (some[0] + some[1]) + (some[2] + some[3]);
+            UNROLL for (int i = 0; i < 4; i++) partial[i] += weight(code + i * parts);
+        for (; t < call.count; t++) partial[0] += weight(codes + t * parts);
+        return (partial[0] + partial[1]) + (partial[2] + partial[3]);
     }
 
-    // 1 / total of each head; sets `far` if one of the totals underflows.
+    // Computes 1 / total of each head; sets `far` if one of the totals underflows.
     Wide<W> shares(Wide<W> totals, bool& far) const {
         Wide<W> all = {};
         for (int64_t h = 0; h < call.heads; h++) far |= !(totals[h] > 0x1p-80f), all[h] = 1 / totals[h];
         return all;
     }
 
-    // The sum of each part's maximum bounds the largest logit from above. It rarely does so by so much that all weights
-    // underflow; then the largest logit itself is needed, and an exponential per token.
+    // The sum of each part's maximum bounds the largest logit from above. It rarely exceeds it by so much that all
+    // weights underflow; then the largest logit itself is needed, and an exponential per token.
     void run(float* out) {
         call.parts == 2 ? run_by_product<2>(out) : run_by_product<0>(out);
     }
@@ -174,7 +174,7 @@ template <int W, class Code> void weights(const Call& call, float scale) {
     });
 }
 
-// Calls f(W, an example of a code).
+// Calls f with the width W and an example of a code.
 template <class F> void choose(const Call& call, F f) {
     auto with_width = [&](auto code) {
         if (call.heads <= 4)

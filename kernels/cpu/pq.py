@@ -1,4 +1,4 @@
-"""Weights of product-quantised keys, compiled: pq.cpp."""
+"""Weighs product-quantised keys, compiled (pq.cpp)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from kernels.cpu.ffi.library import load
 
 
 class PQWeights(Struct):
+    """Describes a call that weighs coded keys by their centroids' products with the queries."""
+
     q = elements("pairs * heads * parts * width")
     centroids = elements("pairs * parts * clusters * width")
-    codes = anything("pairs * count * parts")  # of `code_bytes`
+    codes = anything("pairs * count * parts")  # of `code_bytes` bytes each
     out = floats("pairs * count", written=True)
     code_bytes = pairs = heads = parts = clusters = width = count = integer()
     scale = real()
@@ -22,7 +24,7 @@ _library = load("pq", Function("pq_weights", PQWeights))
 
 
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
-    """As in kernels/reference.py."""
+    """Compute the softmax weights of coded keys, summed over a group, as kernels/reference.py defines it."""
     batch, groups, parts, clusters, width = centroids.shape
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)

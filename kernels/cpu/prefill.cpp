@@ -1,4 +1,4 @@
-// Causal attention of a prompt, whole or within a window, and how much attention each key receives (H2O's column sums).
+// Computes causal attention of a prompt, whole or within a window, and the attention that each key receives (H2O).
 //
 // Keys and values of a KV head are packed once into blocks of 64; tasks of 32 queries then pass over the blocks up to
 // the diagonal with a running softmax, in bf16 on AMX tiles where available. For column sums a task keeps its weights
@@ -8,8 +8,8 @@
 
 namespace {
 
-constexpr int QUERIES = 32;  // per task: with a block of keys and values they fit L1
-constexpr int KEYS = 64;     // per block
+constexpr int QUERIES = 32;  // queries of a task: with a block of keys and values they fit L1
+constexpr int KEYS = 64;     // keys of a block
 constexpr int VECTORS = KEYS / LANES;
 constexpr float SLACK = 8;   // weights may grow to 2^8 before the sums are rescaled
 constexpr i32 NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -18,7 +18,7 @@ struct Call : PrefillAttention {
     float log2_scale;  // softmax in powers of two
 };
 
-// One KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
+// Holds one KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
 template <class T> struct Packed {
     int64_t dim, block_words;
     Buffer<uint32_t> k, v;
@@ -48,14 +48,14 @@ template <class T> struct Packed {
     void mix(const char* const* rows, int count, uint32_t* out, BF16Words) {
         std::vector<bf16> none(dim);
         for (int i = 0; i < KEYS; i += 2) {
-            const bf16* one = i < count ? (const bf16*)rows[i] : none.data();
-            const bf16* two = i + 1 < count ? (const bf16*)rows[i + 1] : none.data();
-            for (int c = 0; c < dim; c++) out[i / 2 * dim + c] = one[c] | (uint32_t)two[c] << 16;
+            const bf16* even_row = i < count ? (const bf16*)rows[i] : none.data();
+            const bf16* odd_row = i + 1 < count ? (const bf16*)rows[i + 1] : none.data();
+            for (int c = 0; c < dim; c++) out[i / 2 * dim + c] = even_row[c] | (uint32_t)odd_row[c] << 16;
         }
     }
 };
 
-// What one thread needs for a task.
+// Holds what one thread needs for a task.
 template <class T> struct Task {
     const Call& call;
     const Packed<T>& packed;
@@ -63,8 +63,8 @@ template <class T> struct Task {
     Buffer<uint32_t> q;                  // [QUERIES][words]
     Buffer<float> acc;                   // [QUERIES][D]
     Buffer<uint32_t> kept;               // [blocks][QUERIES][words of KEYS]; one block unless column sums are wanted
-    uint32_t* weights;                   // those of the current block
-    Buffer<float> tops;                  // [blocks][QUERIES], the maxima they are relative to
+    uint32_t* weights;                   // the weights of the current block
+    Buffer<float> tops;                  // [blocks][QUERIES], the maxima that weights are relative to
     alignas(LINE) float logits[QUERIES][KEYS];
     alignas(LINE) f32 totals[QUERIES];  // per lane: summed only at the end
     float top[QUERIES];
@@ -79,7 +79,7 @@ template <class T> struct Task {
         tops.resize(blocks * QUERIES);
     }
 
-    // `count` queries of one head, the `first` of them at `from`; `row`: its place in lse and given.
+    // Runs `count` queries of one head, from query `first` of those at `from`; `row` is its place in lse and given.
     void run(const char* from, char* to, float* sums, int64_t row, int64_t first, int count) {
         std::fill(q.begin(), q.end(), 0);
         std::fill(acc.begin(), acc.end(), 0.0f);
@@ -91,7 +91,7 @@ template <class T> struct Task {
         for (int64_t block = begin; block < blocks; block++) {
             multiply_keys(&packed.k[block * packed.block_words]);
             int64_t last = std::min<int64_t>(KEYS, call.stored - block * KEYS) - 1;
-            int64_t open = place - block * KEYS, hidden = open - call.window;  // the first query sees the keys between
+            int64_t open = place - block * KEYS, hidden = open - call.window;  // the first query sees those between
             weights = &kept[call.sums ? block * BLOCK_WORDS : 0];
             if (std::min(open, last) < KEYS - 1 || hidden + QUERIES > 0)
                 for (int m = 0; m < QUERIES; m++) weigh<true>(m, std::min(open + m, last), hidden + m);
@@ -137,7 +137,7 @@ template <class T> struct Task {
             best = maximum(best, x[i]);
         }
         if (any(best * call.log2_scale > top[m] + SLACK)) raise(m, largest(best) * call.log2_scale);
-        float shift = MASKED && top[m] == -INFINITY ? 0 : top[m];  // it has seen no key yet
+        float shift = MASKED && top[m] == -INFINITY ? 0 : top[m];  // a query that has seen no key yet
         f32 sum_of = {};
         UNROLL for (int i = 0; i < VECTORS; i++) {
             x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.log2_scale - shift);
@@ -185,13 +185,13 @@ template <class T> struct Task {
     }
 
     void add_sums(float* sums, int64_t row, int64_t begin, int64_t blocks, int count) {
-        float wholes[QUERIES];  // logs of the divisors of the weights
+        float wholes[QUERIES];  // logarithms of what divides the weights
         for (int m = 0; m < count; m++)
             wholes[m] = call.given ? call.given[row + m] * (float)M_LOG2E : top[m] + std::log2(sum(totals[m]));
         for (int64_t block = begin; block < blocks; block++) {
             f32 columns[VECTORS] = {};
             for (int m = 0; m < count; m++) {
-                if (tops[block * QUERIES + m] == -INFINITY) continue;  // saw no key yet
+                if (tops[block * QUERIES + m] == -INFINITY) continue;  // has seen no key yet
                 float share = std::exp2(tops[block * QUERIES + m] - wholes[m]);
                 add_weights(&kept[block * BLOCK_WORDS + m * WEIGHT_WORDS], share, columns, T{});
             }
@@ -204,7 +204,7 @@ template <class T> struct Task {
     static void add_weights(const uint32_t* words, float share, f32* columns, F32Words) {
         UNROLL for (int i = 0; i < VECTORS; i++) columns[i] += load<f32>(words + i * LANES) * share;
     }
-    static void add_weights(const uint32_t* words, float share, f32* columns, BF16Words) {  // even keys, odd keys
+    static void add_weights(const uint32_t* words, float share, f32* columns, BF16Words) {  // even, odd keys
         UNROLL for (int i = 0; i < VECTORS; i += 2) {
             u32 both = load<u32>(words + i / 2 * LANES);
             columns[i] += even(both) * share, columns[i + 1] += odd(both) * share;
@@ -225,19 +225,20 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
     const char* values = (const char*)call.v + b * call.v_batch + g * call.v_group;
     int64_t blocks = packed.k.size() / packed.block_words, parts = (call.fresh + QUERIES - 1) / QUERIES;
     int64_t tasks = parts * call.heads, threads = omp_get_max_threads(), sums_size = call.heads * call.stored;
-    Buffer<float> sums(call.sums ? threads * sums_size : 0);  // per thread, in a fixed order
+    Buffer<float> sums(call.sums ? threads * sums_size : 0);  // one for each thread, added in a fixed order
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
         auto task = std::make_unique<Task<T>>(call, packed);
         Tiles tiles(task->by_tiles);
-        float* own = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
+        float* thread_sums = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
 #pragma omp for schedule(static, 1)
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
             int64_t h = i % call.heads, first = i / call.heads * QUERIES, head = g * call.heads + h;
             task->run((const char*)call.q + b * call.q_batch + head * call.q_head,
-                      (char*)call.out + b * call.out_batch + head * call.out_head, own ? own + h * call.stored : nullptr,
+                      (char*)call.out + b * call.out_batch + head * call.out_head,
+                      thread_sums ? thread_sums + h * call.stored : nullptr,
                       (b * call.groups * call.heads + head) * call.fresh + first, first,
                       std::min<int64_t>(QUERIES, call.fresh - first));
         }
@@ -254,13 +255,13 @@ template <class T> void run(const Call& call) {
 
 }  // namespace
 
-// Adds to the sums.
+// Computes attention, and adds what the keys receive to the sums.
 EXPORT void prefill_attention(const PrefillAttention& in) {
     Call call{in, (float)in.scale * (float)M_LOG2E};
     in.is_bf16 ? run<BF16Words>(call) : run<F32Words>(call);
 }
 
-// Whether this was built for vectors this wide; with narrower ones torch's attention is faster.
+// Says whether this was built for vectors this wide; with narrower ones torch's attention is faster.
 EXPORT int64_t has_wide_vectors() {
 #if defined(__AVX512F__)
     return 1;

@@ -1,4 +1,4 @@
-"""Prefill attention, whole or within a window, and column sums, compiled: prefill.cpp."""
+"""Computes prefill attention, whole or within a window, and its column sums, compiled (prefill.cpp)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from kernels.reference import Segment
 
 
 class PrefillAttention(Struct):
+    """Describes a call of attention over a prompt, and of what each key receives."""
+
     q = elements(strides="batch head token")  # [B H T D]
     k = elements(strides="batch group token")
-    v = elements(strides="batch group token", optional=True)  # None, and no out, where only the sums are wanted
+    v = elements(strides="batch group token", optional=True)  # None, as is `out`, where only the sums are wanted
     out = elements(strides="batch head token", optional=True, written=True)
     sums = floats("batch * groups * heads * stored", optional=True, written=True)
-    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # of each query's softmax
-    given = floats("batch * groups * heads * fresh", optional=True)  # lse that divides what is summed, or its own
-    batch = groups = heads = fresh = stored = dim = integer()  # heads of a group; fresh: queries
+    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # of each query
+    given = floats("batch * groups * heads * fresh", optional=True)  # divides the weights in place of `lse`
+    batch = groups = heads = fresh = stored = dim = integer()  # heads: query heads of a KV head; fresh: queries
     first = integer(None)
     window = integer()  # query t sees the last `window` keys up to place first + t
     scale = real()
@@ -34,7 +36,8 @@ _WIDE = bool(_library.has_wide_vectors())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """As in kernels/reference.py. The result lies in memory as [B T H D], as the output projection wants it."""
+    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B T H D], which the
+    output projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -64,7 +67,7 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """As in kernels/column_sums.py."""
+    """Sum the attention that each key receives, as kernels/column_sums.py defines it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale)
     return sums
@@ -75,7 +78,7 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As in kernels/column_sums.py."""
+    """Compute causal attention and its column sums, as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -89,14 +92,14 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A decode step: the packing of keys and values would not pay."""
+    """Serve a decode step, for which packing keys and values would not pay."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """As in kernels/windowed.py. The result lies in memory as [B T H D]."""
+    """Compute attention within a window, as kernels/windowed.py defines it. The result lies in memory as [B T H D]."""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     _run(q, k, v, out, None, scale, lse=lse, seen=(first, window))
@@ -108,7 +111,7 @@ def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, fi
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """As in kernels/windowed.py."""
+    """Sum the attention that each key receives within a window, as kernels/windowed.py defines it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale, given=lse.float().contiguous(), seen=(first, window))
     return sums
@@ -130,7 +133,8 @@ def _run(
     given: Tensor | None = None,
     seen: tuple[int, int] | None = None,
 ) -> None:
-    """What is wanted into out, sums and lse. seen: the first query's place and the window, else the whole past."""
+    """Write what is wanted into out, sums and lse. seen: the first query's place and the window; None: the whole
+    past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
     first, window = seen or (stored - fresh, stored)

@@ -1,4 +1,4 @@
-// Products of many rows with matrices. Matrices are packed into panels of 32 outputs once per call; each thread then
+// Multiplies many rows with matrices. Matrices are packed into panels of 32 outputs once per call; each thread then
 // takes a slab of rows through all products, so that intermediate results stay in its cache.
 #pragma once
 #include <array>
@@ -7,20 +7,20 @@
 #include "block.hpp"
 
 constexpr int TALL = 32, WIDE = 32;  // rows and columns of a block
-constexpr int64_t MOST_WORDS = 512;  // summed over at once, so that the rows stay in L1
+constexpr int64_t MOST_WORDS = 512;  // words that are summed over at once, so that the rows stay in L1
 constexpr int64_t SLAB_BYTES = 512;  // rows of a slab times bytes of an element
 
-// Sixteen outputs of a matrix.
+// Points to sixteen outputs of a matrix.
 struct Outputs {
     const char* weight;  // [16 in]
     const void* bias;    // [16] or null
 };
 
-// Matrices [outs in] multiplied with the same rows, side by side in panels [words of in][32].
+// Holds matrices [outs in] multiplied with the same rows, side by side in panels [words of in][32].
 template <class T> struct Panels {
     using E = typename T::Element;
     int64_t in, words;
-    std::vector<Outputs> outputs;  // two per panel
+    std::vector<Outputs> outputs;  // two for each panel
     uint32_t* packed = nullptr;
 
     explicit Panels(int64_t in) : in(in), words(in / T::PER_WORD) {}
@@ -46,7 +46,7 @@ template <class T> struct Panels {
     }
 };
 
-// c[32][32] = or += a[32][words] times b[words][32]; strides in words
+// Computes c[32][32] = or += a[32][words] times b[words][32]; strides are in words.
 template <class T, bool ADD>
 void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c, bool by_tiles) {
     constexpr int ROWS = 8;
@@ -57,10 +57,10 @@ void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_
             UNROLL for (int i = 0; i < 2 * ROWS; i++) sum[i / 2][i % 2] = load<f32>(c + i * LANES);
         const uint32_t* rows = a + m * stride;
         for (int64_t s = 0; s < words; s++) {
-            u32 one = load<u32>(b + s * WIDE), two = load<u32>(b + s * WIDE + LANES);
+            u32 first = load<u32>(b + s * WIDE), second = load<u32>(b + s * WIDE + LANES);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 u32 x = splat(rows[r * stride + s]);
-                sum[r][0] = T::dot(sum[r][0], x, one), sum[r][1] = T::dot(sum[r][1], x, two);
+                sum[r][0] = T::dot(sum[r][0], x, first), sum[r][1] = T::dot(sum[r][1], x, second);
             }
         }
         UNROLL for (int i = 0; i < 2 * ROWS; i++) store(c + i * LANES, sum[i / 2][i % 2]);
@@ -74,8 +74,8 @@ template <class E> void add_bias(float* c, const Outputs* outputs) {
                 store(at, load<f32>(at) + widen((const E*)outputs[half].bias));
 }
 
-// Room for `rows` rows of `width`, in whole blocks. Rows are an odd number of cache lines apart: otherwise a column
-// would map to a single cache set.
+// Makes room for `rows` rows of `width`, in whole blocks. Rows are an odd number of cache lines apart: otherwise a
+// column would map to a single cache set.
 template <class E> struct Rows {
     int64_t stride;
     E* at;

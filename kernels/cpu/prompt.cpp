@@ -1,15 +1,15 @@
-// A decoder block without its attention, for a prompt. Where shapes or processor do not fit, torch does the products,
-// and only the passes between them run here.
+// Computes a decoder block without its attention, for a prompt. Where shapes or processor do not fit, torch does the
+// products, and only the passes between them run here.
 #include "products.hpp"
 
 namespace {
 
-inline void narrow(float* to, f32 one, f32 two) { store(to, one), store(to + LANES, two); }
-inline void narrow(bf16* to, f32 one, f32 two) { store(to, pack_neighbours(one, two)); }
+inline void narrow(float* to, f32 a, f32 b) { store(to, a), store(to + LANES, b); }
+inline void narrow(bf16* to, f32 a, f32 b) { store(to, pack_neighbours(a, b)); }
 
-inline void narrow_apart(float* first, float* second, f32 one, f32 two) { store(first, one), store(second, two); }
-inline void narrow_apart(bf16* first, bf16* second, f32 one, f32 two) {
-    u32 both = pack_neighbours(one, two);
+inline void narrow_apart(float* first, float* second, f32 a, f32 b) { store(first, a), store(second, b); }
+inline void narrow_apart(bf16* first, bf16* second, f32 a, f32 b) {
+    u32 both = pack_neighbours(a, b);
     std::memcpy(first, &both, LINE / 2);
     std::memcpy(second, (const char*)&both + LINE / 2, LINE / 2);
 }
@@ -63,9 +63,9 @@ template <class T> void prompt_output(const BlockWeights& block, const BlockOutp
             return [=](int64_t row, int64_t panel, const float* sums) {
                 for (int64_t r = row; r < row + 2 && r < count; r++, sums += WIDE) {
                     const E* at = x + r * x_stride + panel * WIDE;
-                    f32 one = load<f32>(sums), two = load<f32>(sums + LANES);
-                    round_both<E>(one, two);
-                    narrow(y + r * y_stride + panel * WIDE, widen(at) + one, widen(at + LANES) + two);
+                    f32 a = load<f32>(sums), b = load<f32>(sums + LANES);
+                    round_both<E>(a, b);
+                    narrow(y + r * y_stride + panel * WIDE, widen(at) + a, widen(at + LANES) + b);
                 }
             };
         };
@@ -83,8 +83,8 @@ template <class T> void prompt_output(const BlockWeights& block, const BlockOutp
                 gate[r] = silu<E>(gate[r]);
             }
             round_both<E>(gate[0], gate[1]);
-            E *one = active[row] + panel * LANES, *two = one + active.stride;
-            narrow_apart(one, two, gate[0] * up[0], gate[1] * up[1]);
+            E *first_row = active[row] + panel * LANES, *second_row = first_row + active.stride;
+            narrow_apart(first_row, second_row, gate[0] * up[0], gate[1] * up[1]);
         });
         E* y = (E*)in.out + first * width;
         products<T>(active, count, down, by_tiles, add_to(middle[0], middle.stride, y, width));
@@ -135,7 +135,7 @@ EXPORT void prompt_output(const BlockWeights& block, const BlockOutput& in) {
     in.is_bf16 ? prompt_output<BF16Words>(block, in) : prompt_output<F32Words>(block, in);
 }
 
-// Whether our products suit this processor; without wide vectors, or dpbf16, torch's are faster.
+// Says whether our products suit this processor; without wide vectors, or dpbf16, torch's are faster.
 EXPORT int64_t is_fast_in_float32() {
 #if defined(__AVX512F__)
     return 1;

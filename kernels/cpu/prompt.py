@@ -1,4 +1,4 @@
-"""A decoder block of a prompt, compiled: prompt.cpp."""
+"""Computes a decoder block for a prompt, compiled (prompt.cpp)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights
 
 
 class NormRows(Struct):
+    """Describes a call that norms rows."""
+
     x = elements("rows * width")
     weight = elements("width")
     out = elements("rows * width", written=True)
@@ -23,7 +25,7 @@ class NormRows(Struct):
 
 
 class TurnRows(Struct):
-    """x [B T n D] -> out [B n T D], normed and turned on the way."""
+    """Describes a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n T D]."""
 
     x = elements("batch * tokens * heads * dim")
     norm = elements("dim", optional=True)
@@ -36,7 +38,7 @@ class TurnRows(Struct):
 
 
 class GateRows(Struct):
-    """gate = silu(gate) * up"""
+    """Describes a call that computes gate = silu(gate) * up."""
 
     gate = elements("count", written=True)
     up = elements("count")
@@ -54,18 +56,18 @@ _library = load(
     Function("is_fast_in_bfloat16", returns="int64_t"),
 )
 
-TOKENS_AT_ONCE = 4096  # of a prompt: bounds the memory between torch's products
-LEAST_TOKENS = 64  # below, packing the weights does not pay
+TOKENS_AT_ONCE = 4096  # tokens of a prompt: bounds the memory between torch's products
+LEAST_TOKENS = 64  # below this, packing the weights does not pay
 MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the measurements
 _FAST = {
     torch.float32: bool(_library.is_fast_in_float32()),
     torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
 }
-_PANEL = 32  # outputs; sums, too, go over a multiple of as many
+_PANEL = 32  # outputs; sums, too, go over multiples of it
 
 
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
-    """Whether the products are compiled too, which pays for this block and so many tokens."""
+    """Say whether the products are compiled too, which pays for blocks of this size and so many tokens."""
     inner = block.gate.weight.shape[0]
     sizes = (*block.q.weight.shape, block.k.weight.shape[0], inner)
     whole = not any(size % _PANEL for size in sizes)
@@ -75,7 +77,7 @@ def multiplies(x: Tensor, block: DecoderBlock) -> bool:
 def inputs(
     x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, run: Callable[..., None] = _library.prompt_inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As attention_inputs in kernels/block.py."""
+    """Norm x, project it and rotate the heads, as attention_inputs of kernels/block.py defines it."""
     (batch, tokens, channels), dim = x.shape, block.head_dim
     normed = torch.empty_like(x)
     q, k, v = (x.new_empty((batch, part.weight.shape[0] // dim, tokens, dim)) for part in (block.q, block.k, block.v))
@@ -90,7 +92,7 @@ def inputs(
 def output(
     x: Tensor, attended: Tensor, block: DecoderBlock, run: Callable[..., None] = _library.prompt_output
 ) -> Tensor:
-    """As block_output in kernels/block.py."""
+    """Apply output projection and MLP, as block_output of kernels/block.py defines it."""
     out, heads = torch.empty_like(x), attended.transpose(1, 2).contiguous()
     (batch, tokens, channels), q_channels = x.shape, heads.shape[2] * heads.shape[3]
     run(
@@ -101,7 +103,7 @@ def output(
 
 
 def inputs_by_torch(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with torch's matrix products."""
+    """Norm x, project it by torch's matrix products and rotate the heads."""
     normed = normed_rows(x, block.norm, block.eps)
     q = _turned(block.q(normed), block.q_norm, block, cos, sin)
     k = _turned(block.k(normed), block.k_norm, block, cos, sin)
@@ -109,7 +111,8 @@ def inputs_by_torch(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) ->
 
 
 def output_by_torch(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Some tokens at a time, so that what is between the products takes bounded memory."""
+    """Apply output projection and MLP by torch's matrix products, to some tokens at a time, so that what lies between
+    the products takes bounded memory."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
     for begin in range(0, len(rows), TOKENS_AT_ONCE):
@@ -130,7 +133,7 @@ def normed_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _turned(x: Tensor, norm: Tensor | None, block: DecoderBlock, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads of x [B T n*D], normed where the model does that, and rotated -> [B n T D]"""
+    """Norm the heads of x [B T n*D] where the model does, and rotate them. -> [B n T D]"""
     batch, tokens, channels = x.shape
     heads = channels // block.head_dim
     out = x.new_empty((batch, heads, tokens, block.head_dim))

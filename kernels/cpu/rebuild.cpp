@@ -8,7 +8,7 @@ namespace {
 
 using Call = RebuildKeys;
 
-// Row `at` of x, whose rows are `stride` bytes apart.
+// Returns row `at` of x, whose rows are `stride` bytes apart.
 template <class E> const E* row_of(const void* x, int64_t stride, int64_t at) {
     return (const E*)((const char*)x + at * stride);
 }
@@ -27,20 +27,20 @@ inline void store_floats(bf16* to, const f32* x, int vectors) {
     std::memcpy(to, &words, LANES * sizeof *to);
 }
 
-// Sixteen words of a step: one row of fp32, or two interleaved rows of bf16.
+// Loads sixteen words of a step: one row of fp32, or two interleaved rows of bf16.
 inline u32 words_of(const float* row, int64_t) { return load<u32>(row); }
 inline u32 words_of(const bf16* row, int64_t next) {
     typedef uint16_t u16 __attribute__((vector_size(32)));
     return __builtin_convertvector(load<u16>(row), u32) | __builtin_convertvector(load<u16>(row + next), u32) << 16;
 }
 
-constexpr int ROWS = 32;        // of a block
+constexpr int ROWS = 32;        // rows of a block
 constexpr int64_t CHUNK = 512;  // rows of a task
-constexpr int STEP_WORDS = 16;  // of a tile product
+constexpr int STEP_WORDS = 16;  // words of a tile product
 inline int64_t padded(int64_t words) { return (words + STEP_WORDS - 1) / STEP_WORDS * STEP_WORDS; }
 
-// A basis [r][D] in words, with channels that rotate together side by side: H vectors of the first half, then their
-// partners. The last step is zero-padded.
+// Arranges a basis [r][D] in words, with channels that rotate together side by side: H vectors of the first half, then
+// their partners. The last step is zero-padded.
 template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
     Buffer<uint32_t> words(padded(rank / T::PER_WORD) * dim);
     uint32_t* to = words.data();
@@ -56,7 +56,7 @@ inline void fetch(const void* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)from + i, 0, 2);
 }
 
-// Products of ROWS rows of `words` words with V vectors of every row of b, `stride` words apart.
+// Multiplies ROWS rows of `words` words with V vectors of every row of b, `stride` words apart.
 template <class T, int V>
 void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
     for (int r = 0; r < ROWS; r += TILE_ROWS) {
@@ -66,7 +66,7 @@ void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, in
     }
 }
 
-// The same with tiles; rows and b are zero-padded, and the rows contiguous.
+// Does the same on tiles; rows and b are zero-padded, and the rows contiguous.
 template <int V>
 void products(const uint32_t* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
     for (int i = 0; i < V; i += 2)
@@ -122,8 +122,8 @@ template <class T, int H> void run(const Call& call) {
     int64_t pairs = call.batch * call.groups, chunks = (call.count + CHUNK - 1) / CHUNK;
     each_task(pairs * chunks, pairs * call.count > 64, [&](int64_t task) {
         int64_t pair = task / chunks, first = task % chunks * CHUNK;
-        auto own = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
-        auto basis = arrange<T, H>(own, call.rank, call.dim);
+        auto pair_basis = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
+        auto basis = arrange<T, H>(pair_basis, call.rank, call.dim);
         rebuild<T, H>(call, basis, pair, first, std::min(first + CHUNK, call.count));
     });
 }

@@ -1,4 +1,4 @@
-"""Rebuilding of low-rank keys, compiled: rebuild.cpp."""
+"""Rebuilds low-rank keys, compiled (rebuild.cpp)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.cpu.ffi.library import load
 
 
 class RebuildKeys(Struct):
-    """A position is a row of u, of cos and of sin."""
+    """Describes a call that rebuilds and rotates keys. A position is a row of u, of cos and of sin."""
 
     u = elements(strides="batch row")
     basis = elements("batch * groups * rank * dim")
@@ -25,7 +25,7 @@ _library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 
 
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As in kernels/reference.py."""
+    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it."""
     batch, groups, rank, dim = basis.shape
     basis, positions = basis.contiguous(), positions.long().contiguous()
     out = u.new_empty((batch, groups, positions.shape[2], dim))

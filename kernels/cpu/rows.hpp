@@ -1,14 +1,14 @@
-// Key rows times the queries of a group: shared by decode attention and index scores.
+// Multiplies key rows with the queries of a group, for decode attention and index scores.
 #pragma once
 #include "simd.hpp"
 
-constexpr int TOKENS = 32;  // rows per block
+constexpr int TOKENS = 32;  // rows of a block
 
-// One interface for both element types. A vector of either is one cache line.
+// These give both element types one interface. A vector of either is one cache line.
 struct F32 {
     using Element = float;
     using Vector = f32;
-    static constexpr int WIDTH = 16;  // channels per vector
+    static constexpr int WIDTH = 16;  // channels of a vector
     static f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
 };
 struct BF16 {
@@ -18,7 +18,7 @@ struct BF16 {
     static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
 };
 
-// Sums over the lanes of sixteen vectors, as one vector.
+// Sums over the lanes of sixteen vectors, and returns the sums as one vector.
 inline f32 sums_of(const f32* v) {
     f32 pairs[8], fours[4], eights[2];
     UNROLL for (int i = 0; i < 8; i++) {
@@ -63,7 +63,7 @@ struct Pass {
     }
 };
 
-// The first `bytes` of a line, zero-padded; nothing beyond them is touched.
+// Loads the first `bytes` of a line, zero-padded; nothing beyond them is touched.
 template <class V> inline V load_part(const void* from, int bytes) {
 #if defined(__AVX512BW__)
     return (V)_mm512_maskz_loadu_epi8(~0ull >> (LINE - bytes), from);
@@ -74,13 +74,13 @@ template <class V> inline V load_part(const void* from, int bytes) {
 #endif
 }
 
-// Logits of H heads and a block's rows of L lines; if rows end inside the last (PART), it holds `rest` bytes. The
-// queries are padded to whole lines and stay in registers: H * L vectors.
+// Computes the logits of H heads and a block's rows of L lines; if rows end inside the last line (PART), it holds
+// `rest` bytes. The queries are padded to whole lines and stay in registers: H * L vectors.
 template <class T, int L, int H, bool PART>
 void add_logits(const typename T::Element* q, const char* const* rows, int rest, Pass pass, float scale, float* logits,
                 int64_t stride) {
     using V = typename T::Vector;
-    constexpr int R = LANES / H;  // rows per tile
+    constexpr int R = LANES / H;  // rows of a tile
     V query[H * L];
     UNROLL for (int i = 0; i < H * L; i++) query[i] = load<V>(q + i * T::WIDTH);
     for (int at = 0; at < TOKENS; at += R) {
@@ -99,7 +99,7 @@ void add_logits(const typename T::Element* q, const char* const* rows, int rest,
     }
 }
 
-// Logits of all heads [heads][TOKENS], `stride` apart.
+// Computes the logits of all heads [heads][TOKENS], `stride` apart.
 template <class T, int L, bool PART = false>
 void block_logits(const typename T::Element* q, const char* const* rows, const char* const* ahead, int heads,
                   float scale, float* logits, int64_t stride, int rest = LINE) {

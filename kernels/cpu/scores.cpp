@@ -1,4 +1,4 @@
-// Products of a group's queries with every row of an index.
+// Multiplies a group's queries with every row of an index.
 #include "amx.hpp"
 #include "calls.hpp"
 #include "rows.hpp"
@@ -13,7 +13,7 @@ inline void copy_row(char* to, const char* from, int64_t bytes) {
     if (i < bytes) store(to + i, load_part<u32>(from + i, bytes - i));
 }
 
-// Every query of a group with every row of x [B G S C].
+// Multiplies every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
     int64_t blocks = (in.count + TOKENS - 1) / TOKENS, tasks = in.batch * in.groups * blocks;
@@ -26,13 +26,13 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
             rows[t] = base + std::min(first + t, in.count - 1) * in.x_row;
             ahead[t] = base + std::min(first + t + 2 * TOKENS, in.count - 1) * in.x_row;
         }
-        const auto* own = q + pair * in.heads * L * T::WIDTH;
+        const auto* queries = q + pair * in.heads * L * T::WIDTH;
         float* to = out + pair * in.heads * in.count + first;
         if (first + TOKENS <= in.count) {
-            block_logits<T, L, PART>(own, rows, ahead, in.heads, 1.0f, to, in.count, rest);
+            block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, to, in.count, rest);
         } else {
             Buffer<float> last(in.heads * TOKENS);
-            block_logits<T, L, PART>(own, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
+            block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
             for (int64_t h = 0; h < in.heads; h++)
                 std::copy_n(&last[h * TOKENS], in.count - first, to + h * in.count);
         }
@@ -59,7 +59,8 @@ template <class T> void products_of(const void* q, const Rows& in, float* out) {
 constexpr int64_t CHUNK = 1024;  // tokens per task
 constexpr int MOST_COLUMNS = 16;
 
-// The same with tiles: rows are loaded in place unless they end inside a line. W heads; those past the last are zero.
+// Does the same on tiles: rows are loaded in place unless they end inside a line. W heads; those past the last are
+// zero.
 template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float* out) {
     int64_t chunks = (in.count + CHUNK - 1) / CHUNK, steps = (in.row_bytes + LINE - 1) / LINE;
     int64_t pairs = in.batch * in.groups;

@@ -1,4 +1,4 @@
-"""Products with the rows of an index, compiled: scores.cpp."""
+"""Multiplies queries with the rows of an index, compiled (scores.cpp)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kernels.cpu.ffi.library import load
 
 
 class RowScores(Struct):
+    """Describes a call that multiplies each query with each row of an index."""
+
     q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
     x = elements(strides="batch group row")  # [B G S C]
     out = floats("batch * groups * heads * count", written=True)
@@ -19,12 +21,12 @@ class RowScores(Struct):
 
 _library = load("scores", Function("row_scores", RowScores))
 
-_LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes it was built for, in cache lines
+_LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes that the library is built for, in cache lines
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """As in kernels/reference.py."""
+    """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.element_size()
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)

@@ -1,5 +1,5 @@
-// Sixteen-lane vectors in the compiler's vector extension, which maps them to AVX-512, pairs of AVX2 or NEON registers.
-// Intrinsics are used only for what the extension cannot express, each beside a plain fallback.
+// Defines sixteen-lane vectors in the compiler's vector extension, which maps them to AVX-512, pairs of AVX2 or NEON
+// registers. Intrinsics are used only for what the extension cannot express, each beside a plain fallback.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,7 +25,7 @@ constexpr int LANES = 16;
 constexpr int LINE = 64;  // bytes of a vector and a cache line
 #define UNROLL _Pragma("GCC unroll 16")
 
-// A std::vector aligned to cache lines: a read across two lines takes twice as long.
+// Aligns a std::vector to cache lines: a read across two lines takes twice as long.
 template <class T> struct AtLine {
     using value_type = T;
     template <class U> struct rebind { using other = AtLine<U>; };
@@ -90,7 +90,7 @@ inline void put(bf16* to, float x) {
     *to = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// acc + a.even * b.even + a.odd * b.odd, summed in fp32
+// Computes acc + a.even * b.even + a.odd * b.odd, summed in fp32.
 inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #if defined(__AVX512BF16__)
     return (f32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
@@ -100,8 +100,8 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #endif
 }
 
-// 2^x, with a relative error of 2e-7 for DEGREE 5, and of 1e-4 for 3, enough for what is then rounded to bf16.
-// 0 where a float cannot hold it, or below -126.
+// Computes 2^x, with a relative error of 2e-7 for DEGREE 5, and of 1e-4 for 3, enough for what is then rounded to bf16.
+// It is 0 where a float cannot hold it, or below -126.
 template <int DEGREE = 5> inline f32 exp2(f32 x) {
 #if defined(__AVX512DQ__)
     // x - floor(x), and 0 for infinity
@@ -128,7 +128,7 @@ template <int DEGREE = 5> inline f32 exp2(f32 x) {
 #endif
 }
 
-// Four heads of sixteen tokens: from token-major to head-major.
+// Turns four heads of sixteen tokens from token-major to head-major.
 inline void heads_apart(const float* sums, f32* heads) {
     f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
     auto two_heads = [](f32 a, f32 b, auto h) {  // eight tokens of head h, then of head h + 1

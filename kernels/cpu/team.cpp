@@ -1,8 +1,8 @@
-// How many threads a parallel region gets: one state for all libraries of this process (team.hpp).
+// Says how many threads a parallel region gets: one state for all libraries of this process (team.hpp).
 //
 // A region ends when its last thread does. If another process keeps a core busy, one of our threads loses it for some
 // milliseconds at a time, and a decode step of a dozen short regions waits a dozen times. So after a thread was kept
-// off its core, teams are one smaller for a while; then all threads are tried again, at growing intervals.
+// off its core, teams are one thread smaller for a while; then all threads are tried again, at growing intervals.
 #include "team.hpp"
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 namespace {
 
 constexpr int64_t MS = 1000000;            // ns
-constexpr int64_t LOST = MS / 2;           // time off the core in one region that no mere interrupt takes
+constexpr int64_t LOST = MS / 2;           // time off the core in one region that is too long for a mere interrupt
 constexpr int64_t SHORTEST = 20 * MS, LONGEST = 640 * MS;
 
-std::atomic<int> size{0};                  // of the team until `until`; 0: all threads
+std::atomic<int> size{0};                  // size of the team until `until`; 0: all threads
 std::atomic<int64_t> until{0}, pause{SHORTEST};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Parallel regions that do not wait for a thread whose core another process took (team.cpp).
+// Runs parallel regions that do not wait for a thread whose core another process took (team.cpp).
 #pragma once
 #include <omp.h>
 #include <time.h>
@@ -15,11 +15,11 @@ inline int64_t nanoseconds(clockid_t clock) {
     return t.tv_sec * int64_t{1000000000} + t.tv_nsec;
 }
 
-// One region: create it before, and a `Member` in each thread. A team of one reads no clock.
+// Stands for one region: create it before, and a `Member` in each thread. A team of one reads no clock.
 struct Team {
     int threads = 1;
     int64_t began = 0;
-    std::atomic<int64_t> lost{0};  // ns, of the thread that was off its core the longest
+    std::atomic<int64_t> lost{0};  // in ns, for the thread that was off its core the longest
 
     explicit Team(bool worth = true) {
         if (!worth || omp_get_max_threads() == 1) return;
@@ -31,7 +31,7 @@ struct Team {
     }
 };
 
-// Counts from the region's start: a thread may be kept from joining at all.
+// Counts a thread's time from the region's start, since it may be kept from joining at all.
 struct Member {
     Team& team;
     int64_t worked = 0;  // this thread's CPU time before the region
@@ -47,7 +47,7 @@ struct Member {
     }
 };
 
-// Calls f(task) for all tasks, handed out one by one; without `worth` in this thread alone.
+// Calls f(task) for all tasks, handed out one by one; unless it is `worth` it, in this thread alone.
 template <class F> void each_task(int64_t tasks, bool worth, F f) {
     Team team(worth && tasks > 1);
     if (team.threads == 1) {

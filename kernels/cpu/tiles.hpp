@@ -1,5 +1,5 @@
-// Four rows times a block: the inner loop of every matrix product here. A word is one fp32, or two bf16 adjacent in the
-// dimension that is summed over.
+// Multiplies four rows with a block: the inner loop of every matrix product here. A word is one fp32, or two bf16 that
+// are adjacent in the dimension that is summed over.
 #pragma once
 #include "simd.hpp"
 
@@ -16,7 +16,7 @@ struct BF16Words {
     static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
 };
 
-// acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
+// Computes acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
 template <class T, int V>
 inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int steps, f32 (&acc)[TILE_ROWS][V]) {
     f32 sum[TILE_ROWS][V];  // a local, so that it stays in registers
@@ -38,7 +38,7 @@ inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t str
     UNROLL for (int i = 0; i < TILE_ROWS * V; i++) acc[i / V][i % V] = sum[i / V][i % V];
 }
 
-// Adjacent lanes of a, then of b, as words of two bf16.
+// Packs adjacent lanes of a, then of b, as words of two bf16.
 inline u32 pack_neighbours(f32 a, f32 b) {
 #if defined(__AVX512BF16__)
     return (u32)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);

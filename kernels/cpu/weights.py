@@ -1,4 +1,4 @@
-"""The weights of a decoder block, and of the head, as the compiled files take them."""
+"""Packs the weights of a decoder block, and of the head, as the compiled files take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _linear(outs: str, ins: str) -> Group:
 
 
 class BlockWeights(Struct):
-    """Of kernels/block.py."""
+    """Describes the weights of a decoder block (DecoderBlock in kernels/block.py)."""
 
     norm = elements("channels")
     q_norm = elements("head_dim", optional=True)
@@ -34,6 +34,8 @@ class BlockWeights(Struct):
 
 
 class HeadWeights(Struct):
+    """Describes the final norm and the projection to the vocabulary."""
+
     norm = elements("channels")
     weights = _linear("rows", "channels")
     channels = rows = integer()
@@ -41,7 +43,7 @@ class HeadWeights(Struct):
 
 
 class BlockInputs(Struct):
-    """What stands before attention, of a decode step or of a prompt."""
+    """Describes a call for what stands before attention, of a decode step or of a prompt."""
 
     x = elements("batch * tokens * channels")
     cos = elements("angles * tokens * turned")
@@ -51,11 +53,11 @@ class BlockInputs(Struct):
     k = elements("batch * tokens * kv_channels", written=True)
     v = elements("batch * tokens * kv_channels", written=True)
     batch = tokens = channels = q_channels = kv_channels = integer()
-    angles = turned = integer()  # sequences of cos and sin, one or all; channels that turn
+    angles = turned = integer()  # angles: sequences in cos and sin, one or all; turned: channels that rotate
 
 
 class BlockOutput(Struct):
-    """What stands behind attention."""
+    """Describes a call for what stands behind attention."""
 
     x = elements("rows * channels")
     attended = elements("rows * q_channels")
@@ -68,17 +70,17 @@ _packed: WeakKeyDictionary[DecoderBlock | Head, bytes] = WeakKeyDictionary()
 
 
 def of_block(block: DecoderBlock) -> bytes:
-    """struct BlockWeights; its addresses hold as long as the block does."""
+    """Return struct BlockWeights; its addresses hold as long as the block does."""
     return _packed.get(block) or _pack_block(block)
 
 
 def of_head(head: Head) -> bytes:
-    """struct HeadWeights."""
+    """Return struct HeadWeights; its addresses hold as long as the head does."""
     return _packed.get(head) or _pack_head(head)
 
 
 def unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
-    """Why the compiled files cannot multiply x by these weights."""
+    """Say why the compiled files cannot multiply x by these weights, or return None if they can."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes float32 and bfloat16 on the CPU, got {x.dtype} on {x.device}"
     if weights in _packed and weights.norm.dtype == x.dtype:
@@ -94,7 +96,7 @@ def _tensors(weights: DecoderBlock | Head) -> list[Tensor | None]:
         return [weights.norm, weights.linear.weight, weights.linear.bias]
     linears = (getattr(weights, name) for name in _LINEARS)
     norms = (weights.norm, weights.q_norm, weights.k_norm, weights.mlp_norm)
-    return [*norms, *(part for one in linears for part in (one.weight, one.bias))]
+    return [*norms, *(part for linear in linears for part in (linear.weight, linear.bias))]
 
 
 def _pack_block(block: DecoderBlock) -> bytes:

@@ -1,4 +1,4 @@
-"""The Triton backend: one file per group of operations, compiled by Triton on first use.
+"""This is the Triton backend: one file per group of operations, compiled by Triton on first use.
 
 Without a CUDA device, or without what Triton builds its launchers with, the import fails, and operations fall to
 another backend, with that as the reason. Tests have Triton interpret the kernels on the CPU: TRITON_INTERPRET=1 and
@@ -19,4 +19,4 @@ if not os.environ.get("TRITON_INTERPRET"):
 
 from triton.runtime.errors import OutOfResources
 
-TOO_LARGE = (OutOfResources,)  # a kernel wants more shared memory than the card has, which is known once it is compiled
+TOO_LARGE = (OutOfResources,)  # a kernel wants more shared memory than the card has, as compiling it shows

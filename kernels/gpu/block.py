@@ -1,6 +1,6 @@
-"""A decoder block without its attention: torch does the products, one kernel each what lies between two of them.
+"""Computes a decoder block without its attention: torch does the products, and one kernel each what lies between two.
 
-Rounds where kernels/block.py rounds.
+Results are rounded where kernels/block.py rounds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.gpu.common import padded, unfit_floats
 from kernels.gpu.weights import joint, unfit_weights
 
-TOKENS_AT_ONCE = 8192  # of a prompt: bounds the memory of intermediate results
-_MOST_CHANNELS = 32768  # of a row that one program norms
-_TURNED = 16  # tokens of a head
-_GATED = 512  # channels
+TOKENS_AT_ONCE = 8192  # tokens of a prompt: bounds the memory of intermediate results
+_MOST_CHANNELS = 32768  # channels of a row that one program norms
+_TURNED = 16  # tokens of a head that one program rotates
+_GATED = 512  # channels that one program gates
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in kernels/block.py."""
+    """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
     normed = _normed(x.flatten(0, 1), block.norm, block.eps)
     q, k, v = _products(normed, joint(block)[0], block.q, block.k, block.v)
     q, k = _turned(q, k, block, cos, sin, x.shape[0])
@@ -67,21 +67,21 @@ def _unfit(x: Tensor, weights: DecoderBlock | Head, *others: Tensor) -> str | No
 
 
 def _products(x: Tensor, whole: Linear | None, *parts: Linear) -> Sequence[Tensor]:
-    """x [N E] times each part, or times the one matrix they are slices of."""
+    """Multiply x [N E] by each part, or by the one matrix that they are slices of."""
     if whole is None:
         return [part(x) for part in parts]
     return whole(x).split([len(part.weight) for part in parts], -1)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N E]"""
+    """Norm the rows of x [N E]."""
     out = x.new_empty(x.shape)
     _run_norm(x, None, weight, None, out, eps)
     return out
 
 
 def _added_and_normed(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + added, and the norm of that. [N E]"""
+    """Return x + added, and the norm of that. [N E]"""
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _run_norm(x, added, weight, total, out, eps)
     return total, out
@@ -94,7 +94,8 @@ def _run_norm(x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | N
 
 
 def _turned(q: Tensor, k: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """q [B*T H*D], k [B*T G*D], with heads normed where the model does so -> rotated: [B H T D], [B G T D]"""
+    """Norm heads where the model does, rotate them and put them in order. q [B*T H*D], k [B*T G*D] -> [B H T D], [B G T
+    D]"""
     (tokens, turning), dim = cos.shape[1:], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
@@ -110,7 +111,7 @@ def _turned(q: Tensor, k: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor,
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. [N F]"""
+    """Return silu(gate) * up. [N F]"""
     rows, width = gate.shape
     out = gate.new_empty(gate.shape)
     _gate[(rows, triton.cdiv(width, _GATED))](gate, up, out, gate.stride(0), up.stride(0), width, _GATED, num_warps=2)
@@ -119,12 +120,13 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def _rounded(x, like):
-    """x in fp32, rounded as if stored at `like`."""
+    """Round x in fp32 as if it were stored at `like`."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Norm one row, after adding `added` to it if there is one."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, WIDE)
     there = channel < WIDTH
@@ -140,7 +142,7 @@ def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _times(x, share, norm, at, there):
-    """Some channels of heads, normed."""
+    """Norm some channels of heads."""
     gain = tl.load(norm + at, mask=there, other=0.0).to(tl.float32)
     return _rounded(gain * _rounded(x * share[:, None], norm), norm)
 
@@ -150,26 +152,26 @@ def _turn_head(
     x, out, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates channel i with i + HALF; those from 2 * HALF on stay as they are."""
+    """Rotate channel i with i + HALF; channels from 2 * HALF on stay as they are."""
     token = tl.arange(0, ROWS).to(tl.int64)[:, None]
     channel = tl.arange(0, WIDE)
     still = 2 * HALF + tl.arange(0, REST_WIDE)
     there, beside = live[:, None] & (channel < HALF), live[:, None] & (still < DIM)
-    one = tl.load(x + token * xt + channel, mask=there, other=0.0).to(tl.float32)
-    two = tl.load(x + token * xt + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    lower = tl.load(x + token * xt + channel, mask=there, other=0.0).to(tl.float32)
+    upper = tl.load(x + token * xt + HALF + channel, mask=there, other=0.0).to(tl.float32)
     rest = tl.load(x + token * xt + still, mask=beside, other=0.0).to(tl.float32)
     if norm is not None:
-        squares = tl.sum(one * one, 1) + tl.sum(two * two, 1) + tl.sum(rest * rest, 1)
+        squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1) + tl.sum(rest * rest, 1)
         share = tl.rsqrt(squares / DIM + eps)
-        one = _times(one, share, norm, channel, channel < HALF)
-        two = _times(two, share, norm, HALF + channel, channel < HALF)
+        lower = _times(lower, share, norm, channel, channel < HALF)
+        upper = _times(upper, share, norm, HALF + channel, channel < HALF)
         rest = _times(rest, share, norm, still, still < DIM)
     c = tl.load(cos + token * ct + channel, mask=there, other=0.0).to(tl.float32)
     s = tl.load(sin + token * st + channel, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + token * DIM + channel, _rounded(one * c, out) - _rounded(two * s, out), mask=there)
+    tl.store(out + token * DIM + channel, _rounded(lower * c, out) - _rounded(upper * s, out), mask=there)
     c = tl.load(cos + token * ct + HALF + channel, mask=there, other=0.0).to(tl.float32)
     s = tl.load(sin + token * st + HALF + channel, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + token * DIM + HALF + channel, _rounded(two * c, out) + _rounded(one * s, out), mask=there)
+    tl.store(out + token * DIM + HALF + channel, _rounded(upper * c, out) + _rounded(lower * s, out), mask=there)
     tl.store(out + token * DIM + still, rest, mask=beside)
 
 
@@ -179,7 +181,7 @@ def _turn(
     ct: tl.int64, st: tl.int64, tokens, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one query head or of one KV head."""
+    """Norm and rotate some tokens of one query head or of one KV head."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     live = first + tl.arange(0, ROWS) < tokens
     cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st
@@ -201,6 +203,7 @@ def _turn(
 
 @triton.jit
 def _gate(gate, up, out, gt: tl.int64, ut: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute silu(gate) * up for some channels of a row."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = channel < WIDTH

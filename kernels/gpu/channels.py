@@ -1,4 +1,4 @@
-"""Scores from a few channels of the keys, summed over the query heads (SparQ)."""
+"""Computes scores from a few channels of the keys, summed over the query heads (SparQ)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import DTYPES, padded, product, unfit, unfit_group
 
 _BLOCK = 128  # tokens
-_MOST_CHANNELS = 64  # at once
+_MOST_CHANNELS = 64  # channels that are taken at once
 
 
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """As in kernels/reference.py, without copying the channels or storing the scores."""
+    """Sum the scores of a few channels over the group, as kernels/reference.py defines it, without copying channels or
+    storing scores."""
     batch, groups, heads, width = q.shape
     count = x.shape[3]
     blocks = triton.cdiv(count, _BLOCK)
@@ -43,12 +44,12 @@ def _channels(
     q, x, channels, sums, lses, xb: tl.int64, xg: tl.int64, xc: tl.int64, count, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of tokens: their sum over the heads, and each head's log-sum-exp."""
+    """Compute scores of a block of tokens: their sum over the heads, and each head's log-sum-exp."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys = x + this // GROUPS * xb + this % GROUPS * xg
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
-    found = tl.zeros([FOLD, BLOCK], tl.float32)
+    scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for start in range(0, WIDTH, STEP):
         place = start + tl.arange(0, STEP)
         channel = tl.load(channels + this * WIDTH + place, mask=place < WIDTH, other=0).to(tl.int64)
@@ -59,10 +60,10 @@ def _channels(
             tile = tl.load(at, mask=real & live, other=0.0)
         of_query = (this * HEADS + head)[:, None] * WIDTH + place
         query = tl.load(q + of_query, mask=mine[:, None] & (place < WIDTH), other=0.0)
-        found += product(query.to(tile.dtype), tile)
+        scores += product(query.to(tile.dtype), tile)
     of_head = this * HEADS + head
-    tl.store(sums + this * count + token, tl.sum(found, 0), mask=live)  # rows beyond HEADS are zero
-    found = tl.where(live, found, float("-inf"))
-    top = tl.max(found, 1)
-    lse = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
+    tl.store(sums + this * count + token, tl.sum(scores, 0), mask=live)  # rows beyond HEADS are zero
+    scores = tl.where(live, scores, float("-inf"))
+    top = tl.max(scores, 1)
+    lse = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
     tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)

@@ -1,4 +1,4 @@
-"""Softmax over candidates: log-sum-exp of each row, then the weights of a group; and margins to the largest logit."""
+"""Turns logits into weights: log-sum-exp of each row, then the weights of a group; and margins to the largest logit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
 
-_PIECE = 4096  # of a row: a longer one is summed in pieces
+_PIECE = 4096  # entries of a row; a longer row is summed in pieces
 _BLOCK = 1024
 
 
 def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    """Of each row. [... S], before the scale -> [...] (fp32)"""
+    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)"""
     count = logits.shape[-1]
     pieces = triton.cdiv(count, _PIECE)
     out = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
@@ -26,7 +26,7 @@ def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
 
 
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
-    """As in kernels/reference.py."""
+    """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
     batch, groups, heads, count = logits.shape
     logits = logits.contiguous()
     out = logits.new_empty((batch, groups, count), dtype=torch.float32)
@@ -42,7 +42,8 @@ def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | No
 
 
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    """As in kernels/reference.py. First the largest logit of each piece of a row, then the margins."""
+    """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A first kernel finds
+    the largest logit of each piece of a row, a second the margins."""
     batch, groups, heads, count = logits.shape
     logits, pieces = logits.contiguous(), triton.cdiv(count, _PIECE)
     tops = logits.new_empty((batch * groups, pieces, heads), dtype=torch.float32)
@@ -69,7 +70,7 @@ def _unfit(logits: Tensor) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of a row."""
+    """Compute the log-sum-exp of a piece of a row."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -89,20 +90,21 @@ def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["count"])
 def _weights(x, lse, out, scale, count, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
+    """Combine the heads' softmax weights of a block of tokens."""
     this = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
+    combined = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
     for head in range(HEADS):
         row = this * HEADS + head
         value = tl.load(x + row * count + at, mask=at < count, other=0.0).to(tl.float32)
         weight = tl.exp(value * scale - tl.load(lse + row))
-        found = found + weight if SUM else tl.maximum(found, weight)
-    tl.store(out + this * count + at, found, mask=at < count)
+        combined = combined + weight if SUM else tl.maximum(combined, weight)
+    tl.store(out + this * count + at, combined, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a piece of a row; also resets the group's count."""
+    """Find the largest logit of a piece of a row, and reset the group's count."""
     this, piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(1), tl.num_programs(2)
     row = this * heads + head
@@ -121,7 +123,8 @@ def _margins(
     x, tops, out, near, reach, count, candidates, pieces, HEADS: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Margins of a block of candidates, and how many are within reach: an integer, so order does not matter."""
+    """Compute the margins of a block of candidates, and count those within reach. The count is an integer, so order
+    does not matter."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates

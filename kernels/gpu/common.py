@@ -1,4 +1,4 @@
-"""What all Triton kernels share: refusals, block sizes, the product of two tiles."""
+"""Holds what all Triton kernels share: refusals, block sizes, the product of two tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _interpreted = tl.constexpr(INTERPRETED)
 
 
 def unfit(*tensors: Tensor) -> str | None:
-    """Why no kernel can run on these tensors, or None."""
+    """Say why no kernel can run on these tensors, or return None."""
     if INTERPRETED:
         return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
     if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
@@ -30,7 +30,7 @@ def unfit(*tensors: Tensor) -> str | None:
 
 
 def unfit_floats(*tensors: Tensor) -> str | None:
-    """The same for tensors that must share one floating dtype."""
+    """Say why no kernel can run on tensors that must share one floating dtype, or return None."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
@@ -38,7 +38,7 @@ def unfit_floats(*tensors: Tensor) -> str | None:
 
 
 def unfit_heads(*tensors: Tensor) -> str | None:
-    """The same for tensors of heads [... D]."""
+    """Say why no kernel can run on tensors of heads [... D], or return None."""
     if any(x.stride(-1) != 1 for x in tensors):
         return "needs the channels of a row side by side"
     if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
@@ -47,24 +47,25 @@ def unfit_heads(*tensors: Tensor) -> str | None:
 
 
 def unfit_group(heads: int) -> str | None:
-    """Why no kernel takes this many query heads per KV head, or None."""
+    """Say why no kernel takes this many query heads per KV head, or return None."""
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The side of a tile that holds `size`: a power of two, and at least what the tensor cores take."""
+    """Return the side of a tile that holds `size`: a power of two, and at least what the tensor cores take."""
     return max(least, triton.next_power_of_2(size))
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """How many pieces to cut `count` tokens into, and how long, so that with `programs` they fill the device."""
+    """Say how many pieces to cut `count` tokens into, and how long, so that with `programs` programs each they fill the
+    device."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
 
 
 def stages(x: Tensor) -> int:
-    """How many tiles of rows [... D] to load ahead."""
+    """Say how many tiles of rows [... D] to load ahead."""
     return 3 if x.shape[-1] * x.element_size() <= 256 else 2
 
 
@@ -74,13 +75,13 @@ def _device() -> Any:
 
 
 def _programs_wanted() -> int:
-    """Four per multiprocessor; few under the interpreter, but enough to cut even small inputs."""
+    """Return four programs per multiprocessor; few under the interpreter, but enough to cut even small inputs."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 
 @triton.jit
 def product(a, b):
-    """a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become fp32 first."""
+    """Return a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become fp32 first."""
     if _interpreted:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")

@@ -14,7 +14,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # onl
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """As in kernels/reference.py."""
+    """Copy rows of each KV head out of x, as kernels/reference.py defines it."""
     out = x.new_empty((*rows.shape, x.shape[3]))
     _run(x, rows, out, put=False)
     return out
@@ -29,7 +29,7 @@ def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
 
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """As in kernels/reference.py."""
+    """Write rows of each KV head into x, as kernels/reference.py defines it."""
     _run(x, rows, values.contiguous(), put=True)
 
 
@@ -56,7 +56,7 @@ def _copy(
     x, rows, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr,
     PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head: some rows, some channels."""
+    """Copy a tile of one head: some rows, some channels."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)

@@ -1,6 +1,7 @@
-"""Decode attention: segments are cut into pieces, attended over in parallel and merged by log-sum-exp.
+"""Computes decode attention: segments are cut into pieces, attended to in parallel and merged by log-sum-exp.
 
-Flash-decoding (https://pytorch.org/blog/flash-decoding/) over any number of segments, with or without chosen rows.
+This is flash-decoding (https://pytorch.org/blog/flash-decoding/) over any number of segments, with or without chosen
+rows.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kernels.gpu.common import padded, product, split, stages, unfit_floats, unf
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
-_PARTS = 16  # merged at once
+_PARTS = 16  # parts that are merged at once
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """As in kernels/reference.py, without copying rows or heads."""
+    """Attend from one token to segments, as kernels/reference.py defines it, without copying rows or heads."""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
@@ -58,7 +59,7 @@ def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> s
 
 
 def _cut(batch: int, segment: Segment) -> tuple[int, int]:
-    """Number and length of a segment's pieces; none for an empty one."""
+    """Return the number and length of a segment's pieces; no pieces for an empty one."""
     lists = segment.k if segment.rows is None else segment.rows
     return split(lists.shape[2], batch * lists.shape[1], _BLOCK) if lists.shape[2] else (0, 0)
 
@@ -66,7 +67,7 @@ def _cut(batch: int, segment: Segment) -> tuple[int, int]:
 def _read(
     q: Tensor, segment: Segment, scale: float, outs: Tensor, lses: Tensor, first: int, pieces: int, length: int
 ) -> None:
-    """Attends to each piece of a segment by itself; writes outs and lses from `first` on."""
+    """Attend to each piece of a segment by itself, and write outs and lses from `first` on."""
     k, v, rows, live = segment
     rows = None if rows is None else rows.contiguous()
     batch, heads, _, dim = q.shape
@@ -80,7 +81,8 @@ def _read(
 
 
 def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
-    """outs [... D] and lses [...] hold part p of head h at h * head_step + p * part_step."""
+    """Merge the parts of each head. outs [... D] and lses [...] hold part p of head h at h * head_step + p *
+    part_step."""
     batch, heads, tokens, dim = out.shape
     lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
     parts = lses.numel() // lse.numel()
@@ -94,7 +96,7 @@ def _attend(
     vt: tl.int64, count, length, first, parts, EACH: tl.constexpr, LISTS: tl.constexpr, SHARE: tl.constexpr,
     GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The GROUP query heads that read one list of rows, over one piece of it. A KV head has SHARE lists.
+    """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head has SHARE lists.
 
     live: how many rows of the list count, of EACH sequence or of all. A piece without any has an lse of minus infinity.
     """
@@ -135,7 +137,7 @@ def _merge(
     outs, lses, out, lse, head_step: tl.int64, part_step: tl.int64, parts, DIM: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of one head; an empty part has an lse of minus infinity."""
+    """Merge the parts of one head; an empty part has an lse of minus infinity."""
     head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -152,6 +154,6 @@ def _merge(
         mixed = mixed * shrink + tl.sum(rows * weight[:, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         top = highest
-    one = tl.arange(0, 1)
-    tl.store(lse + head + one, top + tl.log(total))
+    zero = tl.arange(0, 1)
+    tl.store(lse + head + zero, top + tl.log(total))
     tl.store(out + head * DIM + dim, mixed / tl.where(total > 0, total, 1.0), mask=dim < DIM)

@@ -1,4 +1,5 @@
-"""Batched k-means: two kernels per Lloyd round, with sums in a fixed order, so that runs repeat exactly."""
+"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order, so that runs repeat
+exactly."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from kernels.gpu.common import padded, product, split, unfit
 
-_POINTS = 128  # at once
-_SUMMED = 64  # points at once
-_CLUSTERS = 64  # at once
+_POINTS = 128  # points that are assigned at once
+_SUMMED = 64  # points that are summed at once
+_CLUSTERS = 64  # clusters that are taken at once
 MOST_CHANNELS = 128
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """As in kernels/kmeans.py; codes are int32. After each round the host reads whether all problems have converged."""
+    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32. After each round the host
+    reads whether all problems have converged."""
     x = x.contiguous()
     centroids = x[:, initial].contiguous()
     bound = tolerance * x.var(dim=1, correction=0).mean(-1)
@@ -47,7 +49,7 @@ def _assign(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
-    """Means of the points of each cluster; an empty one keeps its centroid."""
+    """Return the means of the points of each cluster; one without points keeps its centroid."""
     (problems, points, dim), clusters = x.shape, centroids.shape[1]
     blocks = triton.cdiv(clusters, _CLUSTERS)
     pieces, length = split(points, problems * blocks, _SUMMED)
@@ -66,7 +68,7 @@ def _nearest(
     x, centroids, codes, points, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, POINTS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """The nearest centroid of each point of a block; ties go to the first."""
+    """Find the nearest centroid of each point of a block; of equal ones the first."""
     problem = tl.program_id(1).to(tl.int64)
     point, channel = tl.program_id(0) * POINTS + tl.arange(0, POINTS), tl.arange(0, WIDE)
     there = (point < points)[:, None] & (channel < DIM)
@@ -90,7 +92,7 @@ def _sums(
     x, codes, sums, counts, points, length, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     POINTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sum and number of the points of each cluster of a block, over one piece of the points."""
+    """Sum and count the points of each cluster of a block, over one piece of the points."""
     problem, piece = tl.program_id(0).to(tl.int64), tl.program_id(2)
     cluster, channel = tl.program_id(1) * STEP + tl.arange(0, STEP), tl.arange(0, WIDE)
     total = tl.zeros([STEP, WIDE], tl.float32)

@@ -1,4 +1,4 @@
-"""Weights of product-quantised keys: one kernel makes a table of q . centroid, a second looks it up by code."""
+"""Weighs product-quantised keys: one kernel makes a table of q . centroid, a second looks it up by code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kernels.gpu.common import padded, product, unfit, unfit_floats, unfit_group
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
-_CLUSTERS = 128  # at once, at most
-_MOST_CHANNELS = 128  # of a sub-vector, at once
+_CLUSTERS = 128  # clusters at once, at most
+_MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
 
 
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
-    """As in kernels/reference.py. Scores are never written: codes are small, so looking them up twice is cheaper."""
+    """Compute the softmax weights of coded keys, as kernels/reference.py defines it. Scores are never written: codes
+    are small, so looking them up twice is cheaper."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
     heads = q.shape[1] // groups
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
@@ -36,7 +37,7 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float
 
 
 def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
-    """[B G m C g] in fp32, with g padded to a power of two so that a lookup is one aligned read."""
+    """Return the table [B G m C g] in fp32, with g padded to a power of two so that a lookup is one aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))
@@ -65,19 +66,19 @@ def _table(
     q, centroids, table, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of a block of one sub-vector's centroids with the group's query heads; stores KEPT columns."""
+    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT columns."""
     this = tl.program_id(0).to(tl.int64)
     cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     at = (this * CLUSTERS + cluster)[:, None]
     of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
-    found = tl.zeros([BLOCK, FOLD], tl.float32)
+    products = tl.zeros([BLOCK, FOLD], tl.float32)
     for start in range(0, WIDTH, STEP):
         channel = start + tl.arange(0, STEP)
         there, mine = (cluster < CLUSTERS)[:, None] & (channel < WIDTH), (head < HEADS)[:, None] & (channel < WIDTH)
         centroid = tl.load(centroids + at * WIDTH + channel, mask=there, other=0.0)
         query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
-        found += product(centroid, tl.trans(query))
-    tl.store(table + at * KEPT + head, found, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
+        products += product(centroid, tl.trans(query))
+    tl.store(table + at * KEPT + head, products, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -86,22 +87,22 @@ def _look_up(
     GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights."""
+    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
     at = codes + this // GROUPS * cb + this % GROUPS * cg + token * ct
-    found = tl.zeros([FOLD, BLOCK], tl.float32)
+    scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for part in range(PARTS):
         code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
-        found += tl.load(table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None]))
-    found = tl.where(live, found * scale, float("-inf"))
+        scores += tl.load(table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None]))
+    scores = tl.where(live, scores * scale, float("-inf"))
     of_head = this * HEADS + head
     if lses is not None:
-        top = tl.max(found, 1)
-        total = top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
+        top = tl.max(scores, 1)
+        total = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
         tl.store(lses + of_head * tl.num_programs(0) + block, total, mask=mine)
     else:
         whole = tl.load(lse + of_head, mask=mine, other=float("inf"))  # padding heads weigh nothing
-        found = tl.exp(found - whole[:, None])
-        tl.store(weights + this * count + token, tl.sum(found, 0), mask=live)
+        scores = tl.exp(scores - whole[:, None])
+        tl.store(weights + this * count + token, tl.sum(scores, 0), mask=live)

@@ -1,6 +1,6 @@
-"""Prefill attention, whole or within a window, and its column sums: a pass over rows, then one over columns.
+"""Computes prefill attention, whole or within a window, and its column sums: a pass over rows, then one over columns.
 
-The first stores each query's log-sum-exp. Weights are not stored, so memory is linear in the tokens; logits are
+The first pass stores each query's log-sum-exp. Weights are not stored, so memory is linear in the tokens; logits are
 computed twice, as in FlashAttention's backward pass (arXiv 2205.14135).
 """
 
@@ -19,11 +19,12 @@ from kernels.gpu.scores import row_scores
 from kernels.reference import Segment
 
 EVERY = 1 << 30  # a window that holds every key
-_FEW = 256  # queries: fewer do not fill a device, so the keys are cut as well
+_FEW = 256  # so few queries do not fill a device, so the keys are cut as well
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """As in kernels/reference.py. The result is laid out as [B T H D], as the output projection wants it."""
+    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as [B T H D], which the
+    output projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     return _attention(q, k, v, scale)[0]
@@ -36,7 +37,7 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """As in kernels/column_sums.py."""
+    """Sum the attention that each key receives, as kernels/column_sums.py defines it."""
     new, stored = q.shape[2], k.shape[2]
     rows = _rows_at_once(q)
     programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
@@ -51,7 +52,7 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As in kernels/column_sums.py."""
+    """Compute causal attention and its column sums, as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out, lse = _attention(q, k, v, scale)
@@ -63,7 +64,7 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """As in kernels/windowed.py. The result is laid out as [B T H D]."""
+    """Compute attention within a window, as kernels/windowed.py defines it. The result is laid out as [B T H D]."""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     _run_rows(q, k, v, out, lse, scale, first, window)
@@ -90,14 +91,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A decode step, for which the keys must be cut."""
+    """Serve a decode step, for which the keys must be cut."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
 def _unfit_query(q: Tensor, k: Tensor) -> str | None:
-    """One query goes the way of a decode step."""
+    """Say why a single query, which goes the way of a decode step, cannot be served, or return None."""
     return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 
@@ -116,8 +117,8 @@ def _run_rows(
     window: int = EVERY,
     length: int | None = None,
 ) -> None:
-    """Each query's log-sum-exp into lse [B H T pieces], of pieces of `length` keys, and with v its attention into out.
-    Query t sees the last `window` keys up to place `first` + t."""
+    """Write each query's log-sum-exp into lse [B H T pieces], for pieces of `length` keys, and with v its attention
+    into out. Query t sees the last `window` keys up to place `first` + t."""
     batch, heads, new, dim = q.shape
     rows, narrow = _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
@@ -132,7 +133,7 @@ def _run_rows(
 def _run_columns(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
 ) -> Tensor:
-    """The attention each key receives, given lse, the log-sum-exp of each query. [B H S]"""
+    """Return the attention that each key receives, given lse, the log-sum-exp of each query. [B H S]"""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64
@@ -152,7 +153,8 @@ def _rows(
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries over one piece of the keys before them: their log-sum-exp, and with v their attention."""
+    """Take a block of queries over one piece of the keys before them: compute their log-sum-exp, and with v their
+    attention."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = this // HEADS, this % HEADS
     row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
@@ -172,7 +174,7 @@ def _rows(
         seen = (token <= position[:, None]) & (token > position[:, None] - window) & (token < end)
         logits = tl.where(seen, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen in this piece yet
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # minus infinity: nothing seen in this piece yet
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
@@ -196,7 +198,7 @@ def _columns(
     new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys, over all queries that see any of them."""
+    """Sum what a block of keys receives from all queries that see any of them."""
     this = tl.program_id(1).to(tl.int64)
     batch, head = this // HEADS, this % HEADS
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)

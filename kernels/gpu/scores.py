@@ -1,4 +1,4 @@
-"""Products with the rows of an index: page bounds, landmarks."""
+"""Multiplies queries with the rows of an index: page bounds, landmarks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from kernels.gpu.common import padded, product, unfit_floats, unfit_group
 
 _BLOCK = 64  # rows
-_MOST_CHANNELS = 128  # of a row, at once
+_MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """As in kernels/reference.py."""
+    """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
     batch, groups, heads, width = q.shape
     count = x.shape[2]
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
@@ -37,6 +37,7 @@ def _scores(
     q, x, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Multiply a group's queries with a block of rows."""
     this = tl.program_id(1).to(tl.int64)
     rows = x + this // GROUPS * xb + this % GROUPS * xg
     row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)

@@ -1,4 +1,4 @@
-"""The largest of each row: one kernel holds a whole row and finds the k-th largest bit by bit.
+"""Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by bit.
 
 torch.topk launches some twenty kernels for a long row. A row longer than a program holds is cut, and a second launch
 chooses among the best of its pieces; a large k of a very long row is left to torch.
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
 
-_HELD = 32768  # entries, in the registers of a program
-_PLACED = 4096  # of them, at once
+_HELD = 32768  # entries in the registers of a program
+_PLACED = 4096  # entries that are placed at once
 _LEAST = tl.constexpr(-(2**31))
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
-    """As in kernels/reference.py; ties go to the first in the row."""
+    """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the first in the
+    row."""
     rows = (scores if scores.stride(-1) == 1 else scores.contiguous()).flatten(0, -2)
     if not (count and len(rows)):
         return torch.empty((*scores.shape[:-1], count), dtype=torch.int64, device=scores.device)
@@ -44,7 +45,8 @@ def _pieces(scores: Tensor) -> int:
 
 
 def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[Tensor, Tensor | None]:
-    """Indices, or `names` [N S], of the best of each piece of rows x [N S]; of several pieces their keys as well."""
+    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S]; for several pieces their
+    keys as well."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count), dtype=torch.int32, device=x.device) if pieces > 1 else None
@@ -57,7 +59,7 @@ def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[T
 
 @triton.jit
 def _keys(x, at, live):
-    """Integers that order like the numbers; those of an earlier launch are integers already."""
+    """Return integers in the order of the numbers; those of an earlier launch are integers already."""
     value = tl.load(x + at, mask=live, other=0)
     if value.dtype != tl.int32:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
@@ -67,31 +69,31 @@ def _keys(x, at, live):
 
 @triton.jit(do_not_specialize=["size", "count"])
 def _best(x, names, out, keys, xt: tl.int64, size, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """The `count` best of a piece of a row."""
+    """Find the `count` best of a piece of a row."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # a product beyond 2^31 of a place below
+    first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # the product may exceed 2^31, though the place does not
     end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
     x += row * xt
     whole = first + tl.arange(0, BLOCK)
     held = _keys(x, whole, whole < end)
     smallest = tl.full([], _LEAST, tl.int32)
-    bit = smallest  # the highest
-    while bit != 0:  # from the top: do enough have this bit, too?
+    bit = smallest  # the highest bit
+    while bit != 0:  # from the top bit down: do enough entries have it too?
         tried = smallest ^ bit
         enough = tl.sum((held >= tried).to(tl.int32), 0)
         smallest = tl.where(enough >= count, tried, smallest)
         bit = tl.where(enough == count, 0, (bit >> 1) & 0x7FFFFFFF)
     larger = tl.sum((held > smallest).to(tl.int32), 0)
-    seen = tl.full([], 0, tl.int32)  # of the larger ones, and above bit 16 of the equal ones
+    seen = tl.full([], 0, tl.int32)  # how many larger ones so far and, above bit 16, how many equal ones
     to = (row * pieces + piece) * count
-    for start in range(first, end, STEP):  # read again: keeping them would spill registers
+    for start in range(first, end, STEP):  # read again, because keeping them would spill registers
         at = start + tl.arange(0, STEP)
         live = at < end
         key = _keys(x, at, live)
         is_larger, is_equal = key > smallest, (key == smallest) & live
-        found = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-        upto = seen + tl.cumsum(found, 0)
-        seen += tl.sum(found, 0)
+        counted = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+        upto = seen + tl.cumsum(counted, 0)
+        seen += tl.sum(counted, 0)
         place = tl.where(is_larger, upto & 0xFFFF, larger + ((upto >> 16) & 0xFFFF)) - 1
         taken = is_larger | (is_equal & (place < count))
         tl.store(out + to + place, at if names is None else tl.load(names + row * size + at, mask=taken), mask=taken)

@@ -1,4 +1,4 @@
-"""Facts about a model's weights, found once: whether kernels can read them, and which are contiguous."""
+"""Finds facts about a model's weights once: whether kernels can read them, and which are contiguous."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = W
 
 
 def unfit_weights(weights: DecoderBlock | Head) -> str | None:
-    """Why no kernel can read them, or None."""
+    """Say why no kernel can read these weights, or return None."""
     if weights not in _unfit:
         _unfit[weights] = _check(_tensors(weights))
     return _unfit[weights]
 
 
 def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
-    """One matrix for q, k and v, and one for gate and up, where they are slices of it (Phi-3's are); no copies."""
+    """Return one matrix for q, k and v, and one for gate and up, where they are slices of it (as in Phi-3). Nothing is
+    copied."""
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
     return _joint[block]
@@ -36,19 +37,19 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _tensors(weights: DecoderBlock | Head | Linear) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for field in fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, Linear):
-            found += _tensors(value)
+            tensors += _tensors(value)
         elif isinstance(value, Tensor):
-            found.append(value)
-    return found
+            tensors.append(value)
+    return tensors
 
 
 def _joined(linears: Sequence[Linear]) -> Linear | None:
-    weight = _under_one_another([one.weight for one in linears])
-    biases = [one.bias for one in linears if one.bias is not None]
+    weight = _under_one_another([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
     if weight is None or not biases:
         return None if weight is None else Linear(weight)
     bias = _under_one_another(biases) if len(biases) == len(linears) else None
@@ -56,7 +57,7 @@ def _joined(linears: Sequence[Linear]) -> Linear | None:
 
 
 def _under_one_another(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over contiguous parts, if they follow one another in one storage."""
+    """Return one tensor over contiguous parts, if they follow one another in one storage."""
     first = parts[0]
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for part in parts:

@@ -1,1 +1,1 @@
-"""How Python calls C++: described once (bindings.py), built on first use (library.py)."""
+"""Lets Python call C++: bindings.py describes the calls once, library.py builds the code on first use."""

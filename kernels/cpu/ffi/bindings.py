@@ -1,4 +1,4 @@
-"""What a compiled function takes is described once, here in Python; both sides are made from the description.
+"""Describes once, here in Python, what a compiled function takes; both sides are made from the description.
 
     class RowScores(Struct):
         q = elements("batch * groups * heads * width")
@@ -10,8 +10,8 @@
     library.row_scores(q=q, x=x, out=out, batch=1, ...)
 
 The build writes `struct RowScores` and the prototype of `row_scores` into the header calls.hpp, which the C++ file
-includes: neither can differ from what Python packs. A call checks every size (none is empty or negative) and every
-tensor (dtype, device, size, layout). docs/kernels.md says why it is not torch's extension mechanism.
+includes, so neither can differ from what Python packs. A call checks every size (none may be empty or negative) and
+every tensor (dtype, device, size, layout). docs/kernels.md says why this is not torch's extension mechanism.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Field:
-    """A number or a tensor. All take eight bytes, so no compiler puts gaps between them."""
+    """Describes a number or a tensor. Each takes eight bytes, so no compiler puts gaps between them."""
 
-    type: str  # in C++
-    dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; () is any, two are the same for all of a call
-    size: str | None = None  # entries of a contiguous tensor, an expression in the other fields
-    strides: tuple[str, ...] = ()  # names of the dimensions before the last: their strides in bytes become fields
-    optional: bool = False  # None is a null pointer
-    least: int | None = None  # that a number may be
+    type: str  # its type in C++
+    dtypes: tuple[torch.dtype, ...] = ()  # of a tensor; () is any; two: all such tensors share one
+    size: str | None = None  # entries of a contiguous tensor, as an expression in the other fields
+    strides: tuple[str, ...] = ()  # names of the dimensions before the last, whose strides in bytes become fields
+    optional: bool = False  # whether None is allowed, as a null pointer
+    least: int | None = None  # the least value of a number
 
 
 @dataclass(frozen=True)
 class Group:
-    """Fields that are a struct of their own in C++; in Python `<group>_<field>`."""
+    """Describes fields that are a struct of their own in C++, and `<group>_<field>` in Python."""
 
     type: str
     fields: dict[str, Field]
 
 
 def integer(least: int | None = 1) -> Field:
-    """A size, unless `least` is lower; None: any number. C++ divides by sizes, and a division by zero would end the
-    process without a word."""
+    """Describe a size, or any number of at least `least` (None: any). C++ divides by sizes, and a division by zero
+    would end the process without a word."""
     return Field("int64_t", least=least)
 
 
@@ -58,7 +58,7 @@ def real() -> Field:
 
 
 def elements(size: str | None = None, **how: Any) -> Field:
-    """A tensor of float32 or bfloat16, like all others of a call; the struct gets the field `is_bf16`."""
+    """Describe a tensor of float32 or bfloat16, the same for all of a call; the struct gets the field `is_bf16`."""
     return _tensor("void", _ELEMENTS, size, **how)
 
 
@@ -87,12 +87,14 @@ def _tensor(
     written: bool = False,
     optional: bool = False,
 ) -> Field:
-    """Contiguous with `size` entries, or with `strides`; with neither, the caller vouches for the layout."""
+    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the caller vouches for
+    the layout."""
     return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
 
 
 class Struct:
-    """Subclasses list fields; `pack` takes them by name and gives the bytes of the struct in C++."""
+    """Describes a struct of C++. Subclasses list its fields; `pack` takes them by name and returns the bytes of the
+    struct."""
 
     fields: ClassVar[dict[str, Field]]
     pack: ClassVar[Callable[..., bytes]]
@@ -106,14 +108,16 @@ class Struct:
 
 
 class Function:
-    """An `extern "C"` function of structs, or of none: pass the last one's fields by name, the others packed."""
+    """Describes an `extern "C"` function that takes structs, or nothing. Callers pass the last struct's fields by name,
+    and the others packed."""
 
     def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
         self.name, self.structs, self.returns = name, structs, returns
 
     @property
     def prototype(self) -> str:
-        return f"EXPORT {self.returns} {self.name}({', '.join(f'const {one.__name__}&' for one in self.structs)});"
+        parameters = ", ".join(f"const {struct.__name__}&" for struct in self.structs)
+        return f"EXPORT {self.returns} {self.name}({parameters});"
 
     def bound(self, library: ctypes.CDLL) -> Callable[..., Any]:
         entry = getattr(library, self.name)
@@ -123,9 +127,9 @@ class Function:
 
 
 def header(functions: tuple[Function, ...]) -> str:
-    """calls.hpp of these functions."""
-    structs = dict.fromkeys(one for function in functions for one in function.structs)
-    parts = dict.fromkeys(part for one in structs for part in one.header)
+    """Return the text of calls.hpp for these functions."""
+    structs = dict.fromkeys(struct for function in functions for struct in function.structs)
+    parts = dict.fromkeys(part for struct in structs for part in struct.header)
     return "\n".join([_PREAMBLE, *parts, *(function.prototype for function in functions), ""])
 
 
@@ -142,13 +146,13 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 
 
 def _header(name: str, fields: dict[str, Field | Group]) -> list[str]:
-    """The struct, after those it contains, and what its places must be."""
+    """Return the definition of a struct, after those it contains, and assertions about where its fields lie."""
     groups = {field.type: field.fields for field in fields.values() if isinstance(field, Group)}
     inner = [_definition(name, parts) for name, parts in groups.items()]
     places, at = [], 0
     for field_name, field in _with_dtype(fields).items():
         places.append(f"static_assert(offsetof({name}, {field_name}) == {at});")
-        at += 8 * sum(1 + len(one.strides) for _, one in _flat({field_name: field}))
+        at += 8 * sum(1 + len(flat.strides) for _, flat in _flat({field_name: field}))
     places.append(f"static_assert(sizeof({name}) == {at});")
     return [*inner, _definition(name, _with_dtype(fields)), *places]
 
@@ -173,18 +177,18 @@ def _with_strides(fields: dict[str, Any]) -> Iterator[tuple[str, Field | Group]]
 def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
     for name, field in fields.items():
         if isinstance(field, Group):
-            yield from ((f"{name}_{part}", one) for part, one in field.fields.items())
+            yield from ((f"{name}_{part}", inner) for part, inner in field.fields.items())
         else:
             yield name, field
 
 
 def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
-    """Write a function that takes the fields by name, checks and packs them: a step makes hundreds of calls. It passes
-    the bytes to `entry`, behind `before` packed structs; without `entry` it returns them."""
+    """Write a function that takes the fields by name, checks them and packs them; a step makes hundreds of calls. It
+    passes the bytes to `entry`, behind `before` packed structs, or returns them if there is no `entry`."""
     fields = struct.fields
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
-    lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # which keeps the tensors alive until C++ is done
+    lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # keeps the tensors alive for C++
     if small := [f"{part} < {field.least}" for part, field in fields.items() if field.least is not None]:
         lines.append(f"if {' or '.join(small)}: raise too_small(locals())")
     lines += [f"dtype = {typed}.dtype"] if typed else []
@@ -210,7 +214,7 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
 
 
 def _checks(name: str, field: Field, first: bool) -> list[str]:
-    """Lines that refuse a tensor C++ would misread; the `first` sets the dtype for all."""
+    """Return lines that refuse a tensor C++ would misread. The `first` tensor sets the dtype for all."""
     if not field.type.endswith("*"):
         return []
     wrong = [f"not {name}.is_cpu"]
@@ -238,7 +242,7 @@ def _values(name: str, field: Field) -> list[str]:
 
 
 def _smallness(struct: str, fields: dict[str, Field]) -> Callable[[dict[str, Any]], ValueError]:
-    """The error that names the sizes that are empty or negative."""
+    """Return a function that makes the error for sizes that are empty or negative."""
 
     def too_small(given: dict[str, Any]) -> ValueError:
         leasts = {name: field.least for name, field in fields.items() if field.least is not None}
@@ -249,11 +253,11 @@ def _smallness(struct: str, fields: dict[str, Field]) -> Callable[[dict[str, Any
 
 
 def _refusal(struct: str, fields: dict[str, Field]) -> Callable[[str, dict[str, Any]], ValueError]:
-    """The error that says what a tensor should have been."""
+    """Return a function that makes the error saying what a tensor should have been."""
 
     def refused(name: str, given: dict[str, Any]) -> ValueError:
         field, x = fields[name], given[name]
-        dtypes = " or ".join(str(one).removeprefix("torch.") for one in field.dtypes) or "any dtype"
+        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in field.dtypes) or "any dtype"
         wanted = f"{dtypes}, one for all" if field.dtypes == _ELEMENTS else dtypes
         if field.size:
             wanted += f", contiguous, {field.size} = {eval(field.size, {}, given)} entries"

@@ -24,12 +24,13 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parents[1]
 FLAGS = (
     "-O3 -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast "
-    "-fvisibility=hidden -Wall -Wextra -Wno-psabi"  # psabi: no vector goes from one library to another
+    "-fvisibility=hidden -Wall -Wextra -Wno-psabi"  # no vector goes from one library to another
 ).split()
 
 
 def load(name: str, *functions: Function) -> SimpleNamespace:
-    """Load these functions of `name`.cpp, building it if it is not cached. ImportError says why it cannot be."""
+    """Load these functions of `name`.cpp, building it if it is not cached. Raises ImportError, which says why, where it
+    cannot."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
     team()
@@ -38,13 +39,13 @@ def load(name: str, *functions: Function) -> SimpleNamespace:
 
 
 def march() -> str:
-    """The processor to build for: this one, or KV_HARNESS_MARCH; x86-64-v3 is AVX2 without AVX-512."""
+    """Return the processor to build for: this one, or KV_HARNESS_MARCH. x86-64-v3 is AVX2 without AVX-512."""
     return os.environ.get("KV_HARNESS_MARCH") or "native"
 
 
 @cache
 def team() -> ctypes.CDLL:
-    """The one state of all libraries (team.cpp): they find its functions among the global names."""
+    """Load the state that all libraries share (team.cpp); they find its functions among the global names."""
     remove_abandoned(_folder())
     library = _load("team", "", ctypes.RTLD_GLOBAL)
     library.kv_team_size.argtypes = [ctypes.c_int64]
@@ -64,8 +65,8 @@ def _load(name: str, calls: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
 
 def _compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     raise ImportError("no C++ compiler found (g++ or clang++, or set CXX)")
 
 
@@ -76,7 +77,7 @@ def _folder() -> Path:
 
 
 def _key(name: str, calls: str, compiler: str) -> str:
-    """Hash of the source, the flags, and what the compiler says about itself and the processor."""
+    """Hash the source, the flags, and what the compiler says about itself and the processor."""
     digest = hashlib.sha256(" ".join([*FLAGS, march(), calls]).encode())
     for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
         digest.update(file.read_bytes())
@@ -85,8 +86,8 @@ def _key(name: str, calls: str, compiler: str) -> str:
 
 
 def _cached(stem: str) -> Path | None:
-    """The library as it was built. A damaged one, whose content is not what its name says, would compute wrongly or
-    kill the process; it stays until the build puts the same file in its place."""
+    """Return the library if it is as it was built, or None. A damaged one, whose content differs from what its name
+    says, would compute wrongly or kill the process; it stays until the build puts the same file in its place."""
     for file in _folder().glob(f"{stem}-*.so"):
         with suppress(OSError):
             if file.name == _named(stem, file):
@@ -96,12 +97,13 @@ def _cached(stem: str) -> Path | None:
 
 
 def _named(stem: str, file: Path) -> str:
-    """Its name in the cache, which ends in the hash of its content."""
+    """Return the library's name in the cache, which ends in the hash of its content."""
     return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
-    """Build into a temporary file and rename it: concurrent processes each build, and none loads half a library."""
+    """Build into a temporary file and rename it, so that concurrent processes each build and none loads half a
+    library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
         _folder().mkdir(parents=True, exist_ok=True)
@@ -116,10 +118,10 @@ def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ImportError(f"{command[0]} failed: {error}") from error
-    if done.returncode:
-        lines = done.stderr.splitlines() or ["no message"]
+    if completed.returncode:
+        lines = completed.stderr.splitlines() or ["no message"]
         raise ImportError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
-    return done.stdout
+    return completed.stdout
