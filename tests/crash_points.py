@@ -6,10 +6,9 @@ same run goes on to its end, and what it left is printed as a line of JSON.
 
 from __future__ import annotations
 
-import builtins
-import io
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from harness.jobs.run import Wanted, evaluate, evaluate_together
 from harness.results.files import read_json
 from harness.results.store import load
 from tests.fast import MODEL, STREAMING, niah
+from tests.faults.steps import Steps, Torn
 
 TIMES = {
     "token_s",
@@ -47,62 +47,19 @@ def run(root: Path, shared: bool, batch: int) -> None:
         evaluate(STREAMING, task, MODEL, settings)
 
 
-class Death:
-    """Counts what is done to the disk, and ends the process at the `last`."""
-
-    def __init__(self, last: int) -> None:
-        self.left = last
-
-    def step(self, torn: Callable[[], object] = lambda: None) -> None:
-        self.left -= 1
-        if not self.left:
-            torn()
-            os._exit(KILLED)
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **named: Any) -> Any:
-            self.step()
-            return function(*arguments, **named)
-
-        return counted
-
-    def install(self, root: Path) -> None:
-        for name in ("fsync", "replace", "mkdir", "unlink", "ftruncate"):
-            setattr(os, name, self.wrap(getattr(os, name)))
-        really = builtins.open
-
-        def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-            if ("r" in mode and "+" not in mode) or not str(file).startswith(str(root)):
-                return really(file, mode, *arguments, **named)
-            self.step()
-            return self.watched(really(file, mode, *arguments, **named))
-
-        builtins.open = opened  # type: ignore[assignment]
-        io.open = opened  # type: ignore[assignment]
-
-    def watched(self, file: Any) -> Any:
-        write, truncate = file.write, file.truncate
-
-        def torn(data: Any) -> None:
-            write(data[: len(data) // 2])
-            file.flush()
-
-        def counted(data: Any) -> Any:
-            self.step(lambda: torn(data))
-            return write(data)
-
-        file.write, file.truncate = counted, self.wrap(truncate)
-        return file
-
-
 def killed(root: Path, at: int, work: Callable[[], object]) -> bool:
     """Whether `work`, which writes below `root`, lived to see its `at`-th step."""
     child = os.fork()
     if not child:
-        Death(at).install(root)
+        Steps(re.escape(str(root)), at, _die).install()
         work()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+
+
+def _die(torn: Torn) -> None:
+    torn()
+    os._exit(KILLED)
 
 
 def left(root: Path) -> dict[str, Any]:
