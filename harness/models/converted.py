@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -53,11 +54,23 @@ def _replace(folder: Path, make: Callable[[Path], None]) -> None:
         if old.exists():
             shutil.rmtree(old)
     try:
-        make(unfinished)
+        with _errors_of_the_system():
+            make(unfinished)
         _write_note(unfinished, {file.name: _noted(file) for file in _files(unfinished)})
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """Libraries in Rust say in words alone that a disk is full: Exception("No space left on device (os error 28)")."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
 
 
 def _fault(folder: Path, thorough: bool) -> str | None:

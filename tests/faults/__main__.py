@@ -74,11 +74,12 @@ def as_table(wanted: Sequence[Fault], outcomes: dict[Fault, Outcome]) -> str:
     """Passed of drawn, by kind and target."""
     drawn = Counter((fault.kind, fault.target.name) for fault in wanted)
     passed = Counter((fault.kind, fault.target.name) for fault, made in outcomes.items() if not made.wrong)
-    cells = {
-        target: [f"{passed[kind, target]} of {drawn[kind, target]}" for kind in KINDS]
-        for target in [target.name for target in TARGETS]
-    }
-    return table(["passed of drawn", *KINDS], [[target, *row] for target, row in cells.items()])
+    rows = [[target.name, *(_cell(passed, drawn, (kind, target.name)) for kind in KINDS)] for target in TARGETS]
+    return table(["passed of drawn", *KINDS], rows)
+
+
+def _cell(passed: Counter[tuple[str, str]], drawn: Counter[tuple[str, str]], pair: tuple[str, str]) -> str:
+    return f"{passed[pair]} of {drawn[pair]}" if drawn[pair] else ""
 
 
 if __name__ == "__main__":

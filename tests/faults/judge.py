@@ -61,11 +61,14 @@ def of_ending(sound: Path, work: Path, again: Said) -> Iterator[str]:
     if again.code != 0:
         yield f"the next start ended with {again.code}: {again.text[-600:]}"
         return
-    known = runs(sound)
-    if (there := {folder.name for folder in _folders(work)}) != known.keys():
-        yield f"runs are {sorted(there)}, and should be {sorted(known)}"
-    for folder in _folders(work):
-        expected, stored = known[folder.name], load(folder)
+    for name in {folder.name for folder in _folders(work)} - runs(sound).keys():
+        yield f"{name} is no run of this command"
+    for name, expected in runs(sound).items():
+        try:
+            stored = load(folder := work / "runs" / name)
+        except StoreError as error:
+            yield str(error)
+            continue
         if stored.status != "complete" or len(stored.records) != len(expected.records):
             yield f"{folder.name} is {stored.status} with {len(stored.records)} examples"
         yield from _summary(folder, stored)

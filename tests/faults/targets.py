@@ -29,8 +29,8 @@ USUAL = ("warmup=0", "progress=false", "results.root=runs", "device=cpu")
 TINY = ("model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes")
 NEEDLES = (*USUAL, *TINY, "task=niah", "task.lengths=[300]", "task.depths=3", "task.max_new_tokens=5")
 TALKS = (
-    *USUAL, *TINY, "task=talks", "--config-dir=conf", "task.conversations=6", "task.max_new_tokens=8", "baseline=off", "budget=40",
-    "history=store", "store.folder=store", "store.disk=20MB", "store.host=0", "store.block_tokens=8",
+    *USUAL, *TINY, "task=talks", "--config-dir=conf", "task.conversations=6", "task.max_new_tokens=8", "budget=40",
+    "baseline=off", "history=store", "store.folder=store", "store.disk=20MB", "store.host=0", "store.block_tokens=8",
 )  # fmt: skip
 OFFLOADED = ("method=pqcache", "placement=disk", "disk=disk")
 VT = (

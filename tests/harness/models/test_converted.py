@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from harness.commands import doctor
 from harness.models import converted, embedded
@@ -223,6 +224,19 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="set KV_HARNESS_CACHE to another folder"):
         converted.ensure(tmp_path / "file" / "model", lambda unfinished: None)
+
+
+@pytest.mark.parametrize("library", [Exception, SafetensorError])
+def test_a_disk_that_is_full_is_said_whatever_a_library_makes_of_it(tmp_path: Path, library: type[Exception]) -> None:
+    """tokenizers raises a bare Exception, safetensors its own."""
+
+    def convert(unfinished: Path) -> None:
+        unfinished.mkdir()
+        raise library("No space left on device (os error 28)")
+
+    with pytest.raises(ModelError, match=r"cannot be unpacked .* No space left on device; set KV_HARNESS_CACHE"):
+        converted.ensure(tmp_path / "model", convert)
+    assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
 
 
 def test_a_damaged_file_of_the_wheel_is_not_converted(
