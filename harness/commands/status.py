@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 from harness.config.settings import Results
 from harness.results.records import StoreError
-from harness.sweeps.estimate import duration, estimate
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
-from harness.sweeps.state import STATES, State, each_once, other_runs, states_of
+from harness.sweeps.state import STATES, JobState, duration, each_once, estimate, other_runs, states_of
 from harness.terminal.tables import Column, text_table
 
 NOT_FINISHED = 3
@@ -33,7 +32,7 @@ class Part(NamedTuple):
 
     title: str
     command: str | None
-    states: list[State]
+    states: list[JobState]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -113,7 +112,7 @@ def _lines(part: Part) -> Iterator[str]:
         yield f"  {', '.join(map(str, numbers))}: {reason}"
 
 
-def _columns(states: Sequence[State]) -> list[Column]:
+def _columns(states: Sequence[JobState]) -> list[Column]:
     workers = [f"{state.pid} on {state.host}" if state.status == "running" and state.pid else "" for state in states]
     return [
         Column("job", "", [f"{number:>2} {state.label}" for number, state in enumerate(states, 1)], left=True),
@@ -125,7 +124,7 @@ def _columns(states: Sequence[State]) -> list[Column]:
     ]
 
 
-def _of(state: State) -> str:
+def _of(state: JobState) -> str:
     return f"{state.done}/{'?' if state.total is None else state.total}"
 
 

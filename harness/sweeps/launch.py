@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
@@ -21,8 +21,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from harness.config.catalogue import CONF
+from harness.config.launchers import PACKAGES
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.plan import Plan, plan_for
 from harness.sweeps.remote import work_on
 from harness.sweeps.session import PATIENCE, Session
 from harness.terminal.notices import say_once
@@ -30,6 +30,7 @@ from harness.terminal.stopping import Stopped, before_stopping, take_again
 
 MEMORY = ", as the system sends where memory runs out"
 CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: as Ray is there, it listens on the loopback address alone
+RAY_STORE_BYTES = 78_643_200  # the least that Ray takes, as the launcher would set it: nothing of ours is stored there
 SETTLE_S = 20.0  # that workers get to write down that they were stopped
 KILLED = (
     "Its process was killed {times} times before it had finished another example, as happens where memory runs out: "
@@ -47,20 +48,20 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
     words = [f"hydra.searchpath=[{path}]", *words] if path else list(words)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        plan, own = plan_for(sweep, _composed(words))
-        if plan.launcher == "ray" and not plan.is_remote:
+        how, own = workers_for(sweep, _composed(words))
+        if how.launcher == "ray" and not how.is_remote:
             os.environ.setdefault(CLUSTER, "0")
-        session = Session.begin(sweep, command, **plan._asdict(), cwd=os.getcwd(), path=sys.path)
+        session = Session.begin(sweep, command, **how._asdict(), cwd=os.getcwd(), path=sys.path)
         jobs, groups = len(sweep.jobs), len(sweep.groups)
         say_once(
-            f"{jobs} jobs{f' in {groups} groups' if groups < jobs else ''}, {plan.workers} workers ({plan.launcher}); "
+            f"{jobs} jobs{f' in {groups} groups' if groups < jobs else ''}, {how.workers} workers ({how.launcher}); "
             f"see `python -m harness.status {sweep.root}`"
         )
         with session:
-            stop = partial(_stop, session, plan)
+            stop = partial(_stop, session, how)
             try:
                 with before_stopping(stop):
-                    _run(session, [*own, *words], plan.workers)
+                    _run(session, [*own, *words], how.workers)
             except BaseException as error:
                 stop(error.number if isinstance(error, Stopped) else signal.SIGINT)
                 raise
@@ -69,10 +70,10 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
     return session
 
 
-def _stop(session: Session, plan: Plan, number: int) -> None:
+def _stop(session: Session, how: Workers, number: int) -> None:
     """Ends the workers, and waits until they have let go. Those of a cluster's queue go on where their command is gone:
     Ctrl-C alone, or an error of the launcher, ends them."""
-    if plan.launcher != "submitit_slurm" or number == signal.SIGINT:
+    if how.launcher != "submitit_slurm" or number == signal.SIGINT:
         session.stop()
         _settle(session)
 
@@ -153,3 +154,62 @@ def _end_ray() -> None:
     if "ray" in sys.modules:
         with suppress(Exception):
             sys.modules["ray"].shutdown()
+
+
+class Workers(NamedTuple):
+    """`gpus`: one for each worker in turn; empty where the launcher hands them out, or there are none. `threads`: of
+    each; None leaves them alone. `is_remote`: workers may run on other machines, and outlive the command."""
+
+    launcher: str
+    workers: int
+    gpus: list[str]
+    threads: int | None
+    is_remote: bool
+
+
+def workers_for(sweep: Sweep, config: Any) -> tuple[Workers, list[str]]:
+    """The workers, and the words that make the launcher start them. `config`: hydra.launcher, as composed."""
+    launcher = _kind(config._target_)
+    settings = sweep.jobs[0].config
+    gpus = [] if all(job.config["device"] == "cpu" for job in sweep.jobs) else visible_gpus()
+    is_remote = launcher == "submitit_slurm" or (launcher == "ray" and bool(config.ray.init.get("address")))
+    asked = settings["workers"] or (config.n_jobs if launcher == "joblib" and config.n_jobs > 0 else None)
+    usual = len(sweep.groups) if is_remote else len(gpus) or min(2, cpus())
+    workers = min(asked or usual, len(sweep.groups))
+    threads = None if is_remote or settings["threads"] else max(1, cpus() // workers)
+    words = _words(launcher, workers, len(gpus), is_remote)
+    return Workers(launcher, workers, [] if is_remote or launcher == "ray" else gpus, threads, is_remote), words
+
+
+def _kind(target: str) -> str:
+    """The launcher by its class, for a yaml of the user's may name it otherwise."""
+    package = target.split(".")[1].removeprefix("hydra_").removesuffix("_launcher")
+    names = [name for name in PACKAGES if name.startswith(package)]
+    return next((name for name in names if name.split("_")[-1] in target.rpartition(".")[2].lower()), names[0])
+
+
+def _words(launcher: str, workers: int, gpus: int, is_remote: bool) -> list[str]:
+    if launcher == "joblib":
+        return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
+    if launcher == "ray":
+        # as many GPUs as are named: one that Ray does not find would be waited for without end
+        here = [f"init.num_cpus={workers}", f"init.num_gpus={gpus}", "init.include_dashboard=false"]
+        here.append(f"init.object_store_memory={RAY_STORE_BYTES}")
+        gpu = [f"remote.num_gpus={min(1, gpus / workers):g}"] if gpus else []
+        return [f"++hydra.launcher.ray.{word}" for word in (*([] if is_remote else here), *gpu)]
+    return []
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them, or else by number."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name.strip() not in ("", "-1")]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def cpus() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""How far the jobs of a results root are: from run folders and their locks, and from the ledgers for the rest."""
+"""How far the jobs of a results root are, from run folders, their locks and the ledgers; and when a sweep ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from harness.results.folder.bound import damage, read_info
 from harness.results.folder.find import is_run, runs_below
@@ -26,7 +27,7 @@ NO_WORD = "its process ended without a word: killed, or the machine went down"
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class JobState:
     """One job, or one run that belongs to no sweep. `total` and `seconds` are None where nothing says them; of a run
     there are those of all its sessions, and none that only found it done."""
 
@@ -49,10 +50,10 @@ class State:
         return None if self.total is None else max(0, self.total - self.done)
 
 
-def states_of(sweep: Sweep) -> list[State]:
+def states_of(sweep: Sweep) -> list[JobState]:
     """In the order of the jobs."""
     labels = distinct(sweep.jobs)
-    found: dict[int, State] = {}
+    found: dict[int, JobState] = {}
     for group in range(len(sweep.groups)):
         running = sweep.is_running(group)
         log = sweep.log(group)
@@ -64,19 +65,19 @@ def states_of(sweep: Sweep) -> list[State]:
     return _with_totals([found[number] for number in sorted(found)])
 
 
-def each_once(states: Sequence[State]) -> list[State]:
+def each_once(states: Sequence[JobState]) -> list[JobState]:
     """Jobs may share a run, as those do that differ in the budget of Full alone."""
     return list({state.folder or number: state for number, state in enumerate(states)}.values())
 
 
-def _state(log: Log, job: int, running: bool) -> State:
+def _state(log: Log, job: int, running: bool) -> JobState:
     """The run folder has the last word on what is done; the ledger on the rest."""
     told, planned = _told(log, job, running), log.last("planned", job)
     if planned is None:
         return told
     folder, full = (log.sweep.root / planned[key] if planned[key] else None for key in ("folder", "full"))
     there = folder is not None and folder.is_dir() and is_run(folder, os.listdir(folder))
-    run = run_state(folder) if folder and there else State("", "to do")
+    run = run_state(folder) if folder and there else JobState("", "to do")
     known = replace(run, total=planned["examples"], folder=folder, full=full)
     if run.status == "done" and told.status == "failed" and full and run_state(full).status != "done":
         return replace(known, status="failed", seconds=told.seconds, reason=told.reason)
@@ -87,21 +88,21 @@ def _state(log: Log, job: int, running: bool) -> State:
     return replace(told, done=run.done, total=known.total, rate=run.rate, folder=folder, full=full)
 
 
-def _told(log: Log, job: int, running: bool) -> State:
+def _told(log: Log, job: int, running: bool) -> JobState:
     """What the ledger says of a job."""
     starts = [at for at, event in enumerate(log.events) if event["event"] == "started" and job in event["jobs"]]
     if not starts:
-        return State("", "to do")
+        return JobState("", "to do")
     attempt, end = log.events[starts[-1]], log.last("ended", job, starts[-1])
     where: Event = {"host": attempt["host"], "pid": attempt["pid"]}
     if end:
-        return State("", end["status"], seconds=end["seconds"], reason=end.get("reason"), at=end["at"], **where)
+        return JobState("", end["status"], seconds=end["seconds"], reason=end.get("reason"), at=end["at"], **where)
     if running:
-        return State("", "running", seconds=_between(attempt["at"], now()), at=attempt["at"], **where)
-    return State("", "interrupted", reason=NO_WORD, at=attempt["at"], **where)
+        return JobState("", "running", seconds=_between(attempt["at"], now()), at=attempt["at"], **where)
+    return JobState("", "interrupted", reason=NO_WORD, at=attempt["at"], **where)
 
 
-def run_state(folder: Path) -> State:
+def run_state(folder: Path) -> JobState:
     """A run folder at a glance: its lines are counted, not read. One that is damaged is to be run again."""
     info: dict[str, Any] = {}
     try:
@@ -115,7 +116,7 @@ def run_state(folder: Path) -> State:
     session = _between(info["started"], ended) if ended and "started" in info else None
     made = done - info.get("began_with", 0)
     at_rest = "interrupted" if wrong else AT_REST.get(str(said), "interrupted")
-    return State(
+    return JobState(
         folder.name,
         status="running" if running else at_rest,
         done=done,
@@ -142,13 +143,13 @@ def _last_written(folder: Path) -> str | None:
     return None
 
 
-def other_runs(root: Path, known: Iterable[State]) -> list[State]:
+def other_runs(root: Path, known: Iterable[JobState]) -> list[JobState]:
     """Runs that no sweep asked for."""
     mine = {folder.resolve() for state in known for folder in (state.folder, state.full) if folder}
     return [run_state(folder) for folder in runs_below(root) if folder.resolve() not in mine]
 
 
-def _with_totals(states: Sequence[State]) -> list[State]:
+def _with_totals(states: Sequence[JobState]) -> list[JobState]:
     """A job that has not been planned has as many examples as another one about the same."""
     known = {state.about: state.total for state in states if state.total is not None}
     return [replace(state, total=known.get(state.about)) if state.total is None else state for state in states]
@@ -156,3 +157,48 @@ def _with_totals(states: Sequence[State]) -> list[State]:
 
 def _between(began: str, ended: str) -> float:
     return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+
+
+class Estimate(NamedTuple):
+    """`seconds` that are left, None where nothing says it; `basis`: what they are guessed from."""
+
+    seconds: float | None
+    basis: str
+
+    def sentence(self, is_running: bool) -> str:
+        if self.seconds is None:
+            return f"end unknown: {self.basis}"
+        if not is_running:
+            return f"about {duration(self.seconds)} left ({self.basis})"
+        end = datetime.now(UTC) + timedelta(seconds=self.seconds)
+        return f"ends in about {duration(self.seconds)}, at {end:%H:%M} UTC ({self.basis})"
+
+
+def estimate(states: Sequence[JobState]) -> Estimate:
+    """Examples that are left, at the seconds per example of runs of the same task and model, or else of all."""
+    waiting = [state for state in each_once(states) if state.status in ("running", "to do", "interrupted")]
+    rates = {state.folder: state.rate for state in states if state.rate}
+    if not rates:
+        return Estimate(None, "no example has been timed yet")
+    if any(state.left is None for state in waiting):
+        return Estimate(None, "no job on the same task has been planned yet")
+    together = max(1, sum(state.status == "running" for state in waiting))
+    work = sum((state.left or 0) * _rate(state, states) for state in waiting)
+    each = work / max(1, sum(state.left or 0 for state in waiting))
+    runs = f"{len(rates)} run{'s' * (len(rates) > 1)}"
+    return Estimate(work / together, f"{each:.2g} s per example, from {runs}; {together} at a time")
+
+
+def _rate(state: JobState, states: Sequence[JobState]) -> float:
+    if state.rate:
+        return state.rate
+    akin = {other.folder: other.rate for other in states if other.rate and other.about == state.about}
+    return fmean(akin.values() or {other.folder: other.rate for other in states if other.rate}.values())
+
+
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3.5 h, 2.1 days."""
+    for size, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -14,7 +14,7 @@ import pytest
 
 from harness.config.overrides import checked
 from harness.config.settings import SettingsError
-from harness.sweeps import launch, plan, remote
+from harness.sweeps import launch, remote
 from harness.sweeps.launch import launch as start
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import Session, sessions_of
@@ -130,7 +130,7 @@ def test_workers_gpus_and_threads(
     launcher: str, gpus: str, workers: int | None, says: tuple[str, int, list[str]],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(plan, "cpus", lambda: 8)
+    monkeypatch.setattr(launch, "cpus", lambda: 8)
 
     def play(session: Session, *_: int) -> None:
         for group in session.open_groups():

@@ -14,10 +14,9 @@ import pytest
 
 from harness.commands.status import main as status
 from harness.results.lock import FolderLock
-from harness.sweeps.estimate import duration, estimate
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import Session
-from harness.sweeps.state import State
+from harness.sweeps.state import JobState, duration, estimate
 from tests.harness.sweeps.test_ledger import PARTIAL, end, job
 
 ROOT = Path(__file__).parents[3]
@@ -155,9 +154,9 @@ def test_watching_ends_with_the_sweep(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.count("1 done; 4/4 examples")) == (0, 1)
 
 
-def state(status: str, done: int, total: int | None = 4, rate: float | None = None, about: str = "a") -> State:
+def state(status: str, done: int, total: int | None = 4, rate: float | None = None, about: str = "a") -> JobState:
     folder = Path(f"{about}{status}{done}{rate}") if rate else None
-    return State("", status, done, total, rate=rate, about=about, folder=folder)
+    return JobState("", status, done, total, rate=rate, about=about, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def state(status: str, done: int, total: int | None = 4, rate: float | None = No
         ),
     ],
 )
-def test_when_it_ends(states: list[State], seconds: float | None, basis: str) -> None:
+def test_when_it_ends(states: list[JobState], seconds: float | None, basis: str) -> None:
     assert estimate(states) == (seconds, basis)
 
 
