@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,18 +13,10 @@ from matplotlib.lines import Line2D
 
 from harness.config.catalogue import plain
 from harness.reports.pictures import figures
-from harness.tuning.outcome import Row
+from harness.tuning.findings import Curve
 
 LINE, CHOSEN = "#2a6fbb", "#c8442b"
 ACROSS = 4  # panels in a row
-
-
-class Curve(NamedTuple):
-    """Rows by value, in the order of the grid; `start` and `chosen` are values on it."""
-
-    rows: Mapping[Any, Row]
-    start: Any
-    chosen: Any
 
 
 def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str) -> tuple[Path, ...]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from evals import stats
 from evals.stats import ALPHA
+from harness.results import pairs
 from harness.results.alarms.run import at_chance
-from harness.results.pairs import mean_score
+from harness.results.measures import over_known
+from harness.results.pairs import mean_score, paired
 from harness.results.provenance import git
-from harness.terminal.tables import BYTES, percent, probability, scaled, text_table
-from harness.tuning.curves import Curve
-from harness.tuning.outcome import Row, columns, spelled
+from harness.results.records import Record
+from harness.terminal.tables import BYTES, Column, percent, probability, quantity, scaled, text_table
 from harness.tuning.plan import Plan
 from harness.tuning.search import Say, Search
 from harness.tuning.space import START, Point
 from harness.tuning.trials import Trials
 from methods.base import Method
+from methods.tiers.tier import DEVICE, TIERS
 
 
 def search(plan: Plan, say: Say) -> Findings:
@@ -40,18 +45,18 @@ class Findings:
     held_out: Trials
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Outcome]:
         """Points that ran on all examples to choose by, the start first."""
         points = [START, *(point for point in self.search.ranked(self.search.finished()) if point != START)]
         return [self._row(self.search.trials, point) for point in points]
 
     @cached_property
-    def reported(self) -> list[Row]:
+    def reported(self) -> list[Outcome]:
         """On the examples that had no say: the start, the chosen point, Full."""
         trials = self.held_out
         rows = [self._row(trials, START)]
         rows += [] if self.best == START else [self._row(trials, self.best)]
-        return [*rows, Row("full", trials.full, trials.records[START])] if trials.full else rows
+        return [*rows, Outcome("full", trials.full, trials.records[START])] if trials.full else rows
 
     @property
     def verdict(self) -> str:
@@ -137,7 +142,7 @@ class Findings:
     def start_name(self) -> str:
         return self.plan.setting.presets["method"]
 
-    def _cost(self, before: Row, after: Row) -> str:
+    def _cost(self, before: Outcome, after: Outcome) -> str:
         (old, new), unit = scaled([before.device_bytes, after.device_bytes], BYTES)
         moved, moved_unit = scaled([before.moved_bytes, after.moved_bytes], BYTES)
         traffic = f"; moves {moved[1]} {moved_unit} per step (before: {moved[0]})" if before.moved_bytes else ""
@@ -146,8 +151,87 @@ class Findings:
             f"device (before: {old}){traffic}."
         )
 
-    def _row(self, trials: Trials, point: Point) -> Row:
-        return Row(self._label(point), trials.records[point], trials.records[START])
+    def _row(self, trials: Trials, point: Point) -> Outcome:
+        return Outcome(self._label(point), trials.records[point], trials.records[START])
 
     def _label(self, point: Point) -> str:
         return self.plan.space.label(point) or self.start_name
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One candidate on the examples it ran on; `beside`: against the start on the same ones."""
+
+    label: str
+    records: Sequence[Record]
+    start: Sequence[Record]
+
+    @property
+    def n(self) -> int:
+        return len(self.records)
+
+    @property
+    def mean(self) -> float:
+        return mean_score(self.records)
+
+    @property
+    def interval(self) -> stats.Interval:
+        units = [r.independent for r in self.records]
+        found = stats.interval([r.score for r in self.records], [r.group for r in self.records], units=units)
+        assert found is not None
+        return found
+
+    @property
+    def beside(self) -> stats.Paired:
+        return stats.paired(*pairs.columns(paired(self.records, self.start)))
+
+    @property
+    def detectable(self) -> float | None:
+        """The gain that these examples would have shown with 80 % power."""
+        return stats.detectable(*pairs.columns(paired(self.start, self.records)))
+
+    @property
+    def read(self) -> float | None:
+        """Share of the prompt read per step."""
+        return over_known(fmean, [record.attended_share for record in self.records])
+
+    @property
+    def device_bytes(self) -> float:
+        return fmean(record.kv[DEVICE] for record in self.records)
+
+    @property
+    def moved_bytes(self) -> float | None:
+        return over_known(fmean, [record.measured.get("moved_bytes_per_step") for record in self.records])
+
+    @property
+    def score(self) -> str:
+        """ "40.0 [22.7, 59.4]" """
+        return spelled(self.mean, self.interval)
+
+
+class Curve(NamedTuple):
+    """Rows by value, in the order of the grid; `start` and `chosen` are values on it."""
+
+    rows: Mapping[Any, Outcome]
+    start: Any
+    chosen: Any
+
+
+def columns(rows: Sequence[Outcome]) -> list[Column]:
+    """The first row is the start."""
+    tests = [None, *(row.beside for row in rows[1:])]
+    return [
+        Column("parameters", "", [row.label for row in rows], left=True),
+        Column("score", "95% CI", [row.score for row in rows]),
+        Column("vs first", "95% CI", [spelled(one.diff, one.ci, sign=True) if one else "" for one in tests]),
+        Column("p", "", [probability(one.p) if one else "" for one in tests]),
+        Column("attended", "%", [percent(row.read) for row in rows]),
+        quantity(TIERS[DEVICE].head, [row.device_bytes for row in rows], BYTES),
+        quantity("moved", [row.moved_bytes for row in rows], BYTES, per="/step", hide_zeros=True),
+        Column("n", "", [str(row.n) for row in rows]),
+    ]
+
+
+def spelled(mean: float, ends: stats.Interval, sign: bool = False) -> str:
+    low, high = (percent(end, sign=sign) for end in (ends.low, ends.high))
+    return f"{percent(mean, sign=sign)} [{low}, {high}]"
