@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 from harness.terminal.lasting import lasting_output
+from harness.terminal.notices import complain, say
 from harness.terminal.stopping import Stoppable
 
 KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate")
@@ -14,7 +15,7 @@ KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history",
 @lasting_output()
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
-        print(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
+        say(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
     with Stoppable("the rows so far are written, and marked as partial; the same command measures all anew") as stop:
         code = _bench(*arguments)
@@ -25,7 +26,7 @@ def _bench(kind: str, *words: str) -> int:
     try:
         code: int = import_module(f"harness.bench.{kind}").main(list(words))
     except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return code
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from time import sleep
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.measure import DTYPES, estimate, seconds
-from harness.bench.layer import Decoding
-from harness.terminal.tables import Column
+from harness.bench.common.measure import estimate, seconds
+from harness.bench.common.output import Cell
+from harness.bench.layer import LayerDecoding
 
 STEPS = 25  # of each kind in a round
 SETTLE_S = 0.3  # until the system has moved threads about
@@ -47,7 +46,7 @@ def busy_process() -> Iterator[Callable[[bool], None]]:
 
 
 @torch.inference_mode()
-def measure(decoding: Decoding, rounds: int, switch: Callable[[bool], None]) -> dict[str, Any]:
+def measure(decoding: LayerDecoding, rounds: int, switch: Callable[[bool], None]) -> dict[str, Any]:
     def steps(count: int) -> list[float]:
         times = []
         for _ in range(count):
@@ -72,41 +71,34 @@ def measure(decoding: Decoding, rounds: int, switch: Callable[[bool], None]) -> 
     }
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("tokens", "", rows, lambda row: str(row["tokens"])),
-        output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("alone", "ms", rows, output.scaled("alone_s", 1e3)),
-        output.column("beside a busy process", "ms", rows, output.scaled("beside_s", 1e3)),
-        output.column("its 90th percentile", "ms", rows, lambda row: row["beside_p90_s"] * 1e3),
-        output.column("times as long", "", rows, lambda row: row["ratio"]),
-    ]
+TABLE = output.table(
+    Cell("tokens", "tokens"),
+    Cell("method", "method", left=True),
+    Cell("alone", "alone_s", "ms", 1e3),
+    Cell("beside a busy process", "beside_s", "ms", 1e3),
+    Cell("its 90th percentile", "beside_p90_s", "ms", 1e3),
+    Cell("times as long", "ratio"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench busy", description=__doc__)
-    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[131072])
-    made.add_argument("--budget", type=arguments.budget, default=2048)
-    made.add_argument("--dtype", default="bf16", choices=DTYPES)
-    made.add_argument("--rounds", type=arguments.count, default=4)
-    arguments.add_shape(made)
-    arguments.add_method(made)
-    made.add_argument("--out", type=Path, help="folder for the table and the figures")
-    return made
+    shared = arguments.LAYER | arguments.METHODS | {"dtype": arguments.FAST["dtype"], "rounds": 4, "out": None}
+    usual = ["full", "pqcache", "quest", "sparq", "shadowkv"]
+    return arguments.parser("busy", __doc__, tokens=[131072], budget=2048, **shared | {"methods": usual})
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    chosen = methods.chosen(options.methods or ["full", "pqcache", "quest", "sparq", "shadowkv"])
     shape = arguments.shape(options)
     title = f"One decode step of one layer alone and beside a busy process, on {torch.get_num_threads()} threads"
-    report = output.Report("busy", title, options, table)
+    report = output.Report("busy", title, options, TABLE)
     with busy_process() as switch:
-        for tokens in options.tokens:
-            for name, method in chosen.items():
-                room = argparse.Namespace(**vars(options) | {"rounds": 2 * STEPS * options.rounds})
-                row = measure(Decoding(method, shape, tokens, room), options.rounds, switch)
-                row = {"method": name, "tokens": tokens, **row}
-                report.add(row, f"{name} at {tokens}: {row['ratio']:.2f} times as long")
+
+        def behind(tokens: int) -> methods.Measure:
+            return lambda method: measure(
+                LayerDecoding(method, shape, tokens, options, 3 * STEPS * options.rounds), options.rounds, switch
+            )
+
+        methods.measured(options, report, behind, lambda row: f"{row['ratio']:.2f} times as long")
     report.finish()
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict
 
@@ -13,7 +12,8 @@ import torch
 
 from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Seconds, marks, own_seconds
-from harness.terminal.tables import Column
+from harness.bench.common.output import Cell
+from harness.terminal.notices import say
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 31}  # more than any cache holds
 SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices
@@ -55,9 +55,12 @@ def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[Speed]:
         yield Speed(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
 
 
-def line(limits: Limits) -> str:
+def told(device: str) -> Limits:
+    """The limits, said before what is held against them."""
+    limits = calibrate(arguments.current(device))
     products = ", ".join(f"{name} {speed:,.0f}" for name, speed in limits["matmul_gflop_s"].items())
-    return f"limits here: {limits['read_gb_s']:,.1f} GB/s read ({limits['read_by']}), matmul GFLOP/s: {products}"
+    say(f"limits here: {limits['read_gb_s']:,.1f} GB/s read ({limits['read_by']}), matmul GFLOP/s: {products}")
+    return limits
 
 
 def _readers(device: torch.device) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -85,21 +88,16 @@ def _tries(call: Callable[[], Any], device: torch.device, budget_s: float) -> li
     return tries
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("limit", "", rows, lambda row: row["what"], left=True),
-        output.column("best", "", rows, lambda row: row["value"]),
-        output.column("unit", "", rows, lambda row: row["unit"], left=True),
-    ]
+TABLE = output.table(Cell("limit", "what", left=True), Cell("best", "value"), Cell("unit", "unit", left=True))
+
+
+def parser() -> argparse.ArgumentParser:
+    return arguments.parser("calibrate", __doc__, device="cpu", seconds=5.0, out=None)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench calibrate", description=__doc__)
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    parser.add_argument("--seconds", type=arguments.positive, default=5.0)
-    parser.add_argument("--out", type=Path, help="folder for the table and the figures")
-    options = parser.parse_args(words)
-    report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, table)
+    options = parser().parse_args(words)
+    report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, TABLE)
     for what, unit, value, tries in speeds(arguments.current(options.device), options.seconds):
         row = {"what": what, "unit": unit, "value": value, **marks(tries)}
         report.add(row, f"{what}: {value:,.1f} {unit}")

@@ -8,7 +8,8 @@ values are random, as prefill is not the question.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.bench import calibrate
 from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import Shape
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
@@ -27,15 +29,14 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
-from harness.terminal.tables import Column
-from methods.base import BudgetError, Method
+from methods.base import Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
 
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
 
 
-class Decoding:
+class ModelDecoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
@@ -74,17 +75,15 @@ def _shape(kv: Attachment) -> Shape:
 
 
 def measure(
-    name: str, asked: Attachment, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
+    asked: Attachment, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
 ) -> dict[str, Any]:
-    """One row. ids [1 S]: the prompt."""
+    """Of one row. ids [1 S]: the prompt."""
     with routed(asked.model):
-        own, beside = (Decoding(kv, ids, options) for kv in (asked, full))
+        own, beside = (ModelDecoding(kv, ids, options) for kv in (asked, full))
         *_, times = rounds_of({"own": own.timed_turn, "full": beside.timed_turn}, options.rounds)
     tpot_s, made = estimate(times["own"]), own.last
     floor = floor_s(own, read_gb_s)
     return {
-        "method": name,
-        "tokens": ids.shape[1],
         "tpot_s": tpot_s,
         "full_s": estimate(times["full"]),
         "speedup": None if isinstance(asked.method, Full) else ratios(times["full"], times["own"]),
@@ -107,7 +106,7 @@ def _attachment(method: Method, loaded: LoadedModel, text: list[int], options: a
     return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), reuse_steps)
 
 
-def floor_s(decoding: Decoding, read_gb_s: float) -> float:
+def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
     """A step that does nothing but read the weights and the keys and values it attends to, once each."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     weights = sum(x.nbytes for x in model.parameters())
@@ -123,17 +122,18 @@ def run(
     options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float, report: output.Report
 ) -> None:
     full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
-    for tokens in options.tokens:
+
+    def behind(tokens: int) -> methods.Measure:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
-        for name, method in methods.chosen(options.methods).items():
-            if report.out_of_time(f"{name} at {tokens}"):
-                continue
-            try:
-                asked = _attachment(method, loaded, text[-CALIBRATION:], options)
-                row = measure(name, asked, full, ids, options, read_gb_s)
-            except (BudgetError, torch.OutOfMemoryError) as error:
-                row = {"method": name, "tokens": tokens, "error": str(error)}
-            report.add(row, _progress(row))
+        return lambda method: measure(
+            _attachment(method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
+        )
+
+    def told(row: dict[str, Any]) -> str:
+        beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
+        return f"{row['tpot_s'].median * 1e3:.2f} ms{beside}"
+
+    methods.measured(options, report, behind, told)
 
 
 def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
@@ -149,45 +149,26 @@ def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse
     return text[-tokens:]
 
 
-def _progress(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{row['method']} at {row['tokens']}: {row['error']}"
-    beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
-    return f"{row['method']} at {row['tokens']}: {row['tpot_s'].median * 1e3:.2f} ms{beside}"
-
-
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    def mib(key: str) -> Callable[[output.Row], float | None]:
-        return lambda row: row[key] / 2**20 if row[key] else None
-
-    return [
-        output.column("tokens", "", rows, lambda row: str(row["tokens"])),
-        output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("TPOT", "ms", rows, output.scaled("tpot_s", 1e3)),
-        output.column("Full / it", "", rows, lambda row: row["speedup"]),
-        output.column("of limit", "%", rows, lambda row: 100 * row["of_limit"]),
-        output.column("attended", "", rows, lambda row: row["attended_prompt"]),
-        output.column("seal", "s", rows, lambda row: row["seal_s"]),
-        *(output.column(tier.head, "MiB", rows, mib(f"{name}_bytes")) for name, tier in TIERS.items()),
-        output.column("moved", "MiB/step", rows, mib("moved_bytes_per_step")),
-        output.column("graph", "s", rows, lambda row: row["capture_s"]),
-        output.column("no graph because", "", rows, lambda row: row["plain_steps"], left=True),
-        output.column("fell back", "", rows, lambda row: row["fallback"], left=True),
-    ]
+TABLE = output.table(
+    Cell("tokens", "tokens"),
+    Cell("method", "method", left=True),
+    Cell("TPOT", "tpot_s", "ms", 1e3),
+    Cell("Full / it", "speedup"),
+    Cell("of limit", "of_limit", "%", 100),
+    Cell("attended", "attended_prompt"),
+    Cell("seal", "seal_s", "s"),
+    *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
+    Cell("moved", output.some("moved_bytes_per_step"), "MiB/step", 2**-20),
+    Cell("graph", "capture_s", "s"),
+    Cell("no graph because", "plain_steps", left=True),
+    Cell("fell back", "fallback", left=True),
+)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench decode", description=__doc__)
-    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[2048, 4096, 7936], help="of the prompt")
-    made.add_argument("--new", type=arguments.count, default=16, help="tokens of a turn")
-    made.add_argument("--budget", type=arguments.budget, default=0.2)
-    models.add_shape(made)
-    made.add_argument("--layers", type=arguments.count, help="of the random weights; all by default")
-    made.add_argument("--synthetic", action="store_true", help="no prefill: random K and V; so with --shape")
-    made.add_argument("--graphs", action="store_true", help="capture decode steps as CUDA graphs, where that can be")
-    arguments.add_method(made)
-    arguments.add_run(made, rounds=5)
-    return made
+    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False}
+    shared = model | arguments.METHODS | arguments.FAST
+    return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -196,8 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.graphs and not options.device.startswith("cuda"):
         raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
     methods.chosen(options.methods)  # a wrong name is found now
-    limits = calibrate.calibrate(arguments.current(options.device))
-    print(calibrate.line(limits), flush=True)
+    limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
@@ -209,10 +189,8 @@ def main(words: Sequence[str] | None = None) -> int:
         f"placement {options.placement}{', CUDA graphs' * options.graphs}; {filled}"
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
-    report = output.Report("decode", title, options, table, **facts)
+    report = output.Report("decode", title, options, TABLE, **facts)
     run(options, loaded, text, limits["read_gb_s"], report)
-    rows, labels = report.finish(), ("prompt tokens", "seconds per output token")
-    if not options.no_plot:
-        path = report.folder / "plot.png"
-        output.lines(path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
+    labels = ("prompt tokens", "seconds per output token")
+    report.finish(partial(output.lines, x="tokens", y="tpot_s", series="method", labels=labels))
     return 0

@@ -8,8 +8,9 @@ the fp32 model is the share of tokens of a given text on which both would pick t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, models, output
 from harness.bench.common.load import Watch
-from harness.bench.common.measure import Call, Estimate, Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.measure import Call, Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from harness.models.base import DTYPES, LoadedModel
+from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.prompts.teacher import Forced
-from harness.terminal.tables import Column
 from methods.full import Full
 
 TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared
@@ -156,38 +157,27 @@ def agreement(exact: LoadedModel, loaded: LoadedModel, text: Tensor) -> float:
     return sum(a == b for a, b in zip(sampler.would_pick, wanted, strict=True)) / FOLLOWED
 
 
-def _same_tokens(row: output.Row) -> str:
-    return ("yes" if row["same_tokens"] else "no") if "same_tokens" in row else ""
-
-
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    def cell(key: str, side: str, factor: float) -> Callable[[output.Row], list[float]]:
-        return lambda row: [value * factor for value in Estimate(*row[key][side])]
-
-    times = [
-        output.column(f"{name} {side}", unit, rows, cell(key, side, factor))
+SAID = {True: "yes", False: "no", None: None}
+TABLE = output.table(
+    Cell("prompt", "prompt_tokens", "tokens"),
+    Cell("dtype", "dtype", left=True),
+    *(
+        Cell(f"{name} {side}", f"{key}.{side}", unit, factor)
         for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"))
-        for side, unit, factor in (("ours", "ms", 1e3), ("generate", "ms", 1e3), ("ratio", "", 1.0))
-    ]
-    return [
-        output.column("prompt", "tokens", rows, lambda row: str(row["prompt_tokens"])),
-        output.column("dtype", "", rows, lambda row: row["dtype"], left=True),
-        *times,
-        output.column("same tokens", "", rows, _same_tokens, left=True),
-        output.column("argmax as fp32", "%", rows, lambda row: 100 * row["agreement"] if "agreement" in row else None),
-    ]
+        for side, unit, factor in (("ours", "ms", 1e3), ("generate", "ms", 1e3), ("ratio", "", 1))
+    ),
+    Cell("same tokens", lambda row: SAID[row.get("same_tokens")], left=True),
+    Cell("argmax as fp32", "agreement", "%", 100),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    model = {"dtypes": ["fp32", "bf16"], "shape": None, "device": "cpu", "rounds": 5}
+    return arguments.parser("generate", __doc__, tokens=[4096], new=64, **model, **arguments.OUT)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench generate", description=__doc__)
-    parser.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096], help="prompt lengths")
-    parser.add_argument("--new", type=arguments.count, default=64, help="new tokens")
-    parser.add_argument("--rounds", type=arguments.count, default=5)
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    models.add_shape(parser)
-    arguments.add_out(parser)
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     source = models.source(options.shape)
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     exact = loaded_as.get("fp32") or source.load("fp32", options.device)
@@ -195,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=exact.model.device)
     agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in loaded_as.items()}
     title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
-    report = output.Report("generate", title, options, table, model=exact.name)
+    report = output.Report("generate", title, options, TABLE, model=exact.name)
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
@@ -203,9 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for runs in rounds_of(warmed_up(loaded_as, text[:, :tokens], options.new), options.rounds):
             rows = compare(runs, options.dtypes, tokens, set(exact.eos_ids), agree)
             report.show([*before, *rows], _progress(rows[-1], runs))
-    shown, unit = _bars(report.finish()), "ours / generate"
-    if not options.no_plot:
-        output.bars(report.folder / "plot.png", shown, label="label", y="ratio", unit=unit, title=title)
+    report.finish(_draw)
     return 0
 
 
@@ -216,9 +204,10 @@ def _progress(row: output.Row, runs: Runs) -> str:
     return f"{row['prompt_tokens']} tokens, round {done}: ours / generate, {row['dtype']}: {', '.join(times)}"
 
 
-def _bars(rows: Sequence[output.Row]) -> list[output.Row]:
-    return [
+def _draw(path: Path, rows: Sequence[output.Row], title: str) -> None:
+    shown = [
         {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
         for row in rows
         for key in ("ttft_s", "tpot_s")
     ]
+    output.bars(path, shown, label="label", y="ratio", unit="ours / generate", title=title)

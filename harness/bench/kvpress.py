@@ -28,6 +28,7 @@ from evals.base import Task
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios, turned
+from harness.bench.common.output import Cell
 from harness.config import plugins
 from harness.config.catalogue import CONF
 from harness.config.settings import Data, GenerationSettings, Settings
@@ -38,7 +39,6 @@ from harness.jobs.planning.items import Item
 from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
-from harness.terminal.tables import Column
 from kernels.temporary import TemporaryFolder
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
@@ -195,23 +195,18 @@ def _row(name: str, dtype: str, own: list[Sample], theirs: list[Sample]) -> dict
     return row | {"ratio": ratios(times[1], times[0])} | marks(*times)
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    def cell(side: str, key: str, factor: float = 1.0) -> Callable[[output.Row], float]:
-        return lambda row: row[side][key] * factor
-
-    def seconds(side: str) -> Callable[[output.Row], Sequence[float]]:
-        return lambda row: row[side]["seconds"]
-
-    return [
-        output.column("press", "", rows, lambda row: row["press"], left=True),
-        output.column("dtype", "", rows, lambda row: row["dtype"], left=True),
-        *(output.column(side, "s", rows, seconds(side)) for side in SIDES),
-        output.column("kvpress / ours", "", rows, lambda row: row["ratio"]),
-        *(output.column(side, "samples/min", rows, cell(side, "per_minute")) for side in SIDES),
-        *(output.column(side, "score", rows, cell(side, "score", 100)) for side in SIDES),
-        *(output.column(side, "tokens", rows, cell(side, "tokens")) for side in SIDES),
-        output.column("n", "", rows, lambda row: str(row["n"])),
-    ]
+TABLE = output.table(
+    Cell("press", "press", left=True),
+    Cell("dtype", "dtype", left=True),
+    *(Cell(side, f"{side}.seconds", "s") for side in SIDES),
+    Cell("kvpress / ours", "ratio"),
+    *(
+        Cell(side, f"{side}.{key}", unit, factor)
+        for key, unit, factor in (("per_minute", "samples/min", 1), ("score", "score", 100), ("tokens", "tokens", 1))
+        for side in SIDES
+    ),
+    Cell("n", "n"),
+)
 
 
 def ruler(options: argparse.Namespace) -> Task:
@@ -223,20 +218,11 @@ def ruler(options: argparse.Namespace) -> Task:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench kvpress", description=__doc__)
-    made.add_argument("--python", required=True, help="of an environment that has kvpress")
-    made.add_argument("--presses", nargs="+", default=list(PRESSES), choices=PRESSES)
-    made.add_argument("--tasks", nargs="+", default=["niah_single_1", "niah_single_2", "niah_multikey_1"])
-    made.add_argument("--length", type=arguments.count, default=2048, help="tokens of prompt and answer")
-    made.add_argument("--samples", type=arguments.count, default=3, help="per task")
-    made.add_argument("--budget", type=arguments.share, default=0.2, help="share of the prompt that is kept")
-    made.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
-    made.add_argument("--new", type=arguments.count, help="tokens of every answer, whatever would end it")
-    made.add_argument(
-        "--data-root", type=arguments.folder, help="a folder with RULER's essays; else Python's own help text"
-    )
-    arguments.add_out(made)
-    return made
+    presses = {"nargs": "+", "default": list(PRESSES), "choices": PRESSES}
+    tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 2048, "samples": 3}
+    runs = {"budget": {"type": arguments.share, "default": 0.2}, "dtypes": ["fp32", "bf16"], "new": None}
+    shared = tasks | runs | {"data_root": None} | arguments.OUT
+    return arguments.parser("kvpress", __doc__, python=None, presses=presses, **shared)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -252,12 +238,10 @@ def main(words: Sequence[str] | None = None) -> int:
     with peer(options.python, source.folder()) as process:
         ends = () if options.new else next(iter(loaded.values())).eos_ids
         runs = runs_of(options, loaded, job, Peer(process, task, options.budget, ends))
-        report = output.Report("kvpress", title, options, table)
+        report = output.Report("kvpress", title, options, TABLE)
         for item, samples in interleaved(runs, job.items):
             report.show(rows_of(samples), _progress(item, samples))
             if report.out_of_time(f"the examples behind {item.example.id}"):
                 break
-    rows, unit = report.finish(), "times kvpress's speed"
-    if not options.no_plot:
-        output.bars(report.folder / "plot.png", rows, label="label", y="ratio", unit=unit, title=title)
+    report.finish(partial(output.bars, label="label", y="ratio", unit="times kvpress's speed"))
     return 0

@@ -19,13 +19,13 @@ import torch
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.measure import Seconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
 from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
-from harness.terminal.tables import Column
 from kernels.threads import step_threads
-from methods.base import AttnInput, Budget, BudgetError, CacheState, KVLayer, Method, Request
+from methods.base import AttnInput, Budget, CacheState, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import Layer
 from methods.tiers.tier import DEVICE
@@ -34,14 +34,15 @@ INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dens
 TRACED = 5  # steps with a clock in each operation
 
 
-class Decoding:
+class LayerDecoding:
     """A sealed layer of a method that takes one new random token per step."""
 
-    def __init__(self, method: Method, shape: Shape, tokens: int, options: argparse.Namespace) -> None:
+    def __init__(self, method: Method, shape: Shape, tokens: int, options: argparse.Namespace, steps: int = 0) -> None:
+        """`steps`: how many there is room for; as many as rounds take where it is left out."""
         specs = shape.specs()
         request = Request(
             batch=1,
-            capacity=tokens + 4 * options.rounds + TRACED + 8,
+            capacity=tokens + (steps or 4 * options.rounds) + TRACED + 8,
             dtype=shape.dtype,
             device=shape.device,
             budget=Budget(options.budget) if method.uses_budget else None,
@@ -74,13 +75,13 @@ class Decoding:
 
 
 @torch.inference_mode()
-def measure(name: str, method: Method, full: Decoding, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    shape = full.shape
-    own = Decoding(method, shape, tokens, options)
+def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    full.rewind(tokens)
+    own = LayerDecoding(method, full.shape, tokens, options)
 
-    def next_step(decoding: Decoding) -> Seconds:
+    def next_step(decoding: LayerDecoding) -> Seconds:
         decoding.advance()
-        return own_seconds(decoding.step, shape.device)
+        return own_seconds(decoding.step, decoding.shape.device)
 
     for decoding in (full, own) * 2:
         next_step(decoding)
@@ -88,8 +89,6 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
     parts, read = trace(own)
     step_s = estimate(times["own"])
     return {
-        "method": name,
-        "tokens": tokens,
         "step_s": step_s,
         "full_s": estimate(times["full"]),
         "speedup": ratios(times["full"], times["own"]),
@@ -103,7 +102,7 @@ def measure(name: str, method: Method, full: Decoding, tokens: int, options: arg
     }
 
 
-def trace(decoding: Decoding) -> tuple[dict[str, float], float]:
+def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
     """Seconds of each phase and bytes that its operations read, medians over steps."""
     phases: dict[str, list[float]] = defaultdict(list)
     read = []
@@ -117,7 +116,7 @@ def trace(decoding: Decoding) -> tuple[dict[str, float], float]:
     return {phase: median(values) for phase, values in phases.items()}, median(read)
 
 
-def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
+def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]:
     """Seconds of the step, and of each phase in it; bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
     with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
@@ -126,70 +125,49 @@ def _traced_step(decoding: Decoding) -> tuple[float, dict[str, float], int]:
 
 
 def run(options: argparse.Namespace, report: output.Report) -> None:
-    shape = arguments.shape(options, options.device)
-    for tokens in options.tokens:
-        full = Decoding(Full(), shape, tokens, options)
-        for name, method in methods.chosen(options.methods).items():
-            if report.out_of_time(f"{name} at {tokens}"):
-                continue
-            full.rewind(tokens)
-            try:
-                row = measure(name, method, full, tokens, options)
-            except BudgetError as error:
-                row = {"method": name, "tokens": tokens, "error": str(error)}
-            report.add(row, _progress(row))
+    shape = arguments.shape(options)
+
+    def behind(tokens: int) -> methods.Measure:
+        full = LayerDecoding(Full(), shape, tokens, options)
+        return lambda method: measure(method, full, tokens, options)
+
+    def told(row: dict[str, Any]) -> str:
+        return f"{row['step_s'].median * 1e3:.3f} ms, {row['speedup'].median:.2f} x Full"
+
+    methods.measured(options, report, behind, told)
 
 
-def _progress(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{row['method']} at {row['tokens']}: {row['error']}"
-    return (
-        f"{row['method']} at {row['tokens']}: {row['step_s'].median * 1e3:.3f} ms, {row['speedup'].median:.2f} x Full"
+def table(limit_gb_s: float) -> output.Table:
+    return output.table(
+        Cell("tokens", "tokens"),
+        Cell("method", "method", left=True),
+        Cell("step", "step_s", "ms", 1e3),
+        Cell("Full / it", "speedup"),
+        *(Cell(phase, f"parts_s.{phase}", "ms", 1e3) for phase in (*PHASES, "rest")),
+        Cell("read", "read_bytes", "MB", 1e-6),
+        Cell("GB/s", "gb_s"),
+        Cell("of limit", "gb_s", "%", 100 / limit_gb_s),
+        Cell("attended", "attended"),
+        Cell("seal", "seal_s", "s"),
     )
 
 
-def table(rows: Sequence[output.Row], limit_gb_s: float) -> list[Column]:
-    def part(phase: str) -> Callable[[output.Row], float]:
-        return lambda row: row["parts_s"][phase] * 1e3
-
-    return [
-        output.column("tokens", "", rows, lambda row: str(row["tokens"])),
-        output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("step", "ms", rows, output.scaled("step_s", 1e3)),
-        output.column("Full / it", "", rows, lambda row: row["speedup"]),
-        *(output.column(phase, "ms", rows, part(phase)) for phase in (*PHASES, "rest")),
-        output.column("read", "MB", rows, lambda row: row["read_bytes"] / 1e6),
-        output.column("GB/s", "", rows, lambda row: row["gb_s"]),
-        output.column("of limit", "%", rows, lambda row: 100 * row["gb_s"] / limit_gb_s),
-        output.column("attended", "", rows, lambda row: row["attended"]),
-        output.column("seal", "s", rows, lambda row: row["seal_s"]),
-    ]
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench layer", description=__doc__)
-    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[4096, 16384, 32768, 65536, 131072])
-    made.add_argument("--budget", type=arguments.budget, default=2048)
-    arguments.add_shape(made)
-    arguments.add_method(made)
-    arguments.add_run(made)
-    return made
+    lengths = [4096, 16384, 32768, 65536, 131072]
+    shared = arguments.LAYER | arguments.METHODS | arguments.FAST | {"rounds": 15}
+    return arguments.parser("layer", __doc__, tokens=lengths, budget=2048, **shared)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     methods.chosen(options.methods), arguments.shape(options)  # what is wrong is found now
-    limits = calibrate.calibrate(arguments.current(options.device))
-    print(calibrate.line(limits), flush=True)
+    limits = calibrate.told(options.device)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
-    shown = partial(table, limit_gb_s=limits["read_gb_s"])
-    report = output.Report("layer", title, options, shown, limits=limits, synthetic=True)
+    report = output.Report("layer", title, options, table(limits["read_gb_s"]), limits=limits, synthetic=True)
     run(options, report)
-    rows, labels = report.finish(), ("prompt tokens", "times faster than Full")
-    if not options.no_plot:
-        path = report.folder / "plot.png"
-        output.lines(path, rows, x="tokens", y="speedup", series="method", labels=labels, title=title)
+    labels = ("prompt tokens", "times faster than Full")
+    report.finish(partial(output.lines, x="tokens", y="speedup", series="method", labels=labels))
     return 0

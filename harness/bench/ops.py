@@ -17,11 +17,11 @@ import torch
 from harness.bench import calibrate
 from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
+from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
-from harness.terminal.tables import Column
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 
@@ -78,60 +78,45 @@ def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Re
             if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
                 continue
             for row in measure(case, inputs.shape, limits, options.rounds, options.compile):
-                report.add(row, _progress(row))
+                time_s, of_limit = row["time_s"].median, row["of_limit"].median
+                report.add(row, f"{row['label']} {time_s * 1e3:.3f} ms, {of_limit:.0%} of the limit")
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
     """Raises `ValueError` for sizes that do not go together."""
-    shape = arguments.shape(options, options.device)
+    shape = arguments.shape(options)
     for tokens in options.tokens:
         yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)
 
 
-def _progress(row: dict[str, Any]) -> str:
-    return f"{row['label']} {row['time_s'].median * 1e3:.3f} ms, {row['of_limit'].median:.0%} of the limit"
-
-
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("operation", "", rows, lambda row: row["op"], left=True),
-        output.column("for", "", rows, lambda row: row["what"], left=True),
-        output.column("backend", "", rows, lambda row: row["backend"], left=True),
-        output.column("time", "ms", rows, output.scaled("time_s", 1e3)),
-        output.column("of limit", "%", rows, output.scaled("of_limit", 100)),
-        output.column("torch / it", "", rows, lambda row: row["reference"]),
-        output.column("rival", "", rows, lambda row: row["rival"], left=True),
-        output.column("rival / it", "", rows, lambda row: row["beside_rival"]),
-    ]
+TABLE = output.table(
+    Cell("operation", "op", left=True),
+    Cell("for", "what", left=True),
+    Cell("backend", "backend", left=True),
+    Cell("time", "time_s", "ms", 1e3),
+    Cell("of limit", "of_limit", "%", 100),
+    Cell("torch / it", "reference"),
+    Cell("rival", "rival", left=True),
+    Cell("rival / it", "beside_rival"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench ops", description=__doc__)
-    made.add_argument("--ops", nargs="*", default=[], choices=sorted(OPS), metavar="OP", help="all by default")
-    made.add_argument("--tokens", nargs="+", type=arguments.count, default=[32768], help="of the prompt")
-    made.add_argument("--budget", type=arguments.count, default=2048, help="tokens chosen of them")
-    made.add_argument(
-        "--prefill", type=arguments.count, default=2048, help="tokens of a prompt whose attention is quadratic"
-    )
-    made.add_argument("--inner", type=arguments.count, help="channels of the MLP; 3.5 times the model's by default")
-    made.add_argument("--compile", action="store_true", help="torch.compile as the rival of the model's own parts")
-    arguments.add_shape(made)
-    arguments.add_run(made)
-    return made
+    ops = {"nargs": "*", "default": [], "choices": sorted(OPS), "metavar": "OP", "help": "all by default"}
+    sizes = {"tokens": [32768], "budget": {"type": arguments.count, "default": 2048}, "prefill": 2048, "inner": None}
+    shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
+    return arguments.parser("ops", __doc__, ops=ops, **sizes, compile=False, **shared)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     list(wanted(options))  # what is wrong is found now
-    limits = calibrate.calibrate(arguments.current(options.device))
-    print(calibrate.line(limits), flush=True)
+    limits = calibrate.told(options.device)
     title = (
         f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "
         f"{options.device}"
     )
-    report = output.Report("ops", title, options, table, limits=limits, synthetic=True)
+    report = output.Report("ops", title, options, TABLE, limits=limits, synthetic=True)
     run(options, limits, report)
-    rows, unit = report.finish(), "times as fast as plain torch"
-    if not options.no_plot:
-        output.bars(report.folder / "plot.png", rows, label="label", y="reference", unit=unit, title=title)
+    report.finish(partial(output.bars, label="label", y="reference", unit="times as fast as plain torch"))
     return 0

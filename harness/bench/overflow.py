@@ -10,7 +10,8 @@ if nothing had left, and a window that does not overflow.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import exp
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from evals import stats
 from evals.base import Task
 from harness.bench.common import arguments, output
 from harness.bench.common.measure import estimate
+from harness.bench.common.output import Cell
 from harness.config.compose import built, composed
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment, attached
@@ -30,8 +32,7 @@ from harness.engine.cache import KVCache
 from harness.history.positions import Rotation
 from harness.history.truncation import truncated
 from harness.jobs.planning.items import prepare
-from harness.models.base import DTYPES, ModelSource
-from harness.terminal.tables import Column
+from harness.models.base import ModelSource
 from methods.full import Full
 
 MOST = 32.0  # nats per token that no model costs: evals/stats.py knows values up to 1
@@ -80,8 +81,9 @@ class Reader:
 
     def _read(self, cache: KVCache, text: Tensor, way: Way) -> Read:
         held, costs, seconds = self.window, list[Tensor](), 0.0
-        if way.never:
-            cache = self._copy(cache, text.shape[1])
+        if way.never:  # the others need the window as it is
+            window, cache = cache, self._fresh(text.shape[1])
+            cache.refill(window.contents())
         for start in range(self.window, text.shape[1], self.turn):
             new = text[:, start : start + self.turn]
             if held + new.shape[1] > self.window and not way.never:
@@ -102,11 +104,6 @@ class Reader:
         fresh.refill(truncated(cache.whole_contents(), fresh.layers, self.rotations, keep, **how))
         if way.growing:
             fresh.num_tokens = cache.num_tokens
-        return fresh
-
-    def _copy(self, cache: KVCache, capacity: int) -> KVCache:
-        fresh = self._fresh(capacity)
-        fresh.refill(cache.contents())
         return fresh
 
     def _fresh(self, capacity: int) -> KVCache:
@@ -135,24 +132,27 @@ def row(name: str, read: Sequence[Read], recomputed: Sequence[Read]) -> dict[str
     }
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("at an overflow", "", rows, lambda row: row["way"], left=True),
-        output.column("perplexity", "", rows, lambda row: f"{exp(row['ln_perplexity'][0]):.2f}"),
-        output.column("ln perplexity", "95 % CI", rows, lambda row: _span(row["ln_perplexity"])),
-        output.column("minus TT's", "95 % CI", rows, lambda row: _span(row["difference"])),
-        output.column("perplexity / TT's", "", rows, lambda row: _times(row["difference"])),
-        output.column("overflow", "s per text", rows, lambda row: row["seconds"]),
-        output.column("texts", "", rows, lambda row: str(row["texts"])),
-    ]
+def _told(key: str, places: int, change: Callable[[float], float] = float) -> Callable[[output.Row], str | None]:
+    """A mean and its interval; None where there is none."""
+
+    def told(row: output.Row) -> str | None:
+        if row[key] is None:
+            return None
+        mean, low, high = (f"{change(value):.{places}f}" for value in row[key])
+        return f"{mean} ({low} to {high})"
+
+    return told
 
 
-def _span(values: Sequence[float] | None) -> str | None:
-    return None if values is None else f"{values[0]:.4f} ({values[1]:.4f} to {values[2]:.4f})"
-
-
-def _times(values: Sequence[float] | None) -> str | None:
-    return None if values is None else f"{exp(values[0]):.3f} ({exp(values[1]):.3f} to {exp(values[2]):.3f})"
+TABLE = output.table(
+    Cell("at an overflow", "way", left=True),
+    Cell("perplexity", lambda row: f"{exp(row['ln_perplexity'][0]):.2f}"),
+    Cell("ln perplexity", _told("ln_perplexity", 4), "95 % CI"),
+    Cell("minus TT's", _told("difference", 4), "95 % CI"),
+    Cell("perplexity / TT's", _told("difference", 3, exp)),
+    Cell("overflow", "seconds", "s per text"),
+    Cell("texts", "texts"),
+)
 
 
 def texts(task: Task, source: ModelSource, settings: Settings, tokens: int) -> Iterator[Tensor]:
@@ -179,7 +179,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"Perplexity behind an overflow: {loaded.name}, {options.dtype}, WikiText-2, window {options.window}, "
         f"ratio {options.ratio:g}, {options.new} tokens in turns of {options.turn}"
     )
-    report = output.Report("overflow", title, options, table, model=loaded.name)
+    report = output.Report("overflow", title, options, TABLE, model=loaded.name)
     found: dict[str, list[Read]] = {name: [] for name in ways(options.sinks)}
     with attached(loaded.model, Full()) as kv:
         reader = Reader(kv, options.window, options.ratio, options.turn)
@@ -191,26 +191,11 @@ def main(words: Sequence[str] | None = None) -> int:
             rows = [row(name, read, found[TT]) for name, read in found.items()]
             line = ", ".join(f"{one['way']} {exp(one['ln_perplexity'][0]):.2f}" for one in rows)
             report.show(rows, f"text {number}: perplexity {line}")
-    shown = report.finish()
-    if not options.no_plot:
-        bars = {"label": "way", "y": "ln_perplexity", "unit": "ln perplexity"}
-        output.bars(report.folder / "plot.png", shown, title=title, **bars)
+    report.finish(partial(output.bars, label="way", y="ln_perplexity", unit="ln perplexity"))
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overflow", description=__doc__)
-    made.add_argument("--model", nargs="*", default=["model=smollm2"], help="as of a run: model=hf model.name=...")
-    made.add_argument("--texts", type=arguments.count, default=24, help="windows of the test split")
-    made.add_argument(
-        "--window", type=arguments.count, default=2048, help="tokens of history and turn together, at most"
-    )
-    made.add_argument("--ratio", type=arguments.share, default=0.5, help="share of the history that stays")
-    made.add_argument("--new", type=arguments.count, default=1024, help="tokens of a text behind the first overflow")
-    made.add_argument("--turn", type=arguments.count, default=512, help="tokens of a turn")
-    made.add_argument("--sinks", type=arguments.natural, default=4, help="first tokens that stay, in one of the rows")
-    made.add_argument("--dtype", default="fp32", choices=DTYPES)
-    made.add_argument("--device", default="cpu", type=arguments.device)
-    made.add_argument("--data-root", type=arguments.folder, help="folder with data sets")
-    arguments.add_out(made)
-    return made
+    texts = {"texts": 24, "window": 2048, "ratio": 0.5, "new": 1024, "turn": 512, "sinks": 4, "data_root": None}
+    shared = texts | {"dtype": "fp32", "device": "cpu"} | arguments.OUT
+    return arguments.parser("overflow", __doc__, model=["model=smollm2"], **shared)

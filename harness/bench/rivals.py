@@ -4,6 +4,7 @@ and scatter."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -60,14 +61,6 @@ def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tenso
     return gathered(x, rows.reshape(*x.shape[:2], -1)).view(*rows.shape, -1)
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Rival:
-    return Rival("transformers sdpa", lambda: sdpa(q, k, v, scale))
-
-
-def _prefill_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Rival:
-    return Rival("transformers eager", lambda: eager(q, k, v, scale)[1].sum(2))
-
-
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> Rival:
     places = torch.arange(first, first + q.shape[2], device=q.device).unsqueeze(1)
     behind = places - torch.arange(k.shape[2], device=k.device)
@@ -75,20 +68,12 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window:
     return Rival("sdpa with a mask", lambda: scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True))
 
 
-def _column_sums(q: Tensor, k: Tensor, scale: float) -> Rival:
-    return Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2))
-
-
-def _gather(x: Tensor, rows: Tensor) -> Rival:
-    return Rival("torch.gather", lambda: gathered(x, rows))
-
-
-def _put(x: Tensor, rows: Tensor, values: Tensor) -> Rival:
-    return Rival("torch.scatter_", lambda: x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values))
-
-
 def gathered(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
+
+
+def scattered(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    return x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -108,19 +93,6 @@ def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
     mask = torch.full((1, 1, new, stored), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
     groups: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False)
     return eager_attention_forward(groups, q, k, v, mask.triu(stored - new + 1), scaling=scale)
-
-
-def _kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float) -> Rival:
-    if reason := _without_faiss(x):
-        return Rival(reason, None)
-    return Rival("faiss", lambda: faiss_kmeans(x, initial, iterations))
-
-
-def _pq(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Rival:
-    if reason := _without_faiss(q):
-        return Rival(reason, None)
-    search = FaissSearch(centroids, codes)
-    return Rival("faiss", lambda: search.best(q))
 
 
 def _without_faiss(x: Tensor) -> str | None:
@@ -174,14 +146,20 @@ class FaissSearch:
         return scores, rows
 
 
+def _by_faiss(x: Tensor, prepared: Callable[[], Call]) -> Rival:
+    """`prepared`: makes the call, with whatever faiss does once."""
+    reason = _without_faiss(x)
+    return Rival(reason, None) if reason else Rival("faiss", prepared())
+
+
 _RIVALS: dict[str, Callable[..., Rival]] = {
     "segment_attention": _attention,
-    "prefill_attention": _prefill,
-    "prefill_attention_with_column_sums": _prefill_sums,
-    "column_sums": _column_sums,
+    "prefill_attention": lambda *args: Rival("transformers sdpa", lambda: sdpa(*args)),
+    "prefill_attention_with_column_sums": lambda *args: Rival("transformers eager", lambda: eager(*args)[1].sum(2)),
+    "column_sums": lambda q, k, scale: Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2)),
     "windowed_attention": _windowed,
-    "gather_rows": _gather,
-    "put_rows": _put,
-    "kmeans": _kmeans,
-    "pq_weights": _pq,
+    "gather_rows": lambda x, rows: Rival("torch.gather", lambda: gathered(x, rows)),
+    "put_rows": lambda x, rows, values: Rival("torch.scatter_", lambda: scattered(x, rows, values)),
+    "kmeans": lambda x, initial, iterations, _: _by_faiss(x, lambda: partial(faiss_kmeans, x, initial, iterations)),
+    "pq_weights": lambda q, centroids, codes, _: _by_faiss(q, lambda: partial(FaissSearch(centroids, codes).best, q)),
 }

@@ -1,4 +1,4 @@
-"""Notices on stderr while a command runs."""
+"""What a command says: its output, notices while it runs, and why it ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ BUILDING = "building kernels for this processor, once per machine and version: a
 SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, or fp32"
 
 
+def say(text: str) -> None:
+    """What a command was asked for, on stdout, at once."""
+    print(visible(text), flush=True)
+
+
+def complain(error: object) -> None:
+    """Why a command ends without it, on stderr."""
+    print(visible(f"error: {error}"), file=sys.stderr, flush=True)
+
+
 @cache
 def say_once(message: str) -> None:
     """Once per process, however many jobs of a sweep it concerns."""
@@ -21,7 +31,7 @@ def say_once(message: str) -> None:
 @cache
 def complain_once(message: str) -> None:
     """An error, once per command, however many of its jobs it ends."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    complain(message)
 
 
 class _Builds(logging.Handler):

@@ -1,79 +1,117 @@
-"""What several benchmarks can be told on the command line."""
+"""The options of benchmarks: each is told once, and a benchmark says which of them it has, with their defaults."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from math import inf, nan
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from harness.bench.common.measure import DTYPES
+from harness.bench.common import measure
 from harness.bench.common.synthetic import Shape
 from harness.config.settings import is_budget
+from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from methods.tiers.tier import DEVICE, TIERS
 
 
-def budget(text: str) -> float:
-    """A number of tokens, or with a point a share of the prompt."""
-    number = _number(text)
-    asked = int(number) if text.isdecimal() else number
-    if not is_budget(asked):
-        raise ArgumentTypeError(f"{text} should be a share above 0 and up to 1, as 0.2, or a number of tokens, as 512")
-    return asked
+def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = float) -> Callable[[str], Any]:
+    """The type of an option whose value should be `what`."""
+
+    def checked(text: str) -> Any:
+        with suppress(ValueError):
+            if is_legal(number := read(text)):
+                return number
+        raise ArgumentTypeError(f"{text} should be {what}")
+
+    return checked
 
 
-def count(text: str) -> int:
-    """From 1 on."""
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    """From 0 on."""
-    return _whole(text, 0)
-
-
-def positive(text: str) -> float:
-    """Above 0."""
-    if not 0 < (number := _number(text)) < inf:
-        raise ArgumentTypeError(f"{text} should be a number above 0")
-    return number
-
-
-def share(text: str) -> float:
-    """Above 0 and up to 1."""
-    if not 0 < (number := _number(text)) <= 1:
-        raise ArgumentTypeError(f"{text} should be a share above 0 and up to 1")
-    return number
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise ArgumentTypeError(f"{text} should be a whole number, at least {least}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return nan
+count = _number("a whole number, at least 1", lambda number: number >= 1, int)
+natural = _number("a whole number, at least 0", lambda number: number >= 0, int)
+positive = _number("a number above 0", lambda number: 0 < number < inf)
+share = _number("a share above 0 and up to 1", lambda number: 0 < number <= 1)
+budget = _number(
+    "a share above 0 and up to 1, as 0.2, or a number of tokens, as 512",
+    is_budget,
+    lambda text: int(text) if text.isdecimal() else float(text),
+)
 
 
 def folder(text: str) -> str:
-    """One that exists."""
+    """A folder that exists."""
     if not Path(text).expanduser().is_dir():
         raise ArgumentTypeError(f"{text} is not a folder")
     return text
 
 
 def device(text: str) -> str:
-    """One that this machine has."""
+    """A device that this machine has."""
     try:
         return check_device(text)
     except DeviceError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tokens": {"nargs": "+", "type": count, "help": "lengths of the prompt, or of the history"},
+    "prompts": {"nargs": "*", "type": count, "help": "lengths of a turn's prompt"},
+    "new": {"type": count, "help": "tokens of an answer, of a turn, or behind the first overflow"},
+    "steps": {"type": count, "help": "tokens that a turn decodes"},
+    "beside": {"type": count, "help": "tokens of the job before a turn, behind a save"},
+    "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
+    "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
+    "placement": {"choices": tuple(TIERS)},
+    "reuse_steps": {"type": natural},
+    "buffers": {"nargs": "*", "type": natural, "help": "layers of the read buffer"},
+    "heads": {"type": count},
+    "kv_heads": {"type": count},
+    "head_dim": {"type": count},
+    "shape": {"help": "random weights of this shape instead of the embedded model"},
+    "layers": {"type": count, "help": "of the random weights; all by default"},
+    "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},
+    "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
+    "graphs": {"action": "store_true", "help": "capture decode steps as CUDA graphs, where that can be"},
+    "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
+    "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
+    "compile": {"action": "store_true", "help": "torch.compile as the rival of the model's own parts"},
+    "texts": {"type": count, "help": "windows of the test split"},
+    "window": {"type": count, "help": "tokens of history and turn together, at most"},
+    "turn": {"type": count, "help": "tokens of a turn"},
+    "ratio": {"type": share, "help": "share of the history that stays"},
+    "sinks": {"type": natural, "help": "first tokens that stay, in one of the rows"},
+    "python": {"required": True, "help": "of an environment that has kvpress"},
+    "tasks": {"nargs": "+", "help": "of RULER"},
+    "length": {"type": count, "help": "tokens of prompt and answer"},
+    "samples": {"type": count, "help": "per task"},
+    "data_root": {"type": folder, "help": "folder with data sets; without it, what needs none"},
+    "dtype": {"choices": DTYPES},
+    "dtypes": {"nargs": "+", "choices": DTYPES},
+    "device": {"type": device},
+    "rounds": {"type": count},
+    "seconds": {"type": positive},
+    "minutes": {"type": positive, "help": "begin no further row after that long"},
+    "no_plot": {"action": "store_true", "help": "the table and the figures alone"},
+    "out": {"type": Path, "help": "folder for the table, the figures and the picture"},
+}
+OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
+RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}
+FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}  # dtypes with known limits
+LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
+METHODS: dict[str, Any] = {"methods": [], "placement": DEVICE, "reuse_steps": 0}  # no name: all of them
+
+
+def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
+    """Of the benchmark `kind`. `options`: the default of each, or what is another here than in OPTIONS."""
+    made = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
+    for name, given in options.items():
+        facts = given if isinstance(given, dict) else {"default": given}
+        made.add_argument(f"--{name.replace('_', '-')}", **OPTIONS.get(name, {}) | facts)
+    return made
 
 
 def current(name: str) -> torch.device:
@@ -84,15 +122,8 @@ def current(name: str) -> torch.device:
     return chosen
 
 
-def add_shape(parser: ArgumentParser) -> None:
-    """One attention layer, for `shape`."""
-    parser.add_argument("--heads", type=count, default=32)
-    parser.add_argument("--kv-heads", type=count, default=8)
-    parser.add_argument("--head-dim", type=count, default=128)
-
-
-def shape(options: Namespace, device: str = "cpu") -> Shape:
-    """What `add_shape` asked for, in the dtype of the options."""
+def shape(options: Namespace) -> Shape:
+    """The attention layer that LAYER's options ask for."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
     if heads % kv_heads:
         raise ValueError(
@@ -103,23 +134,4 @@ def shape(options: Namespace, device: str = "cpu") -> Shape:
         raise ValueError(
             f"--head-dim {dim}: a rotation turns the channels of a head in pairs, so choose an even number."
         )
-    return Shape(heads, kv_heads, dim, DTYPES[options.dtype], torch.device(device))
-
-
-def add_method(parser: ArgumentParser) -> None:
-    parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
-    parser.add_argument("--placement", default=DEVICE, choices=tuple(TIERS))
-    parser.add_argument("--reuse-steps", type=natural, default=0)
-
-
-def add_run(parser: ArgumentParser, rounds: int = 15) -> None:
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--device", default="cpu", type=device)
-    parser.add_argument("--rounds", type=count, default=rounds)
-    add_out(parser)
-
-
-def add_out(parser: ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=positive, help="begin no further row after that long")
-    parser.add_argument("--no-plot", action="store_true", help="the table and the figures alone")
-    parser.add_argument("--out", type=Path, help="folder for the table, the figures and the picture")
+    return Shape(heads, kv_heads, dim, measure.DTYPES[options.dtype], torch.device(vars(options).get("device", "cpu")))

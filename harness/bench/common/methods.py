@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import yaml
 
+from harness.bench.common.output import Report
 from harness.config.catalogue import entries
 from harness.config.plugins import build
-from methods.base import Method
+from methods.base import BudgetError, Method
+
+Measure = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 
 def names() -> list[str]:
@@ -36,3 +41,22 @@ def parsed(spec: str) -> tuple[str, Method]:
 def chosen(specs: Sequence[str]) -> dict[str, Method]:
     """Those named, or every method there is."""
     return dict(parsed(spec) for spec in specs or names())
+
+
+def measured(
+    options: Namespace, report: Report, behind: Callable[[int], Measure], told: Callable[[dict[str, Any]], str]
+) -> None:
+    """A row for every method behind a prompt of every length. `behind`: that length -> what measures a method there.
+    A budget that is too small for a method, or a lack of memory, is a row that says so."""
+    for tokens in options.tokens:
+        measure = behind(tokens)
+        for name, method in chosen(options.methods).items():
+            row: dict[str, Any] = {"method": name, "tokens": tokens}
+            if report.out_of_time(f"{name} at {tokens}"):
+                continue
+            try:
+                row |= measure(method)
+                line = told(row)
+            except (BudgetError, torch.OutOfMemoryError) as error:
+                row["error"] = line = str(error)
+            report.add(row, f"{name} at {tokens}: {line}")

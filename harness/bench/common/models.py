@@ -10,17 +10,13 @@ from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 
 
-def add_shape(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", help="random weights of this shape instead of the embedded model")
-
-
 def add_run(parser: ArgumentParser) -> None:
     """What is measured on a whole model, turn by turn."""
     parser.add_argument("--rounds", type=arguments.count, default=5)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--device", default="cpu", type=arguments.device)
-    add_shape(parser)
-    arguments.add_out(parser)
+    for name, default in {"shape": None, **arguments.OUT}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **arguments.OPTIONS[name])
 
 
 def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:

@@ -6,15 +6,17 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.bench.common.measure import Estimate
 from harness.results.files import write_atomically
 from harness.results.provenance import now, provenance
+from harness.terminal.notices import say
 from harness.terminal.tables import Column, digits, markdown_table, text_table
 from kernels.temporary import remove_abandoned
 
@@ -22,6 +24,7 @@ ROOT = Path("results/runs/bench")
 PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
 Row = Mapping[str, Any]
 Table = Callable[[Sequence[Row]], list[Column]]  # of rows without an error
+Picture = Callable[..., None]  # of a path and such rows, and a title
 
 
 class Report:
@@ -29,7 +32,8 @@ class Report:
     that is killed leaves what it had measured, marked as partial."""
 
     def __init__(self, kind: str, title: str, options: Namespace, table: Table, **facts: Any) -> None:
-        self.title, self.table, self.minutes = title, table, getattr(options, "minutes", None)
+        self.title, self.table = title, table
+        self.minutes, self.no_plot = getattr(options, "minutes", None), getattr(options, "no_plot", False)
         self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
         self.rows: list[Row] = []
         self.left_out: list[str] = []
@@ -40,7 +44,7 @@ class Report:
         for folder in (self.folder, *ROOT.glob(f"{kind}-*")):
             remove_abandoned(folder)  # stores of gigabytes, where an earlier one was killed
         self.folder.mkdir(parents=True, exist_ok=True)
-        print(f"{title}\nEach row goes to {self.folder} as it comes.", flush=True)
+        say(f"{title}\nEach row goes to {self.folder} as it comes.")
 
     def add(self, row: Row, line: str) -> None:
         """`line`: the row as the screen shows it."""
@@ -50,7 +54,7 @@ class Report:
         """In place of the rows so far, for those that grow with every round."""
         self.rows = list(rows)
         self._write("partial")
-        print(line + (f" ({mark} samples disturbed)" if (mark := _disturbed(self.rows[-1])) else ""), flush=True)
+        say(line + (f" ({mark} samples disturbed)" if (mark := _marked("disturbed")(self.rows[-1])) else ""))
 
     def out_of_time(self, what: str) -> bool:
         """Whether --minutes are over, so that `what` is left out."""
@@ -59,15 +63,18 @@ class Report:
             self.left_out.append(what)
         return over
 
-    def finish(self) -> list[Row]:
-        """Prints the table; returns the rows without an error, for a picture."""
+    def finish(self, picture: Picture | None = None) -> list[Row]:
+        """Prints the table and draws the rows without an error, where matplotlib is there and a picture is asked for;
+        returns them."""
         good = self._good()
         if not good:
             raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
         self._write("complete")
-        load = os.getloadavg()[0]
-        print(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}load average {load:.2f}; ", end="")
-        print(f"written to {self.folder}")
+        end = f"load average {os.getloadavg()[0]:.2f}; written to {self.folder}"
+        say(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}{end}")
+        if picture and not self.no_plot:
+            with suppress(ImportError):
+                picture(self.folder / "plot.png", good, title=fill(self.title, 90))
         return good
 
     def _good(self) -> list[Row]:
@@ -75,11 +82,12 @@ class Report:
 
     def _columns(self) -> list[Column]:
         good = self._good()
-        return [*self.table(good), column("disturbed", "", good, _disturbed), column("launches", "", good, _launches)]
+        marked = [Cell("disturbed", _marked("disturbed")), Cell("launches", _marked("with_launches"))]
+        return [*self.table(good), *table(*marked)(good)]
 
     def _warnings(self) -> str:
         """What a reader of the table must know, a sentence per line."""
-        disturbed = sum(bool(_disturbed(row)) for row in self._good())
+        disturbed = sum(bool(row.get("disturbed")) for row in self._good())
         sentences = []
         if disturbed:
             sentences.append(
@@ -100,44 +108,55 @@ class Report:
         write_atomically(self.folder / "table.md", text)
 
 
-def _disturbed(row: Row) -> str | None:
-    return f"{row['disturbed']} of {row['samples']}" if row.get("disturbed") else None
+class Cell(NamedTuple):
+    """One column of a table. `of`: the key of a row, with a dot for a key within it, or what a row is told as."""
+
+    head: str
+    of: str | Callable[[Row], Any]
+    unit: str = ""
+    factor: float = 1
+    left: bool = False
+
+    def value(self, row: Row) -> Any:
+        """None, and what a row lacks, is empty; of an estimate each of its three values is scaled."""
+        value: Any = self.of(row) if callable(self.of) else row
+        for key in [] if callable(self.of) else self.of.split("."):
+            value = value.get(key)
+        if isinstance(value, tuple | list):
+            return [self.factor * one for one in value]
+        return self.factor * value if isinstance(value, int | float) and self.factor != 1 else value
 
 
-def _launches(row: Row) -> str | None:
-    return f"{row['with_launches']} of {row['samples']}" if row.get("with_launches") else None
+def table(*cells: Cell) -> Table:
+    return lambda rows: [
+        Column(cell.head, cell.unit, [_text(cell.value(row)) for row in rows], cell.left) for cell in cells
+    ]
 
 
-def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any], left: bool = False) -> Column:
-    """Numbers with three digits, an estimate as "median low-high"; None is empty."""
-    return Column(head, unit, [_text(cell(row)) for row in rows], left)
+def some(key: str) -> Callable[[Row], Any]:
+    """A number of the row, empty where it is 0."""
+    return lambda row: row[key] or None
 
 
-def scaled(key: str, factor: float) -> Callable[[Row], list[float] | None]:
-    """The cell of an estimate in another unit; of None, as where nothing was measured, it is empty."""
-    return lambda row: None if row[key] is None else [factor * value for value in row[key]]
+def _marked(kind: str) -> Callable[[Row], str | None]:
+    """How many of a row's samples have that mark; None where none has."""
+    return lambda row: f"{row[kind]} of {row['samples']}" if row.get(kind) else None
 
 
 def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, labels: tuple[str, str], title: str) -> None:
-    """One line per series over x, both axes logarithmic, intervals as bands. Left out where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    """One line per series over x, both axes logarithmic, intervals as bands."""
+    figure, axes = _axes(5)
     names = list(dict.fromkeys(row[series] for row in rows))
     for place, name in enumerate(names):
         points = sorted((row[x], *row[y]) for row in rows if row[series] == name and row[y])
         at, middle, low, high = zip(*points, strict=True) if points else ((), (), (), ())
         axes.plot(at, middle, "osD^vPX"[place % 7] + "-", label=name, linewidth=1.2, markersize=4)
         axes.fill_between(at, low, high, alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=_wrapped(title))
+    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K" if value >= 1024 else f"{value:g}")
     axes.set_xticks(sorted({row[x] for row in rows}), minor=False)
     axes.set_xticks([], minor=True)
-    axes.yaxis.set_major_formatter(_plain)
-    axes.yaxis.set_minor_formatter(_plain)
+    axes.yaxis.set(major_formatter=_plain, minor_formatter=_plain)
     axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.grid(True, which="major", color="#e3e3e3")
     axes.legend(fontsize=8, ncols=2)
@@ -146,38 +165,44 @@ def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, label
 
 def bars(path: Path, rows: Sequence[Row], *, label: str, y: str, unit: str, title: str) -> None:
     """One bar per row with its interval."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
     shown = [row for row in rows if row[y]]
-    figure = Figure(figsize=(8, 0.3 * len(shown) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(shown))
-    middles = [row[y][0] for row in shown]
-    errors = [[row[y][0] - row[y][1] for row in shown], [row[y][2] - row[y][0] for row in shown]]
-    axes.barh(places, middles, xerr=errors, color="#56b4e9", ecolor="#666666")
+    figure, axes = _axes(0.3 * len(shown) + 1.2)
+    places, ends = range(len(shown)), [[abs(row[y][end] - row[y][0]) for row in shown] for end in (1, 2)]
+    axes.barh(places, [row[y][0] for row in shown], xerr=ends, color="#56b4e9", ecolor="#666666")
     axes.set_yticks(places, [row[label] for row in shown], fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1, color="#222222", linewidth=0.8)
-    axes.set(xlabel=unit, title=_wrapped(title), xlim=(0, None))
+    axes.set(xlabel=unit, title=title, xlim=(0, None))
     axes.grid(True, axis="x", color="#e3e3e3")
     axes.set_axisbelow(True)
     figure.savefig(path, dpi=120)
+
+
+def _axes(inches: float) -> tuple[Any, Any]:
+    """A figure of that height."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, inches), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _plain(value: float, _: float) -> str:
     return f"{value:g}"
 
 
-def _wrapped(title: str) -> str:
-    return fill(title, 90)
-
-
 def _text(value: Any) -> str:
+    """Three digits of a number, a count as it is, an estimate as "median low-high"."""
     if value is None:
         return ""
     if isinstance(value, (tuple, list)):
         middle, low, high = Estimate(*value)
         return f"{digits(middle)} {digits(low)}-{digits(high)}"
-    return value if isinstance(value, str) else digits(value)
+    return str(value) if isinstance(value, str | int) else digits(value)
+
+
+def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any], left: bool = False) -> Column:
+    return table(Cell(head, cell, unit, left=left))(rows)[0]
+
+
+def scaled(key: str, factor: float) -> Callable[[Row], Any]:
+    return Cell(key, key, factor=factor).value

@@ -83,7 +83,7 @@ def test_a_real_prefill_is_the_model_s_own() -> None:
     model, ids = tiny("llama"), prompt(100)
     kv = Attachment(model, Full())
     with routed(model):
-        decoding = decode.Decoding(kv, ids, options())
+        decoding = decode.ModelDecoding(kv, ids, options())
         assert decoding.timed_turn() > 0
     wanted = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 100:].tolist()
     assert decoding.first.tokens == [wanted]
@@ -94,7 +94,7 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     model = tiny("llama")
     kv = Attachment(model, PQ, 40)
     with routed(model):
-        decoding = decode.Decoding(kv, prompt(100), options(synthetic=True))
+        decoding = decode.ModelDecoding(kv, prompt(100), options(synthetic=True))
     assert decoding.cache.num_tokens == 100 + 4
     assert decoding.first.measured["attended_prompt"] == 40
     spec = layer_specs(model)[0]
@@ -113,7 +113,7 @@ def test_the_floor_counts_each_weight_once() -> None:
     model = tiny("llama")
     kv = Attachment(model, Full())
     with routed(model):
-        decoding = decode.Decoding(kv, prompt(50), options())
+        decoding = decode.ModelDecoding(kv, prompt(50), options())
         decoding.timed_turn()
     table = model.get_input_embeddings().weight
     weights = sum(x.nbytes for x in model.parameters()) - table.nbytes

@@ -76,7 +76,7 @@ def test_both_sides_answer_the_same_prompt(folder: Path, monkeypatch: pytest.Mon
     assert [(row["press"], row["dtype"]) for row in rows] == [
         ("full", "fp32"), ("snapkv", "fp32"), ("full", "best"), ("snapkv", "best")
     ]  # fmt: skip
-    assert [len(column.cells) for column in kvpress.table(rows)] == [4] * 12
+    assert [len(column.cells) for column in kvpress.TABLE(rows)] == [4] * 12
 
 
 def test_the_best_dtype_of_each_side_is_held_against_the_other_s() -> None:

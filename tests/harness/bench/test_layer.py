@@ -19,7 +19,7 @@ from harness.bench.common import methods
 from harness.bench.common.measure import Estimate, ratios
 from harness.bench.common.synthetic import Shape
 from harness.bench.common.traffic import bytes_read
-from harness.bench.layer import Decoding
+from harness.bench.layer import LayerDecoding
 from harness.engine.step_parts import PHASES
 from kernels import ops
 from kernels.dispatch import watched
@@ -95,7 +95,7 @@ def test_full_reads_every_token_once() -> None:
 
 
 def test_full_forgets_what_it_generated_for_the_next_method() -> None:
-    decoding = Decoding(Full(), SHAPE, TOKENS, options())
+    decoding = LayerDecoding(Full(), SHAPE, TOKENS, options())
     decoding.advance()
     first = decoding.next
     before = decoding.layer.decode(first)
@@ -107,7 +107,7 @@ def test_full_forgets_what_it_generated_for_the_next_method() -> None:
 
 
 def test_a_layer_that_chooses_ahead_does_so_within_the_step() -> None:
-    decoding = Decoding(methods.load("infinigen"), SHAPE, TOKENS, options())
+    decoding = LayerDecoding(methods.load("infinigen"), SHAPE, TOKENS, options())
     decoding.advance()
     decoding.step()
     first = decoding.layer.read_positions()
@@ -133,7 +133,7 @@ def test_every_operation_of_a_step_has_a_phase_and_its_bytes() -> None:
         return call()
 
     for name in methods.names():
-        decoding = Decoding(methods.load(name), SHAPE, TOKENS, options())
+        decoding = LayerDecoding(methods.load(name), SHAPE, TOKENS, options())
         decoding.advance()
         with watched(note):
             decoding.step()
