@@ -1,9 +1,10 @@
-"""Ada-KV: SnapKV whose KV heads share one budget, each as much of it as its votes are worth (arXiv 2407.11550).
+"""Ada-KV: SnapKV with one budget for all KV heads of a layer, of which each gets what its votes are worth (arXiv
+2407.11550).
 
-The votes of all heads of a layer are ranked together; a head's share is how many of its tokens are among the best, as
-many as all heads may keep. A floor gives every head a part of the even share, for a head with low votes would be left
-with the window alone. The mean over the heads is the budget, to the last token; the released code rounds each head's
-share for itself. What a head does not keep takes no memory: every head has a store of its own.
+The votes of all heads of a layer are ranked together, and the best are kept, as many as all heads may keep: a head's
+share is how many of its tokens are among them. A floor gives every head a part of the even share, since a head with low
+votes would be left with the window alone. The mean over the heads is the budget, to the last token; the released code
+rounds each head's share for itself. What a head does not keep takes no memory: every head has a store of its own.
 
 `normalize`, an option of the released code, first scales a head's votes by how much of them its best tokens hold.
 """
@@ -27,7 +28,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-    """SnapKV's parameters. floor: part of the even share that every head gets. normalize: see above."""
+    """Takes SnapKV's parameters and two more. floor: the part of the even share that every head gets. normalize:
+    whether a head's votes are scaled first, as the module says."""
 
     card: ClassVar[Card | None] = Card(
         prefill="dense",
@@ -65,7 +67,7 @@ class AdaKV(SnapKV):
 
 
 class AdaKeep(SnapKeep, capturable=True):
-    """The heads of each sequence share what `size` tokens per head come to."""
+    """Divides what `size` tokens per head come to among the heads of each sequence."""
 
     method: AdaKV
 
@@ -82,7 +84,8 @@ class AdaKeep(SnapKeep, capturable=True):
         self.layer.retain_per_head(rows)
 
     def shares(self, votes: Sequence[Tensor], each: int) -> list[int]:
-        """How many of its voted tokens every head keeps. votes [M] of each head -> together each * heads"""
+        """Return how many of its voted tokens every head keeps. votes [M] of each head -> numbers that add up to each *
+        heads"""
         best = [vote.sort(descending=True).values for vote in votes]
         if self.method.normalize:
             best = [vote * (vote[:each].sum() / vote.sum()) for vote in best]
@@ -92,7 +95,7 @@ class AdaKeep(SnapKeep, capturable=True):
         return whole_shares([n * (1 - floor) + each * floor for n in won.tolist()], [len(vote) for vote in votes])
 
     def _votes_per_head(self) -> list[Tensor]:
-        """Pooled votes for every stored token but the window: [M] of each head, one sequence after the other."""
+        """Return pooled votes for every stored token but the window: [M] of each head, one sequence after the other."""
         store = self.store
         if not isinstance(store, PerHeadStore):
             return [*self._votes().flatten(0, 1)]
@@ -103,7 +106,8 @@ class AdaKeep(SnapKeep, capturable=True):
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Whole numbers near `asked`, none above `most`, with the sum of `asked` (a whole number, which `most` allows)."""
+    """Return whole numbers near `asked`, none above `most`, that add up to the sum of `asked` (a whole number, which
+    `most` allows)."""
     given = [min(int(wish), limit) for wish, limit in zip(asked, most, strict=True)]
     for _ in range(round(sum(asked)) - sum(given)):
         open_heads = [head for head, limit in enumerate(most) if given[head] < limit]

@@ -1,4 +1,4 @@
-"""Full: every token of the cache, read by every step. The baseline all others are compared with."""
+"""Full: every step reads every token of the cache. All other methods are compared with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
-    """offload: the prompt lies where `placement` says, and each step brings all of it to the device, layer by layer.
+    """Keeps everything and reads it in each step. offload: the prompt lies where `placement` says, and each step brings
+    all of it to the device, layer by layer.
 
     On the device the store is preallocated, so a step copies nothing but its own token.
     """
@@ -52,7 +53,7 @@ class Full(Method):
 
 
 class OffloadedLayer(Layer, capturable=True):
-    """Generated tokens stay on the device."""
+    """Sends the prompt away at the seal; generated tokens stay on the device."""
 
     def seal(self) -> None:
         super().seal()

@@ -1,13 +1,13 @@
 """H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv 2306.14048).
 
-A token's score is its column sum: the softmax weights it received from every query so far, summed over the query
-heads of a KV head, as PQCache's comparison extends H2O to grouped heads. Kept keys stay at their positions.
+A token's score is its column sum: the softmax weights it received from every query so far, summed over the query heads
+of a KV head, as PQCache's comparison extends H2O to grouped heads. Kept keys stay at their positions.
 
 Our budget counts prompt tokens and generated ones come on top, so nothing competes with a generated token and the
-prompt is evicted once, at its seal, where the paper evicts with each token. Decoding goes on counting: a further turn
-evicts by all queries so far. Sums run in fp32; the released code's fp16 sums overflow at sinks. `compensation` is
-PQCache's H2O(C), which may keep more because it moves nothing: s/128 tokens (`literal`, the text's share of the
-cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys alone) beyond the budget.
+prompt is evicted once, at its seal, where the paper evicts with each token. Counting goes on while decoding: a further
+turn evicts by all queries so far. Sums run in fp32; the released code's fp16 sums overflow at sinks. `compensation` is
+PQCache's H2O(C), which may keep more than the budget because it moves nothing: s/128 tokens more (`literal`, the text's
+share of the cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys alone).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: see above."""
+    """sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: what is kept beyond it, as the module
+    says."""
 
     selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(
@@ -65,7 +66,7 @@ class H2O(Windowed):
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
-        """Nothing is moved, so it may keep more: H2O(C)."""
+        """Keep more, since nothing is moved: H2O(C)."""
         if share != 1 / 128:
             raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
         return replace(self, compensation="literal") if self.compensation == "none" else self
@@ -94,7 +95,7 @@ class H2OKeep(Keep, capturable=True):
         return {"received": ends(state["received"], first, last)}
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """The latest, and of the others those with the largest sums."""
+        """Keep the latest tokens, and of the others those with the largest sums."""
         plan = Plan(0, int(size * self.method.recent_ratio), 0)
         received = self.received[..., self.store.length - count : self.store.length - plan.local]
         return between_ends(ops.top_k(received, size - plan.local), plan, count)
@@ -134,6 +135,6 @@ class H2OKeep(Keep, capturable=True):
         return rows
 
     def _count(self, sums: Tensor) -> None:
-        """sums [B H S]"""
+        """Add what the stored tokens received. sums [B H S]"""
         grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
         self.received[..., : grouped.shape[-1]] += grouped

@@ -1,16 +1,16 @@
-"""InfiniGen: a layer's tokens are guessed from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
+"""InfiniGen: guesses a layer's tokens from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
 
 Once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that few columns
-hold most of them. A prompt keeps, for the columns in which its own queries or keys are largest, its skewed keys on the
-device (the released code for RoPE takes this union, from one fixed prompt; its OPT runtime the queries' columns alone,
-from each prompt). At each step layer l's query projection is applied to the input of layer l-1; the guessed query
-against the partial keys tells which tokens come within `alpha` of the largest logit of a query head. Their mean count
-over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a batch (the
-released code takes one mean for all).
+hold most of them. A prompt keeps its skewed keys on the device, in the columns in which its own queries or keys are
+largest. (The released code for RoPE takes this union too, from one fixed prompt; its OPT runtime takes the queries'
+columns alone, from each prompt.) At each step layer l's query projection is applied to the input of layer l-1; the
+guessed query against the partial keys tells which tokens come within `alpha` of the largest logit of a query head.
+Their mean count over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence
+of a batch (the released code takes one mean for all).
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
-would destroy the logits. For grouped heads a token's score is its best margin among the group, which is the paper's
-rule where there is one query head per KV head.
+would destroy the logits. With grouped heads a token's score is its best margin in the group, which is the paper's rule
+where there is one query head per KV head.
 
 The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from. Generated tokens
 count for the largest logit and are always read.
@@ -58,7 +58,7 @@ from methods.parts.uneven import one_by_one
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniGen(Method):
-    """The yaml explains the fields."""
+    """Holds the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class InfiniGen(Method):
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
     ) -> tuple[Tensor, ...] | None:
-        """A of every layer, [G D D]: principal directions of the queries of a group's heads, stacked."""
+        """Return A of every layer, [G D D]: the principal directions of the queries of a group's heads, stacked."""
         if not self.skew:
             return None
         inputs = zip(specs, observe(self.calibration_tokens), strict=True)
@@ -151,10 +151,11 @@ class InfiniGen(Method):
 
 
 class InfiniGenRead(Pooled, capturable=True):
-    """No sinks and no window: the whole budget is the limit of what the layer before may choose.
+    """Reads the tokens that the layer before has chosen. There are no sinks and no window: the whole budget limits that
+    choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' read. With placement=host they are read in each step, for only n' rows are to be moved.
+    first n' are read. With placement=host they are read in each step, since only n' rows are to be moved.
     """
 
     method: InfiniGen
@@ -212,7 +213,7 @@ class InfiniGenRead(Pooled, capturable=True):
         return out
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """One by one where the sequences read different numbers of tokens."""
+        """Attend for one sequence after the other where they read different numbers of tokens."""
         counts = self.counts if self.plan is not None else []
         if isinstance(counts, Tensor):
             return super().attend(q, *(s if s.rows is None else s._replace(live=counts) for s in segments))
@@ -230,11 +231,12 @@ class InfiniGenRead(Pooled, capturable=True):
         return rotate(self.spec.project_query(hidden), cos, sin)
 
     def fetches(self, q: Tensor) -> Fetched:
+        """Return the rows that a token with query q would fetch, and how many of them; nothing is fetched here."""
         assert self.plan is not None
         return self.choose(self.logits(q), self.plan.top)
 
     def logits(self, q: Tensor) -> Tensor:
-        """Speculated logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
+        """Guess the logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
         grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
         grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
         if not self.cache.counters.running:
@@ -243,7 +245,8 @@ class InfiniGenRead(Pooled, capturable=True):
         return without_missing(ops.row_scores(grouped, self.partial.stored), live, float("-inf"))
 
     def choose(self, logits: Tensor, limit: int) -> Fetched:
-        """As many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each B"""
+        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each
+        B"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
@@ -257,7 +260,7 @@ class InfiniGenRead(Pooled, capturable=True):
         return rows, counts
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """What the layer before has chosen: the true query comes too late to fetch for it."""
+        """Return what the layer before has chosen: the true query comes too late to fetch for it."""
         assert self.guessed is not None
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
@@ -279,7 +282,7 @@ class InfiniGenRead(Pooled, capturable=True):
         return self.counts, super().attended.generated
 
     def selected_rows(self) -> Tensor | None:
-        """-1 where a sequence reads fewer tokens than another."""
+        """Return the rows read, with -1 where a sequence reads fewer tokens than another."""
         rows = super().selected_rows()
         if rows is None:
             return None
@@ -292,7 +295,7 @@ class InfiniGenRead(Pooled, capturable=True):
             self.partial.length += steps
 
     def _skewed(self, x: Tensor) -> Tensor:
-        """x [B G T D] times A; x itself without a skew."""
+        """Multiply x [B G T D] by A; without a skew, return x itself."""
         if not self.method.skew:
             return x
         matrices = self.request.prepared

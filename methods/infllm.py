@@ -2,12 +2,12 @@
 
 Tokens that leave the window fill blocks. A block's representative is, per query head, the mean key of the tokens that
 drew the most attention while they were in the window. An execution block of queries (a single one when decoding) reads
-the best blocks, the same for all heads, by the summed product with its mean query. Tokens at a distance of `n_local`
-or more are read as if they all stood n_local - 1 before the query, so no distance exceeds the window.
+the best blocks, the same for all heads, by the summed product with its mean query. Tokens at a distance of `n_local` or
+more are read as if they all stood n_local - 1 before the query, so no distance exceeds the window.
 
-So the prompt's outputs are not Full's, and no shared prefill serves. The budget fixes window and number of blocks:
-first tokens, window, the tokens between window and last block, and the blocks read are within it. A prefill in several
-chunks spends the budget of what has come so far.
+The prompt's outputs are therefore not Full's, and no shared prefill serves. The budget fixes the window and the number
+of blocks: first tokens, window, the tokens between window and last block, and the blocks read are within it. A prefill
+in several chunks spends the budget of what has come so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class InfLLM(Method):
-    """The yaml explains the fields."""
+    """Holds the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -77,17 +77,18 @@ class InfLLM(Method):
 
     @property
     def smallest_budget(self) -> int:
-        """First tokens, one local, an almost full block, and one to select."""
+        """Return room for the first tokens, one local token, an almost full block, and one block to select."""
         return self.n_init + 2 * self.block
 
     def spend(self, budget: int) -> tuple[int, int]:
-        """n_local and the number of blocks to read, with room for an unfinished block."""
+        """Return n_local and the number of blocks to read, with room for an unfinished block."""
         spare = budget - self.n_init - (self.block - 1)
         blocks = max(1, int(spare * (1 - self.local_ratio) / self.block))
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """First tokens and an unfinished block on top; the released code also rounds the blocks up."""
+        """Count first tokens and an unfinished block on top, as the paper does; the released code also rounds the
+        blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
@@ -104,7 +105,7 @@ class InfLLM(Method):
         return costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2) + shared
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
-        """`repr_topk` of the tokens of a block."""
+        """Represent a block by a `share` of its tokens."""
         tokens = int(share * self.block)
         if not 1 <= tokens <= self.block:
             raise CostError(
@@ -119,13 +120,13 @@ class InfLLM(Method):
 
 
 class InfLLMRead(Select, capturable=True):
-    """Its middle are the blocks; their keys are stored as if they stood at position 0, all others truly rotated."""
+    """Reads blocks as its middle. Their keys are stored as if they stood at position 0, all others truly rotated."""
 
     method: InfLLM
-    blocks = 0  # filled so far
+    blocks = 0  # blocks that are filled so far
     n_local = 0  # length of the window
-    far_k: Tensor  # [B G F D], of first tokens and those behind the blocks that left the window, as at position 0
-    far_end = 0  # position of the first token that has not left it; room behind is for the others
+    far_k: Tensor  # [B G F D], as at position 0: of first tokens, then of those behind the blocks that left the window
+    far_end = 0  # position of the first token that has not left the window; room behind is for the others
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
@@ -166,7 +167,7 @@ class InfLLMRead(Select, capturable=True):
         return torch.cat(outs, 2)
 
     def split(self, budget: int) -> Plan:
-        """The window at the end of the prompt, tokens that have not filled a block yet included."""
+        """Return a plan whose window at the end of the prompt includes the tokens that have not filled a block yet."""
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
         size, n_init = self.method.block, self.method.n_init
@@ -179,7 +180,7 @@ class InfLLMRead(Select, capturable=True):
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 
     def index(self, keys: Tensor) -> None:
-        """The representatives have been there since the blocks were filled."""
+        """Do nothing, since the representatives have been there since the blocks were filled."""
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -199,16 +200,16 @@ class InfLLMRead(Select, capturable=True):
         return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
+        """Select blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
         return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
 
     @property
     def _after(self) -> int:
-        """Position of the first token behind the blocks."""
+        """Return the position of the first token behind the blocks."""
         return self.method.n_init + self.blocks * self.method.block
 
     def _leave(self, window: int) -> None:
-        """Tokens before position `window` are far from now on."""
+        """Count the tokens before position `window` as far from now on."""
         if self.far_end < window:
             place = self.far_end - self._after + self.method.n_init
             self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
@@ -227,7 +228,7 @@ class InfLLMRead(Select, capturable=True):
         return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
 
     def _near(self, window: int) -> Segment:
-        """The n_local tokens from position `window` on."""
+        """Return the n_local tokens from position `window` on."""
         first = window - self.layer.away
         if not self.cache.counters.running:
             return self.store.since(first)
@@ -239,13 +240,13 @@ class InfLLMRead(Select, capturable=True):
         self.far_end += steps
 
     def _moved(self, start: int, end: int) -> Tensor:
-        """Keys of tokens outside the host's blocks, as if they stood at position 0."""
+        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
         positions = self._positions(start, end)
         keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
         return self.rope_table.move(keys, positions, 0)
 
     def _spend_so_far(self) -> tuple[int, int]:
-        """n_local and blocks to read at prefill; everything is local while that is little."""
+        """Return n_local and the number of blocks to read at prefill; everything is local while that is little."""
         budget, seen = self.request.budget, self.layer.seen
         assert budget is not None
         tokens = budget.tokens(seen, self.spec.index)
@@ -253,17 +254,18 @@ class InfLLMRead(Select, capturable=True):
         return (seen, 0) if little else self.method.spend(tokens)
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
-        """The queries at positions from `first`, as if they stood n_local - 1 after all far keys."""
+        """Turn the queries at positions from `first` on as if they stood n_local - 1 after all far keys."""
         return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
 
     def _positions(self, start: int, end: int) -> Tensor:
         return self.cache.counters.positions(start, end - start, self.request.device)
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """One softmax over blocks read, first tokens and window. q, far_q [B H T D] at positions from `first`."""
+        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B H T D] at positions
+        from `first`"""
         end, scale = first + q.shape[2], self.spec.scale
-        outside = self._after if self.blocks else 0  # tokens from there on are in no block, nor first ones
-        far_end = end - self.n_local  # tokens before it are far, from the last query at least
+        outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
+        far_end = end - self.n_local  # tokens before it are far, at least from the last query
         near = max(outside, first - self.n_local + 1)
         k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
         parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
@@ -280,7 +282,7 @@ class InfLLMRead(Select, capturable=True):
         return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
 
     def _always(self) -> tuple[Tensor, Tensor]:
-        """Keys and values that all of these queries read as far: the first tokens and the chosen blocks."""
+        """Return keys and values that all of these queries read as far: the first tokens and the chosen blocks."""
         n_init, v = self.method.n_init, self.store.v
         keys, values = self._moved(0, n_init), v[:, :, :n_init]
         if self.rows is None:
@@ -289,7 +291,7 @@ class InfLLMRead(Select, capturable=True):
         return torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
 
     def _fill_blocks(self, seen: int) -> None:
-        """Tokens that have left the window go into blocks as soon as they fill one."""
+        """Put tokens that have left the window into blocks as soon as they fill one."""
         size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
         if filled <= self.blocks:
             return

@@ -1,8 +1,8 @@
-"""KIVI: every token is kept and read, all but the last in few bits (arXiv 2402.02750, ICML'24).
+"""KIVI: keeps and reads every token, all but the last in few bits (arXiv 2402.02750, ICML'24).
 
-Keys have channels that are large throughout, so a channel has a range of its own for every `group` tokens; values have
-none, so a token has one for every `group` channels. Tokens are quantised `residual` at a time, prompt and generated
-ones alike; those that do not fill such a block wait in full precision.
+Keys have channels that are large throughout, so each channel has a range of its own for every `group` tokens. Values
+have no such channels, so each token has a range for every `group` channels. Tokens are quantised `residual` at a time,
+prompt and generated ones alike; those that do not fill such a block wait in full precision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from methods.tiers.integers import IntCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """bits 2, 4 or 8; group: numbers with a range of their own; residual: tokens that are quantised together."""
+    """bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens are quantised together."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
@@ -81,7 +81,7 @@ class Kivi(Method):
 
 
 class KiviLayer(Layer, capturable=True):
-    """Its store holds the tokens that wait."""
+    """Holds the tokens that wait in its store."""
 
     method: Kivi
 

@@ -1,11 +1,11 @@
-"""LM-Infinite: a window of near tokens and the first ones, no distance beyond the window (arXiv 2308.16137).
+"""LM-Infinite: reads a window of near tokens and the first ones, no distance beyond the window (arXiv 2308.16137).
 
 Every query, those of the prompt as well, reads the n_local tokens before it at their true distances and the first
-`n_init` tokens; where these lie further back than the window, they are read as if they stood exactly n_local before
-the query. So the prompt's outputs are not Full's: this method cannot take over a shared prefill.
+`n_init` tokens; where these lie further back than the window, they are read as if they stood exactly n_local before the
+query. So the prompt's outputs are not Full's, and this method cannot take over a shared prefill.
 
-The paper sets n_local to the length that the model was trained on. Here the budget sets it: n_init and n_local are the
-budget together, after the seal the window is that of the prompt's end, and generated tokens come on top. A prefill in
+The paper sets n_local to the length that the model was trained on. Here the budget sets it: n_init and n_local together
+are the budget, after the seal the window is that of the prompt's end, and generated tokens come on top. A prefill in
 several chunks spends the budget of what has come so far.
 """
 
@@ -29,7 +29,7 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
-    """n_init: first tokens always read; 10 and 100 gave the paper's authors the same."""
+    """n_init: how many first tokens are always read; 10 and 100 gave the paper's authors the same."""
 
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class LMInfinite(Method):
         return self.n_init + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """The paper sets the window's length."""
+        """Count the first tokens on top, since the paper sets the window's length."""
         return self.n_init + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
@@ -78,10 +78,10 @@ class LMInfinite(Method):
 
 
 class LMInfiniteKeep(Keep, capturable=True):
-    """Stored keys keep their true rotation; the first ones are turned anew for each query far from them."""
+    """Stores keys in their true rotation, and turns the first ones anew for each query far from them."""
 
     method: LMInfinite
-    n_local: int | None = None  # None: everything is read
+    n_local: int | None = None  # length of the window; None: everything is read
     first_keys: Tensor  # [B G n_init D] before their rotation, fp32
 
     def __init__(self, rope_table: RopeTable) -> None:
@@ -126,11 +126,11 @@ class LMInfiniteKeep(Keep, capturable=True):
         self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
 
     def _first_places(self, count: int) -> Tensor:
-        """Of the first stored tokens, which are those of the text until a history is truncated."""
+        """Return the positions of the first stored tokens, which are those of the text until a history is truncated."""
         return self.layer.stored_positions()[0, 0, :count]
 
     def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
-        """Queries from position `start` on. -> [B H T D]"""
+        """Attend from queries at positions from `start` on. -> [B H T D]"""
         count = self.first_keys.shape[2]
         k, v = self.store.k, self.store.v
         first = self._first(q, start, n_local)
@@ -140,7 +140,7 @@ class LMInfiniteKeep(Keep, capturable=True):
         return with_sink(merged, torch.logaddexp(first[1], later[1]), self.spec.sink_logits)
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""
+        """Return attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
         distance = places.unsqueeze(1) - self._first_places(count)
@@ -152,6 +152,6 @@ class LMInfiniteKeep(Keep, capturable=True):
         return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """q [B H T D], k [B G S D] -> [B G g T S]"""
+        """Multiply queries and keys, times the scale. q [B H T D], k [B G S D] -> [B G g T S]"""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale

@@ -1,8 +1,8 @@
-"""Oracle: the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv 2407.12820).
+"""Oracle: reads the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv 2407.12820).
 
-Exact top-k, per KV head: nothing is approximated but the number of tokens. It reads every key to choose, so it is real
-but never fast. It is no upper bound: the largest weights of one step are not the best tokens for the answer, and other
-rules, or other sinks and windows, score above it.
+The top-k is exact, per KV head: nothing is approximated but the number of tokens. Choosing reads every key, so it is
+real but never fast. It is no upper bound: the largest weights of one step are not the best tokens for the answer, and
+other rules, or other sinks and windows, score above it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Oracle(Windowed):
 
 
 class OracleRead(Select, capturable=True):
-    """Ranks by softmax over all stored tokens, summed over the query heads of a group."""
+    """Ranks tokens by softmax over all stored tokens, summed over the query heads of a group."""
 
     method: Oracle
 
@@ -62,7 +62,7 @@ class OracleRead(Select, capturable=True):
         return self.method.windows.split(budget)
 
     def index(self, keys: Tensor) -> None:
-        """Nothing to prepare: the keys themselves are the index."""
+        """Prepare nothing: the keys themselves are the index."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)

@@ -1,11 +1,11 @@
-"""PQCache: product quantisation of the keys finds each step's tokens (arXiv 2407.12820, SIGMOD'25).
+"""PQCache: finds each step's tokens by product quantisation of the keys (arXiv 2407.12820, SIGMOD'25).
 
 At the seal, the rotated keys between sinks and local window are split into m sub-vectors, each clustered per KV head
 into 2^b centroids. A step scores all of them from a small table of query-centroid products, takes the softmax over
 these candidates, sums over the query heads of a group, and reads the best tokens exactly.
 
 None of the released code's defects is reproduced: k-means sees exactly the keys that are searched, codes are one byte
-up to b=8, nothing is stale between prompts.
+up to b=8, and nothing is stale between prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from methods.tiers.tier import DEVICE
 
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
-    """m sub-vectors of 2^b centroids, k-means, and the split of the budget (see `Windowed`)."""
+    """Holds m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see `Windowed`)."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -108,14 +108,14 @@ class PQCache(Windowed):
         return max(LENGTHS) if self.iterations == "auto" else 0
 
     def rounds(self, tokens: int, prepared: object) -> int:
-        """The most rounds for `tokens` clustered tokens; `prepared` is what `prepare` returned."""
+        """Return the most rounds of k-means for `tokens` clustered tokens; `prepared` is what `prepare` returned."""
         if isinstance(self.iterations, int):
             return self.iterations
         assert isinstance(prepared, Fit)
         return prepared.iterations(tokens)
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
-        """The fit behind `iterations=auto`."""
+        """Return the fit behind `iterations=auto`, or None for a fixed number."""
         if isinstance(self.iterations, int):
             return None
         if self.iterations == "auto":
@@ -123,7 +123,7 @@ class PQCache(Windowed):
         return Fit(*self.iterations)
 
     def cluster(self, keys: Tensor, rounds: int, tolerance: float) -> tuple[Tensor, Tensor]:
-        """keys [B G M D] -> centroids [B G m C d'] in fp32, codes [B G m M]"""
+        """Cluster the sub-vectors of keys. keys [B G M D] -> centroids [B G m C d'] in fp32, codes [B G m M]"""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
         split = keys.float().view(batch, groups, count, self.m, dim // self.m).transpose(2, 3)
@@ -151,11 +151,11 @@ class PQCache(Windowed):
 
     @property
     def slots(self) -> int:
-        """Blocks in the cache."""
+        """Return how many blocks the cache holds."""
         return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
-        """m bytes of codes against 2 * head_dim bytes of a key; up to 1/128 the paper takes 6 bits in place of 8."""
+        """Move m bytes of codes for 2 * head_dim bytes of a key; up to 1/128 the paper takes 6 bits in place of 8."""
         asked = 2 * share * head_dim
         m = round(asked)
         if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):
@@ -176,7 +176,8 @@ class PQCache(Windowed):
 
 
 class PQRead(Select, capturable=True):
-    """With fewer candidates than centroids every candidate is its own centroid."""
+    """Selects by the softmax of coded keys. With fewer candidates than centroids, every candidate is its own
+    centroid."""
 
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype

@@ -3,7 +3,7 @@
 As in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms the pyramid:
 these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their mean. Together the
 layers keep exactly num_layers times the budget; the released code rounds the steps of the line down and keeps a little
-more. Where more than half of the prompt would be voted for, it gives all layers the same, and so does this.
+more. Where more than half of the prompt would be voted for, all layers get the same, in the released code and here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """SnapKV's parameters and beta: how many times smaller than the mean the last layer's voted share is."""
+    """Takes SnapKV's parameters, and beta: how many times smaller than the mean the last layer's voted share is."""
 
     card: ClassVar[Card | None] = Card(
         prefill="dense",
@@ -57,7 +57,7 @@ class PyramidKV(SnapKV):
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
 
     def uniform(self, tokens: int, sealed: int, layers: int) -> str | None:
-        """Why there is no pyramid for a budget of `tokens`, or None."""
+        """Say why there is no pyramid for a budget of `tokens`, or return None."""
         if layers == 1:
             return "a single layer leaves nothing to distribute"
         if 2 * (tokens - self.window) > sealed:
@@ -65,7 +65,7 @@ class PyramidKV(SnapKV):
         return None
 
     def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
-        """What each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens."""
+        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens."""
         if self.uniform(tokens, sealed, layers):
             return [tokens] * layers
         voted = pyramid(tokens - self.window, sealed - self.window, layers, self.beta)
@@ -76,7 +76,7 @@ class PyramidKV(SnapKV):
 
 
 class PyramidKeep(SnapKeep, capturable=True):
-    """Its own share of all layers' budgets."""
+    """Keeps the layer's own share of all layers' budgets."""
 
     method: PyramidKV
 
@@ -87,10 +87,11 @@ class PyramidKeep(SnapKeep, capturable=True):
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Amounts on a falling line that add up to layers * mean; the first is at most `most`, which is at least mean."""
+    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`, which is at least
+    mean."""
     last = mean / Fraction(beta)
     first = min(2 * mean - last, Fraction(most))
     step = 2 * (first - mean) / (layers - 1)
-    # exact sums of the first layers, rounded: so no layer is off by more than one, and the total by nothing
+    # The exact sums of the first layers are rounded, so no layer is off by more than one, and the total by nothing.
     sums = [floor(layer * first - step * (layer * (layer - 1) // 2) + Fraction(1, 2)) for layer in range(layers + 1)]
     return [upto - before for before, upto in pairwise(sums)]

@@ -4,12 +4,12 @@ Per page of 16 tokens, counted from the prompt's first, the smallest and largest
 page can have a larger product with q than sum_c max(q_c * max_c, q_c * min_c); the pages with the largest bounds are
 read exactly. The first layers read everything.
 
-The released evaluation chooses for each query head also where heads share keys: `select_per=query_head`; the budget
-is then one query head's, and `read_positions` is the group's union, each row of which moves once. `kv_head` ranks by
-the largest bound of the group. `last_page`: the prompt's last page takes one place without asking, as the CUDA
-code has it for the page of the current token; `false` lets it compete, as in the evaluation code. Generated tokens
-are always read, where the paper pages them too. The evaluation code reads no less than 3 pages whatever the budget;
-here a budget below `min_pages` pages is an error.
+The released evaluation chooses for each query head, even where heads share keys: `select_per=query_head`. The budget is
+then one query head's, and `read_positions` is the group's union, each row of which moves once. `kv_head` ranks by the
+largest bound of the group. `last_page`: the prompt's last page takes one place without asking, as the page of the
+current token does in the CUDA code; `false` lets it compete, as in the evaluation code. Generated tokens are always
+read, where the paper pages them too. The evaluation code reads no less than 3 pages whatever the budget; here a budget
+below `min_pages` pages is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from methods.parts.hit_cache import token_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
-    """page_size in tokens; min_pages: pages that a budget must hold; dense_layers read everything."""
+    """page_size: tokens of a page. min_pages: how many pages a budget must hold. dense_layers: those that read
+    everything."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -87,9 +88,10 @@ class Quest(Method):
         return self.min_pages * self.page_size
 
     def cost(self, case: Case) -> Cost:
-        """What moves is an expectation where query heads choose: g of them read together what 1 + (g-1)/4 would that
-        chose independently. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times what moves, at budgets of
-        5 to 50 %; heads that agree less move more than that, at most g times one head's."""
+        """Return the bytes that `case` takes. What moves is an expectation where query heads choose: g of them read
+        together what 1 + (g-1)/4 would that chose independently. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to
+        1.02 times what moves, at budgets of 5 to 50 %. Heads that agree less move more than that, at most g times one
+        head's."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
@@ -108,7 +110,8 @@ class Quest(Method):
 
 
 class QuestRead(Read[int], capturable=True):
-    """Its plan is a number of pages; the prompt's last one may be shorter. A selecting head is a query or a KV head."""
+    """Reads pages, as many as its plan says; the prompt's last one may be shorter. A selecting head is a query or a KV
+    head."""
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
@@ -129,7 +132,8 @@ class QuestRead(Read[int], capturable=True):
         return self.attend(x.q, self._pages(rows), self._since())
 
     def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Rows that do not exist are read as others are, and masked: each head has a number of its own."""
+        """Attend where each head has a number of rows of its own: rows that do not exist are read as others are, and
+        masked."""
         pages, since = self._pages(rows.clamp(max=self.sealed - 1)), self._since()
         groups, heads = self.spec.num_kv_heads, rows.shape[1]
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
@@ -141,13 +145,13 @@ class QuestRead(Read[int], capturable=True):
         return (weights.to(v.dtype) @ v).view_as(q)
 
     def _pages(self, rows: Tensor) -> Segment:
-        """Chosen tokens of the prompt. rows [B H|G K]"""
+        """Return chosen tokens of the prompt. rows [B H|G K]"""
         if self.layer.far is not None:
             return self.fetch(rows)
         return Segment(self.store.k[:, :, : self.sealed], self.store.v[:, :, : self.sealed], rows)
 
     def _since(self) -> Segment:
-        """What came after the seal."""
+        """Return what came after the seal."""
         return self.store.since(0 if self.layer.far is not None else self.sealed)
 
     def attended_under(self, plan: int) -> Attended:
@@ -176,11 +180,12 @@ class QuestRead(Read[int], capturable=True):
 
     @property
     def _ragged(self) -> bool:
-        """Whether selecting heads may read different numbers of tokens: those that chose a shorter last page."""
+        """Say whether selecting heads may read different numbers of tokens, because some chose a shorter last page."""
         return not self.method.last_page and self.sealed % self.method.page_size != 0
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Tokens of the `top` best pages; from `sealed` on there is none. q [B H 1 D] -> [B H|G K]"""
+        """Return the tokens of the `top` best pages; numbers from `sealed` on stand for none. q [B H 1 D] -> [B H|G
+        K]"""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
         scores = ops.row_scores(both, self.bounds)  # [B G g P]
@@ -193,7 +198,7 @@ class QuestRead(Read[int], capturable=True):
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:
-    """The largest and the smallest value of each channel in each page. keys [B G S D] -> [B G P 2D]"""
+    """Return the largest and the smallest value of each channel in each page. keys [B G S D] -> [B G P 2D]"""
     whole = keys.shape[2] // size * size
     pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
     parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]

@@ -1,21 +1,22 @@
 """RocketKV: evicts a part of the prompt for good, then selects among the rest in each step (arXiv 2502.14051).
 
-First stage, at the seal: SnapKV with votes pooled over far more tokens, one choice per KV head. Second stage, in each
-step, hybrid sparse attention: per page of kept tokens the largest and smallest key of each channel (as Quest), of
-which only the channels where the group's query heads are largest are read (as SparQ). Softmax weights of these
-products are summed over the group; the tokens of the best pages are read exactly.
+The first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one choice per KV head. The second
+stage, in each step, is hybrid sparse attention. Each page of kept tokens has the largest and smallest key of each
+channel (as in Quest), of which only the channels where the group's query heads are largest are read (as in SparQ).
+Softmax weights of these products are summed over the group; the tokens of the best pages are read exactly.
 
 The paper's budget counts, in tokens, all that a step reads: half of it to find tokens, half to attend to them. Ours
 counts the latter alone, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression ratio.
 `budget_rule=paper` gives t, of which half is selected.
+
 `split`: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of c is
 split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first tokens.
-A large budget needs less than the method: from 19 % of the prompt on, a page has one token, and from 50 % on neither
-stage leaves anything out. A layer's `fallback` says so.
+A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token, and from 50 %
+on neither stage leaves anything out. A layer's `fallback` says so.
 
-Left out: the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a further
-turn continues with what is left of the earlier ones, as SnapKV does. Generated tokens are always read, where the paper
-pages them too.
+Left out is the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a
+further turn continues with what is left of the earlier ones, as in SnapKV. Generated tokens are always read, where the
+paper pages them too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from methods.sparq import largest_channels
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKV(SnapKV):
-    """SnapKV's parameters; split from 0 (evict nothing) to 1 (evict all that is not needed); page_size in tokens;
-    r channels of a bound."""
+    """Takes SnapKV's parameters and three more. split: from 0 (evict nothing) to 1 (evict all that is not needed).
+    page_size: tokens of a page. r: channels of a bound that are read."""
 
     selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
@@ -88,28 +89,29 @@ class RocketKV(SnapKV):
 
     @property
     def smallest_budget(self) -> int:
-        """Twice as many are kept at least: the window and one more."""
+        """Return room for half of what is kept at least: the window and one token more."""
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Half of the paper's budget finds tokens, as much as attending to the other half takes."""
+        """Halve the paper's budget, since finding tokens takes as much of it as attending to them."""
         tokens = budget(sealed)
         return tokens if tokens >= sealed else tokens // 2
 
     def keeps(self, budget: int, seen: int) -> int:
-        """Tokens that the first stage keeps of `seen`, so that the second can select `budget` of them."""
+        """Return how many of `seen` tokens the first stage keeps, so that the second can select `budget` of them."""
         ratio = max(1.0, seen / (2 * budget))
         split = min(0.2 + 0.06 * log2(ratio), 0.8) if self.split is None else self.split
         return min(seen, max(2 * budget, int(seen / ratio**split)))
 
     def pages(self, budget: int, kept: int, head_dim: int) -> tuple[int, int]:
-        """Tokens of a page, and channels read of it, for selecting `budget` tokens of `kept`."""
+        """Return the tokens of a page, and the channels read of it, for selecting `budget` tokens of `kept`."""
         ratio = max(1.0, kept / (2 * budget))
         size = self.page_size or min(floor(ratio), ceil(sqrt(ratio)))
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
-        """What of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for nothing."""
+        """Say what of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for
+        nothing."""
         size, r = self.pages(budget, kept, head_dim)
         eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1
         if not (eviction or pages):
@@ -143,7 +145,7 @@ class RocketKV(SnapKV):
 
 
 class RocketKeep(SnapKeep, capturable=True):
-    """The first stage."""
+    """Carries out the first stage."""
 
     method: RocketKV
 
@@ -152,7 +154,7 @@ class RocketKeep(SnapKeep, capturable=True):
 
 
 class RocketRead(Select, capturable=True):
-    """The second stage. It has neither sinks nor window: all kept tokens compete."""
+    """Carries out the second stage. It has neither sinks nor window: all kept tokens compete."""
 
     method: RocketKV
     bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
@@ -180,7 +182,7 @@ class RocketRead(Select, capturable=True):
         return rows
 
     def _facing(self, groups: Tensor, channels: Tensor) -> Tensor:
-        """Rows of `bounds` for `channels` [B G r]: the largest key where the group's q is positive, else the
+        """Return the rows of `bounds` for `channels` [B G r]: the largest key where the group's q is positive, else the
         smallest."""
         if self.size == 1:
             return channels

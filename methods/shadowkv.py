@@ -1,14 +1,15 @@
-"""ShadowKV: keys as low-rank factors, values on the host, chunks chosen by their mean key (arXiv 2410.21465).
+"""ShadowKV: keeps keys as low-rank factors and values on the host, and chooses chunks by their mean key (arXiv
+2410.21465).
 
 At the seal the keys before their rotation, all KV heads of a layer side by side, become one factorisation of rank r.
-Each chunk of c rotated keys is represented by its mean, the landmark; per KV head the chunks with the lowest cosine
-between landmark and any of their keys are outliers, and stay exact on the device with the last chunks. A step takes
-the softmax over the other landmarks, the maximum over a group's query heads, fetches the best chunks' values, and
+Each chunk of c rotated keys is represented by its mean, the landmark. Per KV head the chunks with the lowest cosine
+between landmark and any of their keys are outliers, and stay exact on the device with the last chunks. A step takes the
+softmax over the other landmarks, then the maximum over a group's query heads, fetches the best chunks' values, and
 rebuilds their keys and rotates them at their true positions.
 
-The paper's budget counts retrieved tokens alone (`budget_rule=paper`); ours holds local chunks, outliers and
-retrieved ones together. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept
-and never dropped. A further turn sees the rebuilt keys, for the exact ones are gone.
+The paper's budget counts retrieved tokens alone (`budget_rule=paper`); ours holds local chunks, outliers and retrieved
+ones together. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept and never
+dropped. A further turn sees the rebuilt keys, since the exact ones are gone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from methods.tiers.rows import Rows
 
 
 class ChunkPlan(NamedTuple):
-    """How a budget is spent: the last `local` tokens, and `outliers` and `top` chunks of the `candidates` before."""
+    """Says how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the `candidates`, the
+    chunks before."""
 
     candidates: int
     local: int
@@ -46,7 +48,7 @@ class ChunkPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """Sizes in chunks but for rank: a whole number, or a share of a layer's key channels."""
+    """Holds sizes in chunks, except for rank: a whole number, or a share of a layer's key channels."""
 
     offloads: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
@@ -95,7 +97,7 @@ class ShadowKV(Method):
 
     @property
     def smallest_budget(self) -> int:
-        """Local chunks, the longest incomplete one, and one to select."""
+        """Return room for the local chunks, the longest incomplete one, and one to select."""
         return (self.local_chunks + 2) * self.chunk - 1
 
     def plan(self, budget: int, sealed: int) -> ChunkPlan:
@@ -106,7 +108,7 @@ class ShadowKV(Method):
         return ChunkPlan(candidates, local, outliers, spare - outliers)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Its budget is that of the retrieved chunks; outliers and local tokens come on top."""
+        """Count outliers and local tokens on top, since the paper's budget is that of the retrieved chunks."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
@@ -118,7 +120,7 @@ class ShadowKV(Method):
         return min(rank, tokens, channels)
 
     def cost(self, case: Case) -> Cost:
-        """Without hits: a step fetches all it chooses."""
+        """Return the bytes that `case` takes if no chunk is found on the device: a step fetches all it chooses."""
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
@@ -151,7 +153,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
     """Chooses chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
 
     method: ShadowKV
-    u: Tensor  # [B N*c r], a row per candidate token, shared by the KV heads
+    u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
     values: Rows  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
@@ -163,7 +165,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.rope_table = rope_table
 
     def state(self) -> dict[str, Tensor]:
-        """The candidates stay as they were compressed, with their values where these lie."""
+        """Return the candidates as they were compressed, with their values where these lie."""
         if self.plan is None:
             return {}
         values = self.values.held(self.plan.candidates)
@@ -201,14 +203,14 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         return self.attend(x.q, self.store.since(0), read)
 
     def _read_cached(self, chunks: Tensor, hits: HitCache) -> Segment:
-        """`_rebuild`, but for what the last step has left on the device."""
+        """Rebuild chunks, except for what the last step has left on the device."""
         made = hits.read(chunks, self._rebuild)
         self.cache.traffic.looked_up += chunks.numel()
         self.cache.traffic.found += chunks.numel() - hits.missed
         return made
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """The `top` chunks to read. q [B H 1 D] -> [B G top]"""
+        """Return the `top` chunks to read. q [B H 1 D] -> [B G top]"""
         logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
         weights = ops.group_weights(logits, self.spec.scale, "largest")
         return self.chunks.gather(2, ops.top_k(weights, top))
@@ -241,7 +243,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.store.append(whole.k[:, :, first_local:], whole.v[:, :, first_local:])
 
     def _factorise(self, keys: Tensor, count: int) -> None:
-        """keys [B G S D], all of the prompt; only the candidates' rows of u are kept."""
+        """Factorise all keys of the prompt, and keep only the candidates' rows of u. keys [B G S D]"""
         positions = torch.arange(keys.shape[2], device=keys.device)
         joint = self.rope_table.unrotate(keys, positions).transpose(1, 2).flatten(2)  # [B S G*D]
         rank = self.method.rank_of(*joint.shape[1:])
@@ -250,7 +252,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
 
     def _index(self, keys: Tensor, outliers: int) -> None:
-        """keys [B G N c D] -> landmarks, without the outliers'"""
+        """Make the landmarks, and find the outliers, which have none. keys [B G N c D]"""
         keys = keys.float()
         means = keys.mean(3)
         lowest = cosine_similarity(keys, means.unsqueeze(3), dim=-1).amin(3)  # [B G N]
@@ -261,13 +263,14 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
 
     def _rebuild(self, chunks: Tensor) -> Segment:
-        """Keys from their factors, values from their store. chunks [B G K] -> K*c tokens"""
+        """Return keys from their factors and values from their rows. chunks [B G K] -> K*c tokens"""
         positions = token_rows(chunks, self.method.chunk)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         return Segment(keys, self.values.gather(chunks, self.cache.traffic).view(keys.shape))
 
     def reopen(self) -> None:
-        """A further turn attends to everything: rebuild the candidates, with the outliers' exact keys among them."""
+        """Rebuild the candidates, with the outliers' exact keys among them, since a further turn attends to
+        everything."""
         if self.plan is None:
             return
         resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
@@ -281,5 +284,5 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
 
 
 def _chunked(x: Tensor, count: int, size: int) -> Tensor:
-    """The first `count` chunks as rows. [B G S D] -> [B G N c*D]"""
+    """Return the first `count` chunks as rows. [B G S D] -> [B G N c*D]"""
     return x[:, :, : count * size].unflatten(2, (count, size)).flatten(3)

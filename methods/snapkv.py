@@ -1,8 +1,8 @@
-"""SnapKV: the prompt's last queries vote for what is kept (arXiv 2404.14469).
+"""SnapKV: lets the prompt's last queries vote for what is kept (arXiv 2404.14469).
 
-The weights of the last `window` queries are summed per key and pooled over neighbouring tokens; the best keys and the
-window itself are kept, exactly the budget. One shot, at the seal: the prompt's own outputs are dense, later tokens are
-kept whole, keys stay at their positions.
+The weights of the last `window` queries are summed per key and pooled over neighbouring tokens. The best keys and the
+window itself are kept, exactly the budget. This happens once, at the seal: the prompt's own outputs are dense, later
+tokens are kept whole, and keys stay at their positions.
 
 The released code repeats keys to all query heads first, so each keeps its own tokens at g times the memory:
 `select_per=query_head`. With `kv_head` the votes are averaged over a group before they are pooled, which differs from
@@ -29,7 +29,8 @@ from methods.pools import KVStore
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """window: last queries, whose tokens are kept too. kernel: tokens pooled, an odd number (1: none)."""
+    """window: how many last queries vote, whose tokens are kept too. kernel: over how many tokens votes are pooled, an
+    odd number (1: none)."""
 
     selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(
@@ -77,7 +78,7 @@ class SnapKV(Method):
         return self.window + 1
 
     def kept(self, case: Case) -> int:
-        """Prompt tokens that stay in this layer."""
+        """Return how many prompt tokens stay in this layer."""
         return case.budget
 
     def cost(self, case: Case) -> Cost:
@@ -108,14 +109,15 @@ class SnapKeep(Keep, capturable=True):
         self.queries = None
 
     def _votes(self) -> Tensor:
-        """Pooled votes for every stored token but the window. -> [B G S] or [B H S]"""
+        """Return pooled votes for every stored token but the window. -> [B G S] or [B H S]"""
         assert self.queries is not None
         return self.pooled_votes(self.queries, self.store)
 
     def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """queries [B H w D], for all KV heads, or those of `head` for the store that it has to itself"""
+        """Let queries [B H w D] vote, for all KV heads, or those of `head` for the store that it has to itself. -> [B
+        G|H S]"""
         sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
-        sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's
+        sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
         if self.method.select_per == "kv_head":
             sums = sums.unflatten(1, (store.heads, -1)).mean(2)
         pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`

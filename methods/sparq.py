@@ -1,13 +1,13 @@
-"""SparQ: approximate logits from a few channels of the keys find each step's tokens (arXiv 2312.04985).
+"""SparQ: finds each step's tokens by approximate logits from a few channels of the keys (arXiv 2312.04985).
 
-Per KV head, the r channels in which the query heads are largest (sum of |q| over the group); q and k are multiplied
-in these alone. Dividing by the root of the share of |q| they cover makes the logits of different query heads
-comparable; they are summed over the group without a softmax. `mean_value` mixes the mean of all values into the
-output, in the part that the approximate softmax gives to tokens not read.
+Per KV head, the r channels are taken in which the query heads are largest (sum of |q| over the group); q and k are
+multiplied in these alone. Dividing by the root of the share of |q| that they cover makes the logits of different query
+heads comparable; they are summed over the group without a softmax. `mean_value` mixes the mean of all values into the
+output, in the part that the approximate softmax gives to tokens that are not read.
 
-`channel_copy` keeps the searched keys a second time, a channel per row, so that scoring reads r/D of them instead of
-picking at all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
-copy lie on the host; each step moves r channels of the keys and the selected rows. The papers' local window moves on
+`channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
+picking from all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
+copy lie on the host; each step moves r channels of the keys and the selected rows. The paper's local window moves on
 with generation; ours is the prompt's end, inside the budget, and all that is generated is read on top. While a
 selection is reused (`reuse_steps`), so is its share of unread tokens.
 """
@@ -34,7 +34,8 @@ from methods.tiers.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """r channels of a key; mean_value and channel_copy: see above; the split of the budget: see `Windowed`."""
+    """r: channels of a key that are read. mean_value, channel_copy: as the module says. The budget is split as in
+    `Windowed`."""
 
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
@@ -87,11 +88,11 @@ class SparQ(Windowed):
         return costs.select(case, plan, means) + Cost(copy) + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """k is a share of the whole prompt, and holds the window; PQCache's comparison adds its sinks."""
+        """Return k, which is a share of the whole prompt and holds the window; PQCache's comparison adds its sinks."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
-        """r of the head_dim channels."""
+        """Read r of the head_dim channels."""
         r = int(share * head_dim)
         if not 1 <= r <= head_dim:
             raise CostError(
@@ -108,20 +109,21 @@ class SparQ(Windowed):
 
 
 class Approximate(NamedTuple):
-    """Queries in the picked channels alone, and what all middle tokens together get of them."""
+    """Holds queries in the picked channels alone, and what all middle tokens together get of them."""
 
     query: Tensor  # [B G g D], without the scale
-    middle: Tensor  # [B G g] fp32, log of the sum of exponentials
+    middle: Tensor  # [B G g] fp32, the log of the sum of exponentials
 
 
 class SparQRead(Select, capturable=True):
-    """The sum of values and the share of unread tokens are kept for `mean_value` only."""
+    """Selects by approximate logits. The sum of values and the share of unread tokens are kept for `mean_value`
+    only."""
 
     method: SparQ
     by_channel: Rows | None = None  # the middle keys [B G D M]
-    value_sum: Tensor  # [B G 1 D] fp32, of every token so far
-    approximate: Approximate | None = None  # of the selection that is being read for the first time
-    covered: Tensor  # [B G g 1] fp32, what the read tokens hold of the approximate softmax
+    value_sum: Tensor  # [B G 1 D] fp32, over every token so far
+    approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
+    covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
     def split(self, budget: int) -> Plan:
         return self.method.windows.split(budget)
@@ -133,7 +135,7 @@ class SparQRead(Select, capturable=True):
             self.value_sum = self.store.v.sum(2, keepdim=True, dtype=torch.float32)
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """The mean value is that of the tokens that are still there."""
+        """Take the tokens that go out of the mean value."""
         if self.plan is not None and self.method.mean_value:
             last = self.store.v[:, :, -count:]
             self.value_sum += ops.gather_rows(last, rows).sum(2, keepdim=True, dtype=torch.float32)
@@ -151,7 +153,8 @@ class SparQRead(Select, capturable=True):
         return rows
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """After a selection the approximate queries go over the same rows, in the same pass, for what they cover."""
+        """Attend, and after a selection let the approximate queries go over the same rows in the same pass, for what
+        they cover."""
         if self.approximate is None:
             return super().attend(q, *segments)
         (query, middle), self.approximate = self.approximate, None
@@ -162,7 +165,7 @@ class SparQRead(Select, capturable=True):
         lse = lse.view(batch, groups, 2 * group)
         read, every = lse[..., group:], torch.logaddexp(always.view_as(middle), middle)
         out = outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
-        if (sinks := self.spec.sink_logits) is not None:  # each a token without a value that is always read
+        if (sinks := self.spec.sink_logits) is not None:  # each is a token without a value that is always read
             own = lse[..., :group].flatten(1)
             read, every = (lse_with_sink(one.flatten(1), sinks).view_as(one) for one in (read, every))
             out = with_sink(out, own, sinks)
@@ -179,7 +182,7 @@ class SparQRead(Select, capturable=True):
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the middle, from where its keys lie: `channel_sums` of picked [B G g r] in channels [B G r]."""
+        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
         if (far := self.layer.far) is None:
             by_channel = (
                 self.by_channel.first(self.spec.head_dim, self.cache.traffic)
@@ -191,15 +194,15 @@ class SparQRead(Select, capturable=True):
         return _sums(picked, self._moved_channels(far, channels), every)
 
     def _moved_channels(self, middle: Pool, channels: Tensor) -> Tensor:
-        """[B G r] -> [B G r M] on the device"""
+        """Bring channels of the middle keys to the device. [B G r] -> [B G r M]"""
         if self.by_channel is not None:
             return self.by_channel.gather(channels, self.cache.traffic)
         return middle.channels(channels)
 
 
 def largest_channels(q: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """The r channels with the largest sum of |q| over the group, and q in them alone (fp32), divided so that the logits
-    of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]"""
+    """Return the r channels with the largest sum of |q| over the group, and q in them alone (fp32), divided so that the
+    logits of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]"""
     mass = q.float().abs()
     channels = ops.top_k(mass.sum(2), r)
     index = channels.unsqueeze(2).expand(*q.shape[:3], -1)

@@ -1,9 +1,9 @@
-"""StreamingLLM: the first tokens and the most recent ones (arXiv 2309.17453).
+"""StreamingLLM: keeps the first tokens and the most recent ones (arXiv 2309.17453).
 
 The paper gives the kept keys the positions of their places in the cache. Only distances matter to RoPE, so instead of
-rotating every kept key back by the number of evicted tokens, the few sinks are rotated forward by it. The query and
-the generated tokens keep their true positions, the distances are the paper's. Our budget counts prompt tokens, so
-the window is that of the prompt's end, and generated tokens come on top.
+rotating every kept key back by the number of evicted tokens, the few sinks are rotated forward by it. The query and the
+generated tokens keep their true positions, and the distances are the paper's. Our budget counts prompt tokens, so the
+window is that of the prompt's end, and generated tokens come on top.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """sinks: first tokens kept. positions: `cache` (the paper: places in the cache) or `original` (true positions)."""
+    """sinks: how many first tokens are kept. positions: `cache` (the paper: places in the cache) or `original` (true
+    positions)."""
 
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
@@ -70,7 +71,7 @@ class Streaming(Method):
 
 
 class StreamingKeep(Keep, capturable=True):
-    """Keeps sinks and recent tokens; the sinks are turned forward by what was evicted."""
+    """Keeps sinks and recent tokens, and turns the sinks forward by what was evicted."""
 
     method: Streaming
     turned = 0  # positions by which the sinks were turned forward
@@ -80,7 +81,7 @@ class StreamingKeep(Keep, capturable=True):
         return sinks_and_recent(self.request.batch, groups, self.method.sinks, size, self.store.length, device)
 
     def state(self) -> dict[str, Tensor]:
-        """Where keys are rotated to, once that of the sinks is no longer where they stood."""
+        """Return where keys are rotated to, once the sinks' rotation is no longer that of where they stood."""
         if not self.turned:
             return {}
         rotated = self.layer.stored_positions().clone()

@@ -1,7 +1,7 @@
-"""The budget: how many sealed prompt tokens one selecting head may read in a decode step.
+"""Defines the budget: how many sealed prompt tokens one selecting head may read in a decode step.
 
-That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`): a KV head
-then reads the union of its group. Sinks and prompt-local windows are inside the budget; the current token and the
+That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`); a KV head
+then reads the union of its group. Sinks and prompt-local windows are inside the budget. The current token and the
 generated ones come on top and are reported. `PaperBudget` counts as a method's own paper does.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class BudgetError(ValueError):
-    """The budget makes no sense, or is too small for a method."""
+    """Says that a budget makes no sense, or is too small for a method."""
 
 
 def _legal(asked: object) -> bool:
@@ -28,7 +28,7 @@ def _tokens(asked: int | float, sealed: int) -> int:
 
 
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
-    """Raise `BudgetError` where `layers`, the value of `name`, names one that the model does not have."""
+    """Raise `BudgetError` if `layers`, the value of `name`, names one that the model does not have."""
     for layer in layers:
         if not 0 <= layer < num_layers:
             raise BudgetError(
@@ -39,10 +39,11 @@ def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A float in (0, 1] is a share of the prompt, an int >= 1 a number of tokens (all, from the prompt's length on).
+    """Holds a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all, from the prompt's
+    length on).
 
     `dense_layers` read everything. `per_layer` gives each layer its own budget in place of `asked`. `generated` limits
-    the generated tokens that each KV head keeps, the current one included; None for all.
+    the generated tokens that each KV head keeps, the current one included; None keeps all.
     """
 
     asked: int | float
@@ -65,21 +66,23 @@ class Budget:
             )
 
     def most_generated(self, layer: int) -> int | None:
-        """Generated tokens that a KV head of `layer` keeps at most; None for all."""
+        """Return how many generated tokens a KV head of `layer` keeps at most; None for all."""
         return None if layer in self.dense_layers else self.generated
 
     def tokens(self, sealed: int, layer: int) -> int:
-        """Prompt tokens of `sealed` that a KV head of `layer` may read; at least one, never more than there are."""
+        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, never more than there
+        are."""
         if layer in self.dense_layers:
             return sealed
         return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
 
     def covers(self, sealed: int, layer: int) -> bool:
+        """Say whether a KV head of `layer` may read all `sealed` prompt tokens."""
         return self.tokens(sealed, layer) >= sealed
 
     def least(self, needed: int, sealed: int, layer: int) -> tuple[int, float]:
-        """The smallest budget that lets a KV head read `needed` of `sealed` tokens, as a number and as a share of
-        three digits."""
+        """Return the smallest budget that lets a KV head read `needed` of `sealed` tokens, as a number and as a share
+        of three digits."""
 
         def read(asked: int | float) -> int:
             return replace(self, asked=asked, per_layer=()).tokens(sealed, layer)
@@ -93,7 +96,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PaperBudget(Budget):
-    """A budget that counts what a method's paper counts. `count` is the method's `paper_tokens`."""
+    """Counts a budget as the method's own paper does: `count` is the method's `paper_tokens`."""
 
     count: Callable[[Callable[[int], int], int], int] = field(kw_only=True)
 
@@ -102,7 +105,8 @@ class PaperBudget(Budget):
 
 
 class Plan(NamedTuple):
-    """How a budget is spent: the first `sinks` and the last `local` prompt tokens always, `top` between by choice."""
+    """Says how a budget is spent: on the first `sinks` and the last `local` prompt tokens always, on `top` between them
+    by choice."""
 
     sinks: int
     local: int

@@ -1,4 +1,4 @@
-"""What a layer costs, by formula: bytes held, and bytes moved in a step."""
+"""Computes what a layer costs, by formula: bytes held, and bytes moved in a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a cost is asked for: one layer and one sequence, its prompt sealed."""
+    """Says for what a cost is asked: one layer and one sequence, its prompt sealed."""
 
     spec: LayerSpec
     sealed: int  # prompt tokens
-    budget: int  # prompt tokens a selecting head of this layer may read
+    budget: int  # prompt tokens that a selecting head of this layer may read
     placement: str
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
-    codec: Codec | None = None  # of what a method holds in a pool
+    codec: Codec | None = None  # of what the method holds in a pool
 
     @property
     def capacity(self) -> int:
@@ -28,14 +28,14 @@ class Case:
 
     @property
     def row_bytes(self) -> int:
-        """K and V of one token."""
+        """Return the bytes of K and V of one token."""
         return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes held on the device, bytes that cross between host and device in a step, and bytes held in other tiers, by
-    their names. `+` adds them up."""
+    """Holds bytes held on the device, bytes that cross between host and device in a step, and bytes held in other
+    tiers, by the tiers' names. `+` adds costs up."""
 
     device_bytes: int = 0
     moved_bytes_per_step: int = 0
@@ -43,12 +43,13 @@ class Cost:
 
     @staticmethod
     def placed(tier: str, held: int, moved: int = 0) -> Cost:
-        """`held` bytes in a tier, of which a step moves `moved` to the device; none where they lie there."""
+        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device; none move if they lie
+        there."""
         return Cost(held) if tier == DEVICE else Cost(0, moved, {tier: held})
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes by tier, all of the table. Raises `ValueError` for a tier that has no line in it."""
+        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that has no line in it."""
         for tier in self.away:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
@@ -60,4 +61,4 @@ class Cost:
 
 
 class CostError(ValueError):
-    """A cost cannot be had: no formula, or no parameter value that meets it."""
+    """Says why a cost cannot be had: there is no formula, or no parameter value that meets it."""

@@ -1,8 +1,8 @@
-"""Numbers that grow by one with every decode step, kept on the device so that a step can be captured and replayed.
+"""Keeps numbers that grow by one with every decode step on the device, so that a step can be captured and replayed.
 
 A CUDA graph replays the same work on the same memory, so nothing that grows from step to step may be a number in
 Python: not where a token is written, not how many are read, not its position. While steps are captured or replayed
-(`running`), a layer takes such a number from here; otherwise from Python.
+(`running`), a layer takes such a number from here, and otherwise from Python.
 """
 
 from __future__ import annotations
@@ -12,39 +12,40 @@ from torch import Tensor
 
 
 def queues(device: torch.device) -> bool:
-    """Whether work is launched there and done later, so that to read a value is to wait for all of it."""
+    """Say whether work is launched on `device` and done later, so that reading a value means waiting for all of it."""
     return device.type != "cpu"
 
 
 def undeclared(cls: type) -> str:
-    """Why a step of `cls`, which does not say that it can be captured, is not."""
+    """Say why a step of `cls`, which does not declare that it can be captured, is not captured."""
     name = cls.__name__
     return f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
 
 
 class CaptureError(RuntimeError):
-    """A step did something that cannot be captured; the message says what."""
+    """Says that a step did something that cannot be captured, and what."""
 
 
 class StepCounters:
-    """One for all layers of a cache."""
+    """Holds the counters of all layers of a cache."""
 
     def __init__(self) -> None:
         self.running = False
-        self.capturing = False  # what is asked for now must be there already
-        self.steps = 0  # since the start
-        self._counters: dict[int, Tensor] = {}  # by the value each had at the start
+        self.capturing = False  # whether what is asked for now must be there already
+        self.steps = 0  # steps since the start
+        self._counters: dict[int, Tensor] = {}  # by the value that each had at the start
 
     def start(self) -> None:
+        """Begin to keep numbers on the device."""
         self.running = True
 
     def stop(self) -> None:
-        """Back to numbers in Python."""
+        """Go back to numbers in Python."""
         self.running, self.steps = False, 0
         self._counters.clear()
 
     def tensor(self, value: int, device: torch.device) -> Tensor:
-        """[1] int64 that holds `value`; while running, the same tensor holds one more in the next step."""
+        """Return [1] int64 that holds `value`; while running, the same tensor holds one more in the next step."""
         if not self.running:
             return torch.full((1,), value, device=device)
         first = value - self.steps
@@ -55,14 +56,14 @@ class StepCounters:
         return self._counters[first]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
-        """[count] int64: `start` and what follows, as positions of tokens or rows of a store."""
+        """Return [count] int64: `start` and what follows it, as positions of tokens or as rows of a store."""
         if not self.running:
             return torch.arange(start, start + count, device=device)
         first = self.tensor(start, device)
         return first if count == 1 else first + torch.arange(count, device=device)
 
     def write(self, values: Tensor, into: Tensor, dim: int, start: int) -> None:
-        """`into[start:] = values` along `dim`, for as many as `values` has there."""
+        """Write `into[start:] = values` along `dim`, for as many entries as `values` has there."""
         count = values.shape[dim]
         if self.running:
             into.index_copy_(dim, self.positions(start, count, into.device), values)
@@ -70,6 +71,6 @@ class StepCounters:
             into.narrow(dim, start, count).copy_(values)
 
     def advance(self) -> None:
-        """At the end of a step, and captured with it."""
+        """Add one to every counter, at the end of a step and captured with it."""
         torch._foreach_add_(list(self._counters.values()), 1)
         self.steps += 1

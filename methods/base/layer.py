@@ -1,4 +1,4 @@
-"""One layer of a method: its keys and values, and attention over them."""
+"""Defines one layer of a method: its keys and values, and attention over them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from methods.base.state import CacheState
 
 
 class Attended(NamedTuple):
-    """Tokens one selecting head read in the last decode step (the mean where heads differ). That is a KV head, or a
-    query head where a method lets each choose; what a KV head then reads is in `read_positions`."""
+    """Counts the tokens that one selecting head read in the last decode step (the mean where heads differ). That is a
+    KV head, or a query head where a method lets each choose; what a KV head then reads is in `read_positions`."""
 
-    prompt: float  # of the sealed prompt: what the budget limits
-    generated: float  # since the seal, the current token included
+    prompt: float  # tokens of the sealed prompt, which the budget limits
+    generated: float  # tokens since the seal, the current one included
 
 
 class KVLayer(ABC):
-    """Keys and values of one layer for one batch, and attention over them.
+    """Holds keys and values of one layer for one batch, and attends over them.
 
-    Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; for a further turn the same again. The
-    phase is said, never guessed from a shape. All inputs and outputs are on `self.request.device`.
+    Phases: `prefill` (once, or once per chunk), `seal`, `decode` per token; a further turn goes through them again. The
+    caller says the phase; it is never guessed from a shape. All inputs and outputs are on `self.request.device`.
 
     `class MyLayer(KVLayer, capturable=True)` says that a decode step can be captured in a graph and replayed. A
-    subclass does not inherit this: what it overrides may count in Python, or wait for the device.
+    subclass does not inherit this, since what it overrides may count in Python or wait for the device.
     """
 
     capturable: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class KVLayer(ABC):
 
     @abstractmethod
     def absorb(self, x: AttnInput) -> None:
-        """Take in the next prompt chunk, without attending: what a shared prefill calls."""
+        """Take in the next prompt chunk without attending, for a shared prefill."""
 
     @abstractmethod
     def prefill(self, x: AttnInput) -> Tensor:
@@ -54,7 +54,7 @@ class KVLayer(ABC):
 
     @abstractmethod
     def seal(self) -> None:
-        """The prompt is complete: index, compress, evict, move."""
+        """Index, compress, evict or move, now that the prompt is complete."""
 
     @abstractmethod
     def decode(self, x: AttnInput) -> Tensor:
@@ -62,7 +62,7 @@ class KVLayer(ABC):
 
     @property
     def evicts(self) -> bool:
-        """Whether prompt tokens have left for good: one that is not read may be gone."""
+        """Say whether prompt tokens have left for good, so that one that is not read may be gone."""
         return False
 
     @property
@@ -71,66 +71,68 @@ class KVLayer(ABC):
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        """`attended` without waiting, for use between steps: where only the device knows how many prompt tokens were
-        read, they are a tensor [B] that the next step may overwrite."""
+        """Return `attended` without waiting, for use between steps. Where only the device knows how many prompt tokens
+        were read, they are a tensor [B] that the next step may overwrite."""
         return self.attended
 
     @abstractmethod
     def read_positions(self) -> Tensor | None:
-        """Prompt positions the last step read, [B G K] without repeats, -1 where a head read fewer; None for all."""
+        """Return the prompt positions that the last step read, [B G K] without repeats, -1 where a head read fewer;
+        None for all."""
 
     def selected_positions(self) -> Tensor | None:
-        """The same of each head that selects: [B H K] where query heads choose for themselves."""
+        """Return the prompt positions that each selecting head read in the last step: [B H K] where query heads choose
+        for themselves."""
         return self.read_positions()
 
     def union_excess(self) -> Tensor | None:
-        """Where query heads choose for themselves: by how many prompt tokens what one KV head read in the last step,
-        over its query heads and each counted once, exceeds what one of these read. [B], mean over heads. None where KV
-        heads choose. Called between steps: what waits for the device belongs into an override that does not."""
+        """Say by how many prompt tokens the union that a KV head read in the last step exceeds what one of its query
+        heads read, each token counted once. [B], mean over heads; None where KV heads choose. It is called between
+        steps, so an override must not wait for the device."""
         selected, read = self.selected_positions(), self.read_positions()
         if selected is None or read is None or selected.shape[1] == self.spec.num_kv_heads:
             return None
-        return _found(read) - _found(selected)
+        return _present(read) - _present(selected)
 
     @property
     def bytes_read(self) -> float | None:
-        """Bytes of keys and values that the last step read, in all sequences: a token counts once for a KV head,
-        however many of its query heads read it. None where the layer does not say."""
+        """Return the bytes of keys and values that the last step read, in all sequences. A token counts once for a KV
+        head, however many of its query heads read it. None where the layer does not say."""
         return None
 
     def generated_positions(self) -> Tensor | None:
-        """Positions since the seal that the last step read, [B G K], or [B H K] where query heads keep their own; None
-        for all."""
+        """Return the positions since the seal that the last step read, [B G K], or [B H K] where query heads keep their
+        own; None for all."""
         return None
 
     def reopen(self) -> None:  # noqa: B027 (most layers hold all they have on the device)
-        """Undo what the seal moved: a further turn attends to everything. A turn begins with it."""
+        """Undo what the seal moved, at the beginning of a further turn, which attends to everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """End the turn: all that a further one needs of this layer, as tensors where they lie. Views of what the layer
-        holds: copy what is to outlive it. A part of a name that is `far` says that a tensor lies away from the device,
-        and may stay there: others come back on it."""
+        """End the turn and return all that a further one needs of this layer, as tensors where they lie. They are views
+        of what the layer holds: copy what is to outlive it. A part of a name that is `far` says that a tensor lies away
+        from the device and may stay there; others come back on it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be saved between turns: write `state` and `restore`.")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Of a fresh layer: take over what `state` gave, so that a further turn may begin."""
+        """Take over what `state` returned, in a fresh layer, so that a further turn may begin."""
         raise NotImplementedError(f"{type(self).__name__} cannot be restored: write `state` and `restore`.")
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Of a `state` that was taken after `reopen`, what beside keys, values and positions goes with the `first` and
-        the `last` stored tokens of every head, once these stand side by side. `state` names in `rotated` [B heads S]
-        where keys are rotated to, if that is not where their tokens stood."""
+        """Return the parts of `state` beside keys, values and positions that go with the `first` and the `last` stored
+        tokens of every head, once these stand side by side. `state` was taken after `reopen`; it names in `rotated` [B
+        heads S] where keys are rotated to, if that is not where their tokens stood."""
         return {}
 
     def capture_refusal(self) -> str | None:
-        """Why a decode step of this sealed layer cannot be captured (methods/base/counters.py), or None."""
+        """Say why a decode step of this sealed layer cannot be captured (methods/base/counters.py), or return None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """So many steps were replayed without `decode`: bring up to date what it counts in Python."""
+        """Bring up to date what is counted in Python, after `steps` steps that were replayed without `decode`."""
         raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")
 
 
-def _found(positions: Tensor) -> Tensor:
-    """How many there are. [B heads K], -1 for none -> [B], mean over heads"""
+def _present(positions: Tensor) -> Tensor:
+    """Count the positions that are there. [B heads K], -1 for none -> [B], mean over heads"""
     return (positions >= 0).sum(-1).double().mean(1)

@@ -1,4 +1,4 @@
-"""A method: its hyper-parameters, what it asks of a model and a budget, and how it starts."""
+"""Defines a method: its hyper-parameters, what it asks of a model and a budget, and how it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt that no sinks or windows fil
 
 
 class _TupleForList(ABCMeta):
-    """Yaml and callers bring lists. A method is a value and must have a hash, so its fields get tuples instead."""
+    """Turns lists, which yaml and callers bring, into tuples: a method is a value and must have a hash."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **{name: _frozen(value) for name, value in fields.items()})
@@ -30,95 +30,99 @@ def _frozen(value: Any) -> Any:
 
 
 class Method(metaclass=_TupleForList):
-    """A method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
+    """Holds a method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
 
-    The budget is not among them: the request brings it, and it limits the same thing for every method: what one head
+    The budget is not among them. The request brings it, and it limits the same thing for every method: what one head
     that selects may read. Where that is a query head, a KV head reads the union of its group, which is counted as well.
     """
 
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
-    selects: ClassVar[bool] = True  # a step reads what it chooses, which `reuse_steps` lets further ones read as well
-    rows_stay: ClassVar[bool] = False  # keys and values of a token are from turn to turn what the model made them
-    generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens
+    selects: ClassVar[bool] = True  # a step reads what it chooses, and `reuse_steps` lets further steps read the same
+    rows_stay: ClassVar[bool] = False  # from turn to turn, a token's keys and values stay what the model made them
+    generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens; None: it need not
     card: ClassVar[Card | None] = None
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
-    # Values worth trying, by parameter, for harness.tune: none that changes what the budget rules. Without a
-    # declaration (None) they are derived from the defaults.
+    # Values worth trying for harness.tune, by parameter; none changes what the budget rules. None: they are derived
+    # from the defaults.
     tunable: ClassVar[Grids | None] = None
 
     @property
     def offloads(self) -> bool:
-        """Whether placement=host and disk are meant for it."""
+        """Say whether placement=host and disk are meant for this method."""
         return False
 
     @property
     def encodes(self) -> bool:
-        """Whether a codec is meant for it: it has tokens that a step reads by choice alone."""
+        """Say whether a codec is meant for this method: it has tokens that a step reads by choice alone."""
         return False
 
     @property
     def smallest_budget(self) -> int:
-        """The least number of prompt tokens that holds this method's sinks and windows."""
+        """Return the least number of prompt tokens that holds this method's sinks and windows."""
         return 1
 
     @property
     def calibration_tokens(self) -> int:
-        """How many tokens of text `prepare` observes at most; a run hands over none where this is 0."""
+        """Return how many tokens of text `prepare` observes at most; a run hands over none if this is 0."""
         return 0
 
     @property
     def paper_differs(self) -> bool:
-        """Whether the paper's budget is not the prompt tokens that a step reads: it leaves out sinks, for example, or
-        counts an index too."""
+        """Say whether the paper's budget is something else than the prompt tokens that a step reads: it leaves out
+        sinks, for example, or counts an index too."""
         return self.paper_tokens(lambda tokens: SOME, LONG) != SOME
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """What a KV head reads of `sealed` prompt tokens where the budget is counted as in the paper.
+        """Return what a KV head reads of `sealed` prompt tokens when the budget is counted as in the paper.
 
-        `budget(n)`: the budget of n tokens, n itself where it covers them.
+        `budget(n)` is the budget of n tokens, n itself where it covers them.
         """
         return budget(sealed)
 
     def with_windows(self, **asked: int | float | None) -> Method:
-        """This method with `sinks` first tokens and `recent_ratio` of the rest for the window, where it has such
-        parameters; None leaves its own."""
-        own = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
-        return replace(self, **own) if own else self  # type: ignore[type-var]
+        """Return this method with `sinks` first tokens, and with `recent_ratio` of the rest for the window, if it has
+        such parameters; None leaves its own."""
+        given = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
+        return replace(self, **given) if given else self  # type: ignore[type-var]
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
-        """Work done once per model and kept: `observe(tokens)` runs calibration text, yields each layer's input."""
+        """Do the work that is done once per model and kept. `observe(tokens)` runs calibration text and yields each
+        layer's input."""
         return None
 
     def measured(self, prepared: object) -> Mapping[str, object]:
-        """Of `prepared`, what was timed on this machine: parameters with which the run can be repeated elsewhere."""
+        """Return the parts of `prepared` that were timed on this machine, as parameters with which the run can be
+        repeated elsewhere."""
         return {}
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        """Fresh state for one batch, a layer per spec. Layers may be linked with one another here, only here."""
+        """Return fresh layers for one batch, one per spec. Only here may layers be linked with one another."""
 
     def reads_whole(self, case: Case) -> bool:
-        """Whether the budget leaves nothing to choose."""
+        """Say whether the budget leaves nothing to choose."""
         return not self.uses_budget or case.budget >= case.sealed or case.sealed <= self.smallest_budget
 
     def cost(self, case: Case) -> Cost:
-        """The bytes that `case` takes, by formula. Where a step's traffic depends on the text, the most it can be."""
+        """Return the bytes that `case` takes, by formula. Where a step's traffic depends on the text, it is the most
+        that it can be."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
 
     def at_communication(self, share: float, head_dim: int) -> Method:
-        """This method where scoring moves `share` of the 16-bit key cache per step, as in PQCache's comparison.
+        """Return this method with scoring that moves `share` of the 16-bit key cache per step, as in PQCache's
+        comparison.
 
-        Itself where scoring moves nothing and the comparison asks for no compensation.
+        It is the method itself where scoring moves nothing and the comparison asks for no compensation.
         """
         return self
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `ValueError` where a parameter does not suit a model with such layers; no weights are needed."""
+        """Raise `ValueError` if a parameter does not suit a model with such layers; no weights are needed."""
 
     def require_budget(self, budget: Budget | None) -> None:
-        """Raise `BudgetError` where this method uses a budget and was given none: it would read everything, as Full
-        does, and nobody would know."""
+        """Raise `BudgetError` if this method uses a budget and was given none: it would read everything, as Full does,
+        and nobody would know."""
         if self.uses_budget and budget is None:
             raise BudgetError(
                 f"{type(self).__name__} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for "
@@ -126,7 +130,7 @@ class Method(metaclass=_TupleForList):
             )
 
     def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
-        """Raise `BudgetError` where `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
+        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
             name = type(self).__name__
             raise BudgetError(

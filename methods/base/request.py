@@ -1,4 +1,4 @@
-"""What a method is told: a layer's shape, what a batch asks for, and what one attention call sees."""
+"""Defines what a method is told: a layer's shape, what a batch asks for, and what one attention call sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from methods.tiers.tier import DEVICE
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What a layer knows before it sees a token.
+    """Holds what a layer knows before it sees a token.
 
     A method's layers are those that see the whole text, numbered among themselves: in a model whose other layers slide
     over a window, `index` 1 of `num_layers` 4 is the second layer of four that do not. `rope` gives cos 1 and sin 0
@@ -29,19 +29,19 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of the logits, usually head_dim ** -0.5
+    scale: float  # factor of the logits, usually head_dim ** -0.5
     rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P D], of this layer
     project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
-    window: int | None = None  # a token sees so many, itself included; None: all. A method's layers have none
+    window: int | None = None  # how many tokens one sees, itself included; None: all, as in a method's layers
     sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
-    device: torch.device | None = None  # of its weights; None: the request's
+    device: torch.device | None = None  # where its weights are; None: the request's device
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
-        """The sink logits of all query heads, or those of one KV head's group; None where there are none."""
+        """Return the sink logits of all query heads, or those of one KV head's group; None if there are none."""
         if self.sink_logits is None or head is None:
             return self.sink_logits
         return self.sink_logits[head * self.group : (head + 1) * self.group]
@@ -49,43 +49,44 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one batch of equal-length sequences asks of a method. `capacity`: prompt and new tokens of all turns."""
+    """Holds what one batch of equal-length sequences asks of a method. `capacity` counts prompt and new tokens of all
+    turns."""
 
     batch: int
     capacity: int
     dtype: torch.dtype
     device: torch.device
     budget: Budget | None = None  # None: the method uses none
-    reuse_steps: int = 0  # a selecting method may use a selection for so many further steps
+    reuse_steps: int = 0  # for how many further steps a selecting method may use a selection
     placement: str = DEVICE  # the tier of tokens that a step reads by choice alone
-    codec: Codec | None = None  # of what lies in a pool; None: as it is
-    disk: Path | None = None  # the folder for placement=disk; None: the system's temporary one
+    codec: Codec | None = None  # what lies in a pool is written by it; None: as it is
+    disk: Path | None = None  # the folder for placement=disk; None: in the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
 
     @property
     def pooled(self) -> bool:
-        """Whether tokens that are read by choice alone leave the store: for another tier, or for fewer bits."""
+        """Say whether tokens that are read by choice alone leave the store: for another tier, or for fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
     @property
     def place(self) -> Place:
-        """Where rows are asked for."""
+        """Return the place in which rows are asked for."""
         return Place(self.device, self.disk)
 
     def covers(self, tokens: int, layer: int) -> bool:
-        """Whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then read
-        whole."""
+        """Say whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then
+        read whole."""
         return self.budget is None or self.budget.covers(tokens, layer)
 
 
 @dataclass(frozen=True, slots=True)
 class AttnInput:
-    """What one attention call of one layer sees."""
+    """Holds what one attention call of one layer sees."""
 
     q: Tensor  # [B H T D], rotated
     k: Tensor  # [B G T D], rotated; the new tokens only
     v: Tensor  # [B G T D]
     cos: Tensor  # [1|B T D]
     sin: Tensor  # [1|B T D]
-    hidden: Tensor  # [B T E], the normalised input of the projections; must not be kept
+    hidden: Tensor  # [B T E], the normalised input of the projections, which must not be kept
     start: int  # position of the first new token

@@ -1,4 +1,4 @@
-"""What all layers of one cache share."""
+"""Holds what all layers of one cache share."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from methods.tiers.traffic import Traffic
 
 @dataclass
 class Checks:
-    """Whether what a method returns is checked: from the seal of a turn to the end of it, once for a first turn and
-    once for a further one. `pending`: those that are still to come, shared by all caches of a run."""
+    """Says whether what a method returns is checked: from the seal of a turn to its end, once for a first turn and once
+    for a further one. `pending` names the turns still to check, and is shared by all caches of a run."""
 
     pending: set[str] = field(default_factory=set)
     on: bool = False
 
     def begin(self, turn: str) -> None:
-        """A prompt is about to be sealed, that of a `turn` of this kind."""
+        """Start checking if `turn`, whose prompt is about to be sealed, is of a kind still to check."""
         self.on = turn in self.pending
         self.pending.discard(turn)
 
 
 @dataclass
 class CacheState:
-    """`request`: what was asked for. `traffic`, `counters` and `checks` change with every step, and belong to the
-    cache."""
+    """Holds the `request`, and what belongs to the cache and changes with every step: `traffic`, `counters` and
+    `checks`."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
@@ -38,17 +38,18 @@ class CacheState:
 
     @property
     def checking(self) -> bool:
-        """Whether to check what a policy has just returned; not while a step is captured, which computes nothing."""
+        """Say whether to check what a policy has just returned; not while a step is captured, which computes
+        nothing."""
         return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:
-        """The same cache for a layer that lies on `device`; None where all do."""
+        """Return the same cache for a layer that lies on `device`; None: where the request says."""
         if device is None or device == self.request.device:
             return self
         return replace(self, request=replace(self.request, device=device))
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
-        """The same cache, with a budget that leaves `layers` whole as well."""
+        """Return the same cache, with a budget that leaves `layers` whole as well."""
         budget = self.request.budget
         if budget is None:
             return self

@@ -1,8 +1,8 @@
-"""The one layer, and its policies: most methods are one function of one of them.
+"""Holds the one layer and its policies: most methods are one function of one of them.
 
 `Layer` keeps and reads everything. A `Keep` says what stays of the prompt at the seal. A `Read` chooses what a step
-reads: `Select` is the usual kind (sinks, window and single tokens), `Pooled` one whose tokens compete for the room of
-a pool. A layer may have both.
+reads: `Select` is the usual kind (sinks, window and single tokens), `Pooled` one whose tokens compete for the room of a
+pool. A layer may have both.
 """
 
 from __future__ import annotations

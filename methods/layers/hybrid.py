@@ -1,8 +1,8 @@
-"""Models some of whose layers slide over a window: those layers are the model's affair, the others are the method's.
+"""Divides a model's layers: those that slide over a window are the model's own concern, the others are the method's.
 
 A method is told of the layers that see the whole text, numbered among themselves, as if the model had no others:
-budgets per layer, dense layers, a pyramid, a guess for the next layer count these alone. A model that slides in every
-layer (Mistral 7B v0.1, Phi-3 mini 4k) is a dense one to a method as long as the text fits into its window.
+budgets per layer, dense layers, a pyramid and a guess for the next layer count these alone. A model that slides in
+every layer (Mistral 7B v0.1, Phi-3 mini 4k) is a dense one to a method as long as the text fits into its window.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Start = Callable[[Sequence[LayerSpec], CacheState], Sequence[KVLayer]]
 
 
 def whole_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Of a model's layers those that a method is told of."""
+    """Return those of a model's layers that a method is told of."""
     seeing = [spec for spec in specs if spec.window is None] or [replace(spec, window=None) for spec in specs]
     return [replace(spec, index=index, num_layers=len(seeing)) for index, spec in enumerate(seeing)]
 
 
 def check_length(method: Method, specs: Sequence[LayerSpec], tokens: int) -> None:
-    """Raise `ValueError` where no layer sees the whole of so many tokens, for a method that would choose among them."""
+    """Raise `ValueError` if no layer sees the whole of so many tokens and the method would choose among them."""
     if method.uses_budget and _all_slide(specs, tokens):
         raise ValueError(
             f"Every layer of this model slides over {specs[0].window} tokens and this text takes {tokens}, so "
@@ -36,9 +36,9 @@ def _all_slide(specs: Sequence[LayerSpec], tokens: int) -> bool:
 
 
 def start_layers(specs: Sequence[LayerSpec], cache: CacheState, start: Start) -> list[KVLayer]:
-    """A layer for each of the model's: those that slide keep their window, `start` makes the others."""
+    """Return a layer for each of the model's: those that slide keep their window, and `start` makes the others."""
     if _all_slide(specs, cache.request.capacity):
         return [WindowLayer(spec, cache) for spec in specs]
     hybrid = any(spec.window is None for spec in specs)
-    made = iter(start(whole_layers(specs), cache))
-    return [WindowLayer(spec, cache) if hybrid and spec.window is not None else next(made) for spec in specs]
+    method_layers = iter(start(whole_layers(specs), cache))
+    return [WindowLayer(spec, cache) if hybrid and spec.window is not None else next(method_layers) for spec in specs]

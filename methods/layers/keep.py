@@ -1,4 +1,4 @@
-"""What stays of a prompt."""
+"""Defines policies that say what stays of a prompt."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from methods.layers.policy import Policy
 
 
 class Keep(Policy, ABC, capturable=True):
-    """After the seal only `keep` of the prompt is left; what comes later is kept whole.
+    """Lets only what `keep` names stay of the prompt after the seal; what comes later is kept whole.
 
     Where the budget covers the prompt nothing leaves, and `keep` is not called.
     """
 
     @abstractmethod
     def keep(self, size: int) -> Tensor:
-        """The `size` stored tokens each KV head keeps [B G size], ascending.
+        """Return the `size` stored tokens that each KV head keeps [B G size], ascending.
 
-        [B H size] where each query head keeps its own: the store then holds a copy for each.
+        It is [B H size] where each query head keeps its own; the store then holds a copy for each.
         """
 
     def size(self, budget: int) -> int:
-        """How many tokens stay under a budget of so many; all, from the stored ones on."""
+        """Return how many tokens stay under a budget of so many; all, if that is the number of stored ones or more."""
         return budget
 
     def evict(self, size: int) -> None:
@@ -33,4 +33,4 @@ class Keep(Policy, ABC, capturable=True):
         self.layer.retain(rows)
 
     def close(self, evicted: int) -> None:
-        """The choice is made: so many tokens have left by it, and the store holds the others."""
+        """Finish, now that the choice is made: so many tokens have left by it, and the store holds the others."""

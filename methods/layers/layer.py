@@ -1,4 +1,4 @@
-"""The layer of every method: it stores, keeps, then reads, as its policies say."""
+"""Defines the layer of every method: it stores, keeps, then reads, as its policies say."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from methods.tiers.tier import DEVICE
 
 
 class Layer(Storage, capturable=True):
-    """The prompt is stored whole. At the seal a `Keep` says what stays, then a `Read` splits the budget, and what it
-    reads by choice alone may leave the store for another place. Without policies everything is kept and read.
-    """
+    """Stores the prompt whole. At the seal a `Keep` says what stays, then a `Read` splits the budget, and what it reads
+    by choice alone may leave the store for another place. Without policies everything is kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
-        """policies: at most one `Keep` and one `Read`, and any that only observe."""
+        """Bind the policies: at most one `Keep` and one `Read`, and any number that only observe."""
         super().__init__(spec, cache, method)
         self.policies = policies or (Policy(),)
         self.keeps = next((policy for policy in policies if isinstance(policy, Keep)), None)
@@ -91,7 +90,7 @@ class Layer(Storage, capturable=True):
         return self.positions if rows is None else self.positions_of(rows)
 
     def union_excess(self) -> Tensor | None:
-        """Without a sort, and without waiting."""
+        """Compute the excess without a sort, and without waiting for the device."""
         choice = self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
         if choice is None or choice.shape[1] == self.spec.num_kv_heads:
             return None
@@ -102,9 +101,9 @@ class Layer(Storage, capturable=True):
 
     @property
     def bytes_read(self) -> float:
-        """As they are written, wherever they lie; what is rebuilt counts as what it stands for."""
+        """Count bytes as they are written, wherever they lie. What is rebuilt counts as what it stands for."""
         rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
-        if rows is None or self.heads != self.spec.num_kv_heads:  # else each has copies of its own
+        if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
             coded = 0 if self.far is None else self.far.encoded * heads
             tokens = (prompt + generated) * heads
         else:
@@ -117,8 +116,10 @@ class Layer(Storage, capturable=True):
         return None if self.later is None else self.later_positions()
 
     def state(self) -> dict[str, Tensor]:
-        own = {f"{number}.{name}": x for number, one in enumerate(self.policies) for name, x in one.state().items()}
-        return self.contents() | own
+        of_policies = {
+            f"{number}.{name}": x for number, policy in enumerate(self.policies) for name, x in policy.state().items()
+        }
+        return self.contents() | of_policies
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.refill(state)
@@ -129,8 +130,8 @@ class Layer(Storage, capturable=True):
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
         for number, policy in enumerate(self.policies):
-            own = policy.truncate(_within(state, number), first, last)
-            kept |= {f"{number}.{name}": x for name, x in own.items()}
+            of_policy = policy.truncate(_within(state, number), first, last)
+            kept |= {f"{number}.{name}": x for name, x in of_policy.items()}
         return kept
 
     def capture_refusal(self) -> str | None:
@@ -151,7 +152,7 @@ class Layer(Storage, capturable=True):
 
     @staticmethod
     def _count(rows: Tensor, start: int, end: int) -> int:
-        """Of rows from `start` up to `end`."""
+        """Count the rows from `start` up to `end`."""
         return int(((rows >= start) & (rows < end)).sum())
 
     def _open(self, x: AttnInput) -> None:
@@ -170,7 +171,7 @@ class Layer(Storage, capturable=True):
             self.store.resize(self.request.capacity - self.seen)
 
     def _make_room(self, most: int) -> None:
-        """Before a token comes in: where the generated ones fill their budget, an eighth of them leaves at once."""
+        """Let an eighth of the generated tokens leave at once, before a token comes in, if they fill their budget."""
         count = self.store.length - self.prompt_rows
         if count < most:
             return
@@ -191,6 +192,6 @@ class Layer(Storage, capturable=True):
 
 
 def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """What the layer's policy of that number has put there."""
+    """Return what the layer's policy of that number has put into the state."""
     prefix = f"{number}."
     return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

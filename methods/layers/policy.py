@@ -1,4 +1,4 @@
-"""What a method decides in a layer: the base of all policies, which keeps and reads everything."""
+"""Defines what a method decides in a layer: the base of all policies, which keeps and reads everything."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from methods.pools import KVStore
 
 
 class Policy:
-    """Sees every token of its layer, and attends; this one to all that is stored, as Full does.
+    """Sees every token of its layer, and attends: this one to all that is stored, as Full does.
 
-    A layer with several policies lets one attend: the `Read`, else the `Keep` (methods/layers/layer.py); the others
+    A layer with several policies lets one attend, the `Read`, else the `Keep` (methods/layers/layer.py); the others
     only `observe`. Until `bind` a policy knows no layer.
 
     `class MyKeep(Keep, capturable=True)` says that a decode step can be captured in a graph and replayed. A subclass
-    does not inherit this: what it overrides may count in Python, or wait for the device.
+    does not inherit this, since what it overrides may count in Python or wait for the device.
     """
 
-    capturable: ClassVar[bool] = True  # of this very class
+    capturable: ClassVar[bool] = True  # said by this very class, and not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
 
     layer: Storage
@@ -39,47 +39,49 @@ class Policy:
         cls.capturable = capturable
 
     def bind(self, layer: Storage) -> None:
-        """Become a policy of `layer`, which has not seen a token yet and owns this policy: were it owned in turn, the
-        keys and values of a cache that is let go would stay in memory until the next pass for cycles."""
+        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The policy does not own the
+        layer in turn: the keys and values of a cache that is let go would else stay in memory until the next pass for
+        cycles."""
         self.layer, self.method = proxy(layer), layer.method
         self.spec, self.cache, self.request = layer.spec, layer.cache, layer.request
 
     @property
     def store(self) -> KVStore:
-        """What the layer holds on the device in full precision."""
+        """Return what the layer holds on the device in full precision."""
         return self.layer.store
 
     @property
     def sealed(self) -> int:
-        """Stored tokens that belong to the sealed prompt."""
+        """Return how many stored tokens belong to the sealed prompt."""
         return self.layer.sealed
 
     def reopen(self) -> None:
-        """A further turn begins, and its prompt attends to everything: undo what the seal moved."""
+        """Undo what the seal moved: a further turn begins, and its prompt attends to everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """Between turns: what must be stored with keys and values, for they cannot bring it back. The default: nothing,
-        all is made anew at the next seal."""
+        """Return what must be stored between turns with keys and values, since they cannot bring it back. By default
+        that is nothing, and all is made anew at the next seal."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave; the layer holds its keys and values again."""
+        """Take over what `state` returned; the layer holds its keys and values again."""
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Of what `state` gave, what goes with the `first` and the `last` stored tokens, once these stand side by side:
-        the history has been cut (harness/history/truncation.py). The default: all, as what is not kept by token."""
+        """Return the parts of `state` that go with the `first` and the `last` stored tokens, once these stand side by
+        side, because the history has been cut (harness/history/truncation.py). By default that is all, as for what is
+        not kept by token."""
         return dict(state)
 
     def observe(self, x: AttnInput) -> None:
-        """A prompt chunk has been stored; another policy, or a shared prefill, attends."""
+        """Take note of a prompt chunk that has been stored, while another policy, or a shared prefill, attends."""
 
     def prefill(self, x: AttnInput) -> Tensor:
-        """A prompt chunk has been stored: attend causally. -> [B H T D]"""
+        """Attend causally, after a prompt chunk has been stored. -> [B H T D]"""
         self.observe(x)
         return self.layer.attend_prompt(x.q)
 
     def decode(self, x: AttnInput) -> Tensor:
-        """A token has been stored: attend. -> [B H 1 D]"""
+        """Attend, after a token has been stored. -> [B H 1 D]"""
         return self.layer.attend_all(x.q)
 
     @property
@@ -88,30 +90,31 @@ class Policy:
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        """`attended` without waiting for the device, see `KVLayer.reading`."""
+        """Return `attended` without waiting for the device (see `KVLayer.reading`)."""
         return self.attended
 
     def read_rows(self) -> Tensor | None:
-        """Stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read fewer; None for
-        all."""
+        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read fewer;
+        None for all."""
         return None
 
     def selected_rows(self) -> Tensor | None:
-        """The same of each head that selects: [B H K] where query heads choose for themselves."""
+        """Return the stored prompt tokens that each selecting head read in the last step: [B H K] where query heads
+        choose for themselves."""
         return self.read_rows()
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """The `size` of `count` generated tokens that every KV head keeps, where `budget_generated` has no room for
-        more. -> [B G size], ascending; the last ones, if the method does not know better"""
+        """Choose the `size` of `count` generated tokens that every KV head keeps when `budget_generated` has no room
+        for more: the last ones, unless the method knows better. -> [B G size], ascending"""
         shape = (self.request.batch, self.layer.heads, -1)
         return torch.arange(count - size, count, device=self.request.device).expand(shape)
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Of the last `count` stored tokens only `rows` [B G K] will be left: let go of what belongs to the others."""
+        """Let go of what belongs to the last `count` stored tokens, except for `rows` [B G K] of them."""
 
     def capture_refusal(self) -> str | None:
-        """Why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or None."""
+        """Say why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or return None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """So many steps were replayed without `decode`: bring up to date what is counted in Python."""
+        """Bring up to date what is counted in Python, after `steps` steps that were replayed without `decode`."""

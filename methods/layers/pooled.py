@@ -1,4 +1,4 @@
-"""Reading by choice what a limited pool still holds."""
+"""Defines policies that read by choice what a limited pool still holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, refuse_wh
 
 
 class Pooled(Select, capturable=True):
-    """The prompt enters the pool at the seal (`fill`); then each new token takes a slot, and is itself always read.
+    """Lets the prompt enter the pool at the seal (`fill`); then each new token takes a slot, and is itself always read.
 
     A subclass calls `fill` in `index`, hides evicted tokens by `present`, and tells the pool what it fetched. While
     `rehearses`, it puts the queries [B H T D] by which the prompt's tokens fetch into `rehearsed`. It has neither sinks
@@ -24,7 +24,8 @@ class Pooled(Select, capturable=True):
     pool: LimitedPool | None = None
 
     def __init__(self, capacity: float | None, eviction: Eviction) -> None:
-        """capacity: a share of prompt and new tokens, or a number; None for all. Dense layers keep all."""
+        """Limit the pool to `capacity`: a share of prompt and new tokens, or a number; None for all. Dense layers keep
+        all."""
         self.capacity, self.eviction = capacity, eviction
         self.rehearsed: list[Tensor] = []
 
@@ -34,13 +35,13 @@ class Pooled(Select, capturable=True):
         dense = budget is not None and self.spec.index in budget.dense_layers
         self.slots = (
             None if dense else size(self.capacity, self.request.capacity)
-        )  # of each KV head; None: room for all
+        )  # slots of each KV head; None: room for all
         if self.slots is not None and self.request.reuse_steps:
             raise ValueError("reuse_steps would read tokens that a limited pool has evicted: set pool_capacity=null.")
 
     @abstractmethod
     def fetches(self, q: Tensor) -> Fetched:
-        """What a token fetches of those before it that are still there. q [B H 1 D]"""
+        """Return what a token with query q fetches of those before it that are still there. q [B H 1 D]"""
 
     @property
     def rehearses(self) -> bool:
@@ -62,7 +63,7 @@ class Pooled(Select, capturable=True):
         return {}
 
     def fill(self) -> Tensor:
-        """Let the prompt through the pool and keep what it then holds. -> its rows [B G P], in order"""
+        """Let the prompt pass through the pool and keep what it then holds. -> its rows [B G P], in order"""
         assert self.slots is not None
         assert self.plan is not None
         new = self.request.capacity - self.sealed
@@ -81,11 +82,11 @@ class Pooled(Select, capturable=True):
         return kept
 
     def present(self, x: Tensor) -> Tensor:
-        """x [B G S] or [B G g S], by token, with -inf for evicted ones."""
+        """Set x [B G S] or [B G g S], which is by token, to -inf for evicted tokens."""
         return x if self.pool is None else self.pool.hide(x)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """It may fetch fewer."""
+        """Check the choice, which may be of fewer than `top` tokens."""
         super().check_choice(rows, None)
 
     def decode(self, x: AttnInput) -> Tensor:

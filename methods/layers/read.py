@@ -1,4 +1,4 @@
-"""What a step reads of a prompt."""
+"""Defines policies that choose what a step reads of a prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_hea
 from methods.layers.policy import Policy
 from methods.tiers.tier import DEVICE
 
-PlanT = TypeVar("PlanT")  # how a budget is spent
+PlanT = TypeVar("PlanT")  # says how a budget is spent
 
 
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
-    """In each step, reads a part of the stored prompt that it chooses.
+    """Reads in each step a part of the stored prompt that it chooses.
 
     Where the budget covers what is stored, all of it is read, and the methods below are not called. A choice is used
     again for `request.reuse_steps` further steps.
@@ -27,15 +27,15 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
-    age = 0  # further steps that it has served
+    age = 0  # further steps that the last choice has served
 
     @abstractmethod
     def split(self, budget: int) -> PlanT:
-        """Spend `budget` prompt tokens."""
+        """Spend `budget` prompt tokens, and return how."""
 
     @abstractmethod
     def prepare(self, plan: PlanT) -> None:
-        """The prompt is complete, and not all of it will be read: index, compress."""
+        """Index or compress, now that the prompt is complete and not all of it will be read."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
@@ -43,27 +43,28 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def read(self, x: AttnInput, plan: PlanT) -> Tensor:
-        """Attend; the new token is stored already. -> [B H 1 D]"""
+        """Attend, with the new token stored already. -> [B H 1 D]"""
 
     @abstractmethod
     def attended_under(self, plan: PlanT) -> Attended:
-        """What one selecting head read in the last step."""
+        """Return what one selecting head read in the last step."""
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Stored prompt tokens that each selecting head reads in a step with the choice `rows`, [B G K] or [B H K]
-        without repeats, -1 where a head reads fewer."""
+        """Return the stored prompt tokens that each selecting head reads in a step with the choice `rows`, [B G K] or
+        [B H K] without repeats, -1 where a head reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
-        """First and end of the stored tokens that are read by choice alone, through `fetch`: these may lie on another
-        tier, or quantised. None where the policy places its tokens itself."""
+        """Return first and end of the stored tokens that are read by choice alone, through `fetch`: these may lie on
+        another tier, or quantised. None where the policy places its tokens itself."""
         return None
 
     def sent_away(self, tokens: Segment) -> None:
-        """The tokens of `away` have left the store; `tokens` [B G M D] are those that left, still on the device."""
+        """Take note that the tokens of `away` have left the store. `tokens` [B G M D] are those that left, still on the
+        device."""
 
     def seal(self, limit: int | None) -> None:
-        """A step may read `limit` of the stored tokens from now on; None for all."""
+        """Prepare for steps that may read `limit` of the stored tokens; None for all."""
         self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
         self.rows = None
         if self.plan is not None:
@@ -73,31 +74,31 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Chosen tokens of those sent away, on the device. rows [B G K] or [B H K], counted from the first of them.
-        What several query heads of a group chose moves once."""
+        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K], counted from the first of
+        them. What several query heads of a group chose moves once."""
         far, groups = self.layer.far, self.spec.num_kv_heads
         assert far is not None
         if rows.shape[1] == groups:
             return far.gather(rows)
         if far.tier == DEVICE:  # nothing moves, and a step that asks for no count can be captured
             together = rows.reshape(len(rows), groups, -1)
-            own = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
-            return far.gather(together)._replace(rows=own.repeat(groups, 1).expand_as(rows))
-        found = distinct_rows(rows, groups, far.length)
-        k, v = (side_by_side(x, found.places) for x in far.pick(found.heads, found.rows)[:2])
-        return Segment(k, v, found.own)
+            places = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
+            return far.gather(together)._replace(rows=places.repeat(groups, 1).expand_as(rows))
+        distinct = distinct_rows(rows, groups, far.length)
+        k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows)[:2])
+        return Segment(k, v, distinct.own)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """One softmax over all of `segments`. q [B H 1 D] -> [B H 1 D]"""
+        """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
         return self.layer.attend(q, *segments)
 
     @property
     def selects_next(self) -> bool:
-        """Whether the next step makes a new choice."""
+        """Say whether the next step makes a new choice."""
         return self.rows is None or self.age >= self.request.reuse_steps
 
     def chosen(self, q: Tensor, top: int) -> Tensor:
-        """The choice that this step reads: a new one, or once more the last. Call it once per step."""
+        """Return the choice that this step reads: a new one, or the last once more. Call it once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
             if self.cache.checking:
@@ -107,15 +108,15 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` where `select` has returned what stands for tokens that are not there, or for one twice
-        in a head."""
+        """Raise `ReturnedError` if `select` has returned what stands for tokens that are not there, or for one twice in
+        a head."""
         self._check_selected(rows, None, None)
         assert self.plan is not None
         given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.rows_of(rows, self.plan), self.sealed, heads=choosing, gaps=True)
 
     def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
-        """Numbers below `among`, `count` of them for each head; None: any."""
+        """Raise `ReturnedError` unless rows are numbers below `among`, `count` of them for each head; None: any."""
         choosing = self.spec.num_kv_heads, self.spec.num_heads
         self.layer.check_rows(f"{type(self).__name__}.select returned", rows, among, heads=choosing, count=count)
 

@@ -1,7 +1,7 @@
-"""What the policies of a method return, checked while its first example runs (`Checks` in methods/base/state.py).
+"""Checks what the policies of a method return, while its first example runs (`Checks` in methods/base/state.py).
 
-A row that is named twice, or one that no token has, is read without a word: rows of all heads lie behind one another,
-so what is out of range for one head is a token of the next.
+Nothing else would notice a row that is named twice, or one that no token has: rows of all heads lie one behind the
+other, so what is out of range for one head is a token of the next.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from torch import Tensor
 
 
 class ReturnedError(ValueError):
-    """A policy returned what its contract rules out; the message names it, its layer, and what came back."""
+    """Says that a policy returned what its contract rules out; it names the policy, its layer, and what came back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowNumbers:
-    """What is wanted: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None: any numbers.
-
-    `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has fewer. `alone`:
-    of a single head, [K].
-    """
+    """Describes what is wanted: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None: any
+    numbers. `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has fewer.
+    `alone`: the rows are of a single head, [K]."""
 
     batch: int
     heads: Sequence[int]
@@ -35,13 +33,13 @@ class RowNumbers:
     alone: bool = False
 
     def check(self, given: object, whose: str) -> None:
-        """Raise `ReturnedError` where `given` is anything else. `whose`: who returned it, in words."""
-        found = self._misfit(given)
-        if found is None and self.tokens is not None:
+        """Raise `ReturnedError` if `given` is anything else. `whose` says in words who returned it."""
+        fault = self._misfit(given)
+        if fault is None and self.tokens is not None:
             assert isinstance(given, Tensor)
-            found = self._wrong_number(given.view(1, 1, -1) if self.alone else given, self.tokens)
-        if found is not None:
-            raise ReturnedError(f"{whose} {found}. Wanted are {self}.")
+            fault = self._wrong_number(given.view(1, 1, -1) if self.alone else given, self.tokens)
+        if fault is not None:
+            raise ReturnedError(f"{whose} {fault}. Wanted are {self}.")
 
     def __str__(self) -> str:
         count = "K" if self.count is None else self.count
@@ -56,7 +54,7 @@ class RowNumbers:
         return f"{numbers}{each}{gaps}{order}, as int64 {shape} on {self.device}"
 
     def _misfit(self, given: object) -> str | None:
-        """What is seen without a look at the numbers."""
+        """Say what is wrong as far as can be seen without a look at the numbers, or return None."""
         if not isinstance(given, Tensor):
             return f"a {type(given).__name__}"
         if given.dtype != torch.int64:
@@ -86,5 +84,5 @@ class RowNumbers:
 
 
 def _first(where: Tensor) -> tuple[int, ...] | None:
-    """The place of the first True in [B heads K]; None where there is none."""
+    """Return the place of the first True in [B heads K]; None if there is none."""
     return tuple(where.nonzero()[0].tolist()) if where.any() else None

@@ -1,4 +1,4 @@
-"""Reading sinks, a window, and single tokens between them that are selected in each step."""
+"""Defines policies that read sinks, a window, and single tokens between them that are selected in each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from methods.layers.read import Read
 
 
 class Select(Read[Plan], capturable=True):
-    """A step reads sinks, a prompt-local window, `select`ed tokens between them, and what came since.
+    """Reads in a step sinks, a prompt-local window, `select`ed tokens between them, and what came since.
 
     The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only the selected ones
     are then fetched.
@@ -21,7 +21,7 @@ class Select(Read[Plan], capturable=True):
 
     @abstractmethod
     def split(self, budget: int) -> Plan:
-        """Spend `budget` prompt tokens."""
+        """Spend `budget` prompt tokens, and return how."""
 
     @abstractmethod
     def index(self, keys: Tensor) -> None:
@@ -29,7 +29,7 @@ class Select(Read[Plan], capturable=True):
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """The `top` middle tokens to read. q [B H 1 D] -> [B G top], indices into the middle."""
+        """Return the `top` middle tokens to read. q [B H 1 D] -> [B G top], indices into the middle"""
 
     def prepare(self, plan: Plan) -> None:
         self.index(self.middle().k)
@@ -45,7 +45,7 @@ class Select(Read[Plan], capturable=True):
         return self.attend(x.q, sinks, self.middle()._replace(rows=rows), *rest)
 
     def always_read(self) -> list[Segment]:
-        """What every step reads: the sinks, the prompt-local window and all that came after the seal."""
+        """Return what every step reads: the sinks, the prompt-local window and all that came after the seal."""
         assert self.plan is not None
         if self.layer.far is not None:
             return [self.store.since(0)]
@@ -53,13 +53,13 @@ class Select(Read[Plan], capturable=True):
         return [Segment(k[:, :, :sinks], v[:, :, :sinks]), self.store.since(self.sealed - self.plan.local)]
 
     def middle(self) -> Segment:
-        """The tokens between sinks and window, in the store."""
+        """Return the tokens between sinks and window, in the store."""
         assert self.plan is not None
         middle = slice(self.plan.sinks, self.sealed - self.plan.local)
         return Segment(self.store.k[:, :, middle], self.store.v[:, :, middle])
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """The same, of the middle; `top` of them, None for any number."""
+        """Raise `ReturnedError` unless the rows are tokens of the middle: `top` of them, None for any number."""
         assert self.plan is not None
         self._check_selected(rows, self.sealed - self.plan.sinks - self.plan.local, top)
         super().check_choice(rows, top)

@@ -1,4 +1,4 @@
-"""What a layer holds: the prompt and what is generated, on the device or elsewhere, and attention over it."""
+"""Defines what a layer holds, the prompt and what is generated, on the device or elsewhere, and attention over it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from methods.layers.returned import ReturnedError, RowNumbers
 from methods.pools import KVStore, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
-FIRST = f"{FAR}.first"  # of a state: where what was sent away belongs
+FIRST = f"{FAR}.first"  # names where in the store the tokens belong that were sent away
 
 
 class Storage(KVLayer):
-    """Keys and values of one layer. Stored tokens stand in `store`, in order, but for a range that is in `far`."""
+    """Holds keys and values of one layer. Stored tokens stand in `store`, in order, except for a range that is in
+    `far`."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later")
-    far: Pool | None = None  # tokens of the sealed prompt from `first_far` on
+    far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
     first_far = 0
-    evicted = 0  # tokens that have left
+    evicted = 0  # tokens that have left for good
     later: Tensor | None = None  # [B G K], where the generated tokens stood that were kept when others left
     positions: Tensor | None = None  # [B G sealed], where the kept prompt tokens stood, -1 where a head has fewer
 
@@ -38,35 +39,37 @@ class Storage(KVLayer):
         self.store = KVStore(spec, self.cache, self.request.capacity)
         self.closed = False  # sealed, and no further turn has begun
         self.sealed = 0  # stored tokens that belong to the sealed prompt
-        self.prompt_rows = 0  # of them, in `store`
+        self.prompt_rows = 0  # tokens of the sealed prompt that are in `store`
         self.seen = 0  # tokens taken in so far
         budget = self.request.budget
         self.most_generated = budget.most_generated(spec.index) if budget is not None else None
 
     @property
     def stored(self) -> int:
-        """Tokens that are there, wherever they lie."""
+        """Return how many tokens are there, wherever they lie."""
         return self.store.length + self.away
 
     @property
     def away(self) -> int:
-        """Tokens in `far`."""
+        """Return how many tokens lie in `far`."""
         return self.far.length if self.far is not None else 0
 
     @property
     def heads(self) -> int:
-        """Rows of K and V per token: the KV heads, or the query heads once they keep different tokens."""
+        """Return how many rows of K and V a token has: one for each KV head, or for each query head once they keep
+        different tokens."""
         return self.store.heads
 
     def reads_whole(self) -> bool:
-        """Whether all tokens so far are read: the budget covers them, or they are no more than sinks and windows."""
+        """Say whether all tokens so far are read: the budget covers them, or they are no more than sinks and
+        windows."""
         return self.request.covers(self.seen, self.spec.index) or self.seen <= self.method.smallest_budget
 
     def limit(self) -> int | None:
-        """Prompt tokens that a step may read after this seal; None for all of them. Says so in `fallback` where that is
-        not by the budget."""
+        """Return how many prompt tokens a step may read after this seal; None for all. If it is all though the budget
+        does not cover them, `fallback` says so."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
-        self.fallback = None  # of an earlier turn
+        self.fallback = None  # says nothing of an earlier turn
         if self.reads_whole():
             if not self.request.covers(seen, layer):
                 self.fallback = (
@@ -78,7 +81,7 @@ class Storage(KVLayer):
         return budget.tokens(seen, layer)
 
     def take_in(self, x: AttnInput) -> None:
-        """Store the keys and values of new tokens, repeated where query heads have copies of their own."""
+        """Store the keys and values of new tokens, repeated if query heads have copies of their own."""
         self.seen += x.k.shape[2]
         copies = self.heads // self.spec.num_kv_heads
         if copies == 1:
@@ -87,8 +90,8 @@ class Storage(KVLayer):
             self.store.append(x.k.repeat_interleave(copies, 1), x.v.repeat_interleave(copies, 1))
 
     def retain(self, rows: Tensor) -> None:
-        """Let all stored tokens go but `rows` [B G|H K], ascending; the store shrinks with them. With a row per query
-        head, each gets a copy of its own."""
+        """Let all stored tokens go except `rows` [B G|H K], ascending; the store shrinks with them. With a row per
+        query head, each gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
@@ -98,8 +101,8 @@ class Storage(KVLayer):
         self.sealed = rows.shape[2]
 
     def retain_per_head(self, rows: Sequence[Tensor]) -> None:
-        """The same where KV heads keep different numbers of their tokens: `rows` of every head, one sequence after the
-        other, ascending. Together they are a multiple of the number of heads."""
+        """Let stored tokens go where KV heads keep different numbers of them: `rows` of every head stay, one sequence
+        after the other, ascending. Together they are a multiple of the number of heads."""
         whole, room = self.store, self.request.capacity - self.seen
         known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
         self._check_rows_per_head(rows, list(map(len, known)))
@@ -111,7 +114,7 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def let_go(self, count: int, rows: Tensor) -> None:
-        """Of the last `count` tokens let all go but `rows` [B heads K], ascending."""
+        """Let all of the last `count` tokens go except `rows` [B heads K], ascending."""
         places = self.stored_positions()[..., -count:].gather(2, rows)
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
@@ -128,8 +131,8 @@ class Storage(KVLayer):
         ascending: bool = False,
         gaps: bool = False,
     ) -> None:
-        """Raise `ReturnedError` where `given` is not what `RowNumbers` describes; in a run's first example alone.
-        `what`: which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
+        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's first example. `what`:
+        which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
         if self.cache.checking:
             among = heads or (self.heads, self.spec.num_heads)
             wanted = RowNumbers(
@@ -144,7 +147,8 @@ class Storage(KVLayer):
             wanted.check(given, f"In layer {self.spec.index} of {type(self.method).__name__}, {what}")
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        """`tokens`: how many each head has, one sequence after the other."""
+        """Raise `ReturnedError` if the rows are not those of as many heads, each of which has so many `tokens`, one
+        sequence after the other."""
         if not self.cache.checking:
             return
         whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
@@ -159,7 +163,7 @@ class Storage(KVLayer):
             raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 
     def send_away(self, first: int, end: int) -> Segment:
-        """Move stored tokens from `first` to `end` to `far`. -> them, still on the device"""
+        """Move stored tokens from `first` to `end` to `far`, and return them, still on the device."""
         whole = self.store
         tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
         self.far, self.first_far = self.new_pool(end - first), first
@@ -170,7 +174,7 @@ class Storage(KVLayer):
         return tokens
 
     def new_pool(self, room: int) -> Pool:
-        """For `room` tokens that leave the store."""
+        """Make a pool for `room` tokens that leave the store."""
         return Pool(self.spec, self.cache, room)
 
     def bring_back(self) -> None:
@@ -185,18 +189,18 @@ class Storage(KVLayer):
         self.far = None
 
     def contents(self) -> dict[str, Tensor]:
-        """Everything stored, where it lies: what was sent away as its pool wrote it."""
+        """Return everything stored, where it lies: what was sent away as its pool wrote it."""
         heads = self.store.per_head() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
-        found = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
+        tensors = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
         if self.evicted:
-            found["positions"] = self.stored_positions()
+            tensors["positions"] = self.stored_positions()
         if self.far is not None:
-            found |= {f"{FAR}.{name}": x for name, x in self.far.held().items()}
-            found[FIRST] = torch.tensor(self.first_far)
-        return found | {"seen": torch.tensor(self.seen)}
+            tensors |= {f"{FAR}.{name}": x for name, x in self.far.held().items()}
+            tensors[FIRST] = torch.tensor(self.first_far)
+        return tensors | {"seen": torch.tensor(self.seen)}
 
     def refill(self, contents: Mapping[str, Tensor]) -> None:
-        """Take over what `contents` gave, in a layer that has seen no token."""
+        """Take over what `contents` returned, in a layer that has seen no token."""
         seen, k, v = int(contents["seen"]), *([contents[name] for name in _numbered(contents, kind)] for kind in "kv")
         away = {name: x for name, x in contents.items() if name.startswith(f"{FAR}.") and name != FIRST}
         far = {name.partition(".")[2]: x for name, x in away.items()}
@@ -216,69 +220,70 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """The last queries, causally over all that is stored. q [B H T D] -> [B H T D]"""
+        """Attend from the last queries, causally, to all that is stored. q [B H T D] -> [B H T D]"""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._prefill)
         return self._prefill(q, self.store)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """One query, over all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
+        """Attend from one query to all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
         away = [self.far.whole()] if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """One softmax over all of `segments`. q [B H 1 D] -> [B H 1 D]"""
+        """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
-        """What one token gives each of a segment's, of the softmax that `lse` [B H] belongs to; 0 to one that is not
-        there. q [B H 1 D] -> [B H S] (fp32)"""
+        """Return what one token gives each of a segment's tokens, in the softmax that `lse` [B H] belongs to; 0 for one
+        that is not there. q [B H 1 D] -> [B H S] (fp32)"""
         logits = ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
     def _prefill(self, q: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """All KV heads, or the queries of one."""
+        """Attend for all KV heads, or for the queries of one."""
         return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
 
     def _attend_head(self, q: Tensor, store: KVStore, head: int) -> Tensor:
         return sink_logits.segment_attention(q, [store.since(0)], self.spec.scale, self.spec.sinks_of(head))
 
     def stored_positions(self) -> Tensor:
-        """Where every stored token stood in the sequence. -> [B heads S], -1 where a head has fewer"""
+        """Return where every stored token stood in the sequence. -> [B heads S], -1 where a head has fewer"""
         prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
         return torch.cat([prompt, self.later_positions()], -1)
 
     def later_positions(self) -> Tensor:
-        """The same of those behind the sealed prompt."""
+        """Return where the stored tokens behind the sealed prompt stood. -> [B heads S]"""
         kept = [] if self.later is None else [self.later]
-        new = self.store.length - self.prompt_rows - sum(one.shape[2] for one in kept)
+        new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in kept)
         return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)
 
     def _consecutive(self, start: int, end: int) -> Tensor:
         return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
 
     def positions_of(self, rows: Tensor) -> Tensor:
-        """Where stored prompt tokens stood. rows [B heads K], -1 for none"""
+        """Return where stored prompt tokens stood. rows [B heads K], -1 for none -> positions of the same shape"""
         if self.positions is None:
             return rows
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
     def kept_positions(self) -> Tensor | None:
-        """Where all stored prompt tokens stood, [B G K], -1 where a KV head has fewer; None before an eviction."""
+        """Return where all stored prompt tokens stood, [B G K], -1 where a KV head has fewer; None before an
+        eviction."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.positions
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
 
 
 def _numbered(names: Iterable[str], kind: str) -> list[str]:
-    """Those that are `kind` and a number, by number."""
+    """Return the names that are `kind` and a number, in the order of the numbers."""
     return sorted((name for name in names if name[:1] == kind and name[1:].isdigit()), key=lambda name: int(name[1:]))
 
 
 def _side_by_side(rows: Sequence[Tensor], batch: int) -> Tensor:
-    """Rows of different lengths -> [B heads K], -1 in front of the shorter ones"""
+    """Put rows of different lengths into [B heads K], with -1 in front of the shorter ones."""
     widest = max(map(len, rows))
     return torch.stack([pad(row, (widest - len(row), 0), value=-1) for row in rows]).unflatten(0, (batch, -1))

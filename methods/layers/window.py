@@ -1,4 +1,4 @@
-"""A layer of the model's own that slides: it keeps and reads the last `window` tokens, whatever the method."""
+"""Defines a layer of the model's own that slides: it keeps and reads the last `window` tokens, whatever the method."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from methods.pools.near import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
-    """Rows of K and V are a ring: a decoded token takes the place of the oldest. A prompt chunk is attended to together
-    with the window before it, so a token sees the same however the prefill is cut.
+    """Keeps rows of K and V in a ring, where a decoded token takes the place of the oldest. A prompt chunk is attended
+    to together with the window before it, so a token sees the same however the prefill is cut.
 
     `prefill` puts new tensors in the place of the ring, so a shallow copy of the layer is a snapshot until it decodes.
     """
@@ -27,7 +27,7 @@ class WindowLayer(KVLayer, capturable=True):
         self.size = min(self.window, request.capacity)  # rows of the ring
         shape = (request.batch, spec.num_kv_heads, self.size, spec.head_dim)
         self.k, self.v = (torch.empty(shape, dtype=request.dtype, device=request.device) for _ in "kv")  # [B G W D]
-        self.written = 0  # tokens since the first row: the next goes to this row, counted round the ring
+        self.written = 0  # tokens since the first row; counted round the ring, the next one's row
         self.seen = self.sealed = 0
 
     def absorb(self, x: AttnInput) -> None:
@@ -75,7 +75,7 @@ class WindowLayer(KVLayer, capturable=True):
         self.seen += steps
 
     def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
-        """Keys and values of the window before the chunk and of the chunk; the last of them become the ring."""
+        """Return keys and values of the window before the chunk and of the chunk; the last of them become the ring."""
         self._refuse_misfit(x)
         k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
         self.seen += x.k.shape[2]
@@ -84,18 +84,18 @@ class WindowLayer(KVLayer, capturable=True):
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """The last of these rows [B G S D], with room for as many as the ring has."""
+        """Put the last of these rows [B G S D] into a tensor with room for as many as the ring has."""
         ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
         ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
         return ring
 
     def _in_order(self, ring: Tensor) -> list[Tensor]:
-        """What the ring holds, the oldest token first, in two parts."""
+        """Return what the ring holds, the oldest token first, in two parts."""
         oldest = self.written % self.size if self.written > self.size else 0
         return [ring[:, :, oldest : self.written], ring[:, :, :oldest]]
 
     def _stored(self) -> Segment:
-        """The window; while steps are captured, in all the room there is for it."""
+        """Return the window; while steps are captured, in all the room there is for it."""
         if self.cache.counters.running:
             live = self.cache.counters.tensor(self.written, self.k.device).clamp(max=self.size)
             return Segment(self.k, self.v, live=live)

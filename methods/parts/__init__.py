@@ -1,1 +1,1 @@
-"""What several methods share. Below the methods and the ready-made layers, above the contract (methods/base)."""
+"""Holds what several methods share: below the methods, above the contract (methods/base) and the layers."""

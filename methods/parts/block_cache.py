@@ -1,8 +1,8 @@
-"""Blocks of offloaded tokens that stay on the device while many of them are chosen (PQCache, arXiv 2407.12820).
+"""Keeps blocks of offloaded tokens on the device while many of their tokens are chosen (PQCache, arXiv 2407.12820).
 
-All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one
-by one. Then the blocks with the most chosen tokens over all KV heads are offered: one that is held counts a use more,
-one that is not is moved whole and takes the place of the least used (LFU; of equals the least recent leaves).
+All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one by
+one. Then the blocks with the most chosen tokens over all KV heads are offered: one that is held counts a use more, one
+that is not is moved whole and takes the place of the least used (LFU; of equals the least recent leaves).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from methods.pools import Pool
 
 
 class BlockCache:
-    """`slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them."""
+    """Holds `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
-        """tokens [B G M D]: those of `store`, still on the device. The last blocks are kept from the start."""
+        """Keep the last blocks from the start. tokens [B G M D]: those of `store`, still on the device."""
         self.store, self.size = store, size
         blocks = -(-store.length // size)
         self.slots = min(slots, blocks)
@@ -36,23 +36,23 @@ class BlockCache:
         self._keep(self.order[blocks - self.slots :].expand(batch, -1), lambda chunks: self._gather(tokens, chunks))
 
     def read(self, rows: Tensor) -> Segment:
-        """rows [B G K] -> their keys and values on the device, [B G K D] each"""
+        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G K]"""
         blocks = rows // self.size
         slots = self.slot_of.gather(2, blocks)
         at = (slots * self.size + rows % self.size).clamp(min=0)
-        made = [ops.gather_rows(held, at) for held in (self.held.kv.k, self.held.kv.v)]
+        gathered = [ops.gather_rows(held, at) for held in (self.held.kv.k, self.held.kv.v)]
         missing = (slots < 0).flatten().nonzero().squeeze(1)
         for whole, fresh in zip(
-            made, self.store.pick(missing // rows.shape[2], rows.flatten()[missing])[:2], strict=True
+            gathered, self.store.pick(missing // rows.shape[2], rows.flatten()[missing])[:2], strict=True
         ):
             whole.view(-1, whole.shape[3])[missing] = fresh
         self.store.cache.traffic.looked_up += rows.numel()
         self.store.cache.traffic.found += rows.numel() - len(missing)
         self._offer(blocks)
-        return Segment(*made)
+        return Segment(*gathered)
 
     def _offer(self, blocks: Tensor) -> None:
-        """blocks [B G K]: of the chosen tokens."""
+        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen tokens"""
         self.step += 1
         chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
         most = chosen.topk(self.offered)
@@ -67,14 +67,15 @@ class BlockCache:
         self._keep(kept, self._fetch)
 
     def _keep(self, kept: Tensor, load: Load) -> None:
-        """kept [B slots]: the blocks to hold from now on."""
+        """Hold the blocks `kept` [B slots] from now on."""
         self.held.read(kept.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1), load)
         assert self.held.held is not None
         order = torch.arange(self.slots, device=kept.device).expand_as(self.held.held)
         self.slot_of = torch.full_like(self.slot_of, -1).scatter(2, self.held.held, order)
 
     def _rows(self, chunks: Tensor) -> Tensor:
-        """The last block may be cut short: the last token stands in for those that are not there."""
+        """Return the rows of blocks. The last block may be cut short: the last token stands in for those that are not
+        there."""
         return token_rows(chunks, self.size).clamp(max=self.store.length - 1)
 
     def _gather(self, tokens: Segment, chunks: Tensor) -> Segment:
@@ -86,7 +87,8 @@ class BlockCache:
 
 
 def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """What the cache adds, over `length` offloaded tokens of which `top` are chosen; the most that a step can move."""
+    """Return what the cache adds, over `length` offloaded tokens of which `top` are chosen; it is the most that a step
+    can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
     tables = INT64 * (case.spec.num_kv_heads * (slots + blocks) + 3 * blocks)

@@ -1,4 +1,4 @@
-"""Costs that several methods share. Each method adds its own terms, in its own file; a test measures them."""
+"""Computes costs that several methods share. Each method adds its own terms, in its own file; a test measures them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ FP32, INT64 = 4, 8  # bytes of an element
 
 
 def dense(case: Case) -> Cost:
-    """Everything on the device, nothing moves."""
+    """Return the cost of having everything on the device, where nothing moves."""
     return Cost(case.capacity * case.row_bytes)
 
 
 def evict(case: Case, kept: int, copies: int = 1) -> Cost:
-    """`kept` of the prompt, in `copies` per KV head; room for the generated tokens beside."""
+    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside."""
     return Cost((kept + case.reserve) * copies * case.row_bytes) if kept < case.sealed else dense(case)
 
 
 def select(case: Case, plan: Plan, index_bytes: int) -> Cost:
-    """All tokens, those between sinks and window where `placement` says; the index on the device."""
+    """Return the cost of all tokens, those between sinks and window where `placement` says, and of the index on the
+    device."""
     middle = case.sealed - plan.sinks - plan.local
     return dense(case) + Cost(index_bytes) + sent_away(case, middle, plan.top)
 
 
 def sent_away(case: Case, tokens: int, read: int) -> Cost:
-    """What changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
+    """Return what changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     return Cost(-tokens * case.row_bytes) + pool(case, case.codec or PLAIN, tokens, read)
 
 
 def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
-    """A pool with room for `tokens`, of which a step reads `read`."""
+    """Return the cost of a pool with room for `tokens`, of which a step reads `read`."""
     heads = case.spec.num_kv_heads
     layout = codec.layout(case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
     blocks, rest = divmod(tokens, codec.block)
@@ -45,10 +46,10 @@ def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
 
 
 def offload(case: Case, stored: int, moved: int) -> Cost:
-    """What another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
+    """Return what another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
 def rope_table(case: Case) -> Cost:
-    """cos and sin of every position; one table for all layers, counted with the first."""
+    """Return the cost of cos and sin of every position: one table for all layers, counted with the first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

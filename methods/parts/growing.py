@@ -1,4 +1,4 @@
-"""Rows of one tensor that grow with the tokens of a layer, for an index that generated tokens enter too."""
+"""Holds rows of one tensor that grow with the tokens of a layer, for an index that generated tokens enter too."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from methods.base import CacheState
 
 
 class GrowingRows:
-    """Preallocated, so that a step that appends can be captured."""
+    """Holds rows in memory that is allocated beforehand, so that a step that appends can be captured."""
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
-        """rows [B G T W] so far; `room` for all that there will be."""
+        """Begin with rows [B G T W]; `room` counts all that there will be."""
         self.cache, self.length = cache, 0
         self.stored = rows.new_empty(*rows.shape[:2], room, rows.shape[3])
         self.append(rows)
 
     @property
     def filled(self) -> Tensor:
-        """[B G length W], a view"""
+        """Return a view [B G length W] of the rows so far."""
         return self.stored[:, :, : self.length]
 
     def append(self, rows: Tensor) -> None:
@@ -27,7 +27,7 @@ class GrowingRows:
         self.length += rows.shape[2]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        """Of the last `count` let all go but `rows` [B G K]."""
+        """Let all of the last `count` rows go except `rows` [B G K]."""
         start = self.length - count
         kept = ops.gather_rows(self.filled[:, :, start:], rows)
         self.length = start + rows.shape[2]

@@ -1,4 +1,4 @@
-"""A buffer of what the last step fetched: what the next one chooses again is neither moved nor rebuilt (ShadowKV)."""
+"""Keeps what the last step fetched: what the next one chooses again is neither moved nor rebuilt (ShadowKV)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ Load = Callable[[Tensor], Segment]  # chunks [B G K] -> their K*size tokens
 
 
 class HitCache:
-    """Keys and values of K chunks per KV head, `size` tokens each.
+    """Holds keys and values of K chunks per KV head, `size` tokens each.
 
     New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
     that one rectangular block is moved and counted.
     """
 
     def __init__(self, size: int, total: int) -> None:
-        """total: how many chunks there are to choose from."""
+        """Begin empty. total: how many chunks there are to choose from."""
         self.size, self.total = size, total
         self.held: Tensor | None = None  # [B G K]
         self.kv: Segment
-        self.missed = 0  # of the chunks last read, over all heads, those that were not held
+        self.missed = 0  # how many of the chunks last read, over all heads, were not held
 
     def read(self, chunks: Tensor, load: Load) -> Segment:
-        """chunks [B G K], the same K every time -> their tokens, in any order. `load` makes those that are not held."""
+        """Return the tokens of chunks [B G K], the same K every time, in any order. `load` makes those that are not
+        held."""
         if self.held is None:
             self.missed = chunks.numel()
             return self._start(chunks, load)
@@ -58,10 +59,10 @@ class HitCache:
 
 
 def _by_chunk(x: Tensor, chunks: Tensor) -> Tensor:
-    """[B G K*size D] -> [B G K size*D]"""
+    """View rows by chunk. [B G K*size D] -> [B G K size*D]"""
     return x.view(*chunks.shape, -1)
 
 
 def token_rows(chunks: Tensor, size: int) -> Tensor:
-    """The tokens of chunks, pages or blocks. [B heads K] -> [B heads K*size]"""
+    """Return the tokens of chunks, pages or blocks. [B heads K] -> [B heads K*size]"""
     return (chunks.unsqueeze(-1) * size + torch.arange(size, device=chunks.device)).flatten(2)

@@ -1,8 +1,8 @@
-"""How many k-means iterations a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section 3.3).
+"""Measures how many k-means iterations a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section 3.3).
 
-Timed once per model at a few lengths s: a layer's share of a dense prefill, fitted as a quadratic of s, and the
-clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s. A prompt then gets the most whose
-clustering takes no longer than one layer's prefill, 3 to 300.
+Once per model, at a few lengths s, it times a layer's share of a dense prefill, fitted as a quadratic of s, and the
+clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s. A prompt then gets the most iterations
+whose clustering takes no longer than one layer's prefill, 3 to 300.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from methods.base import AttnInput
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 FEW, MORE = 3, 9  # iterations
 LEAST, MOST = 3, 300
-REPEATS, ENOUGH_S = 3, 1.0  # the fastest counts, for the first pays for allocations; seconds-long calls run once
+REPEATS, ENOUGH_S = 3, 1.0  # the fastest counts, since the first pays for allocations; calls that take seconds run once
 Made = TypeVar("Made")
 
 
 class Fit(NamedTuple):
-    """Seconds of one layer, highest power of s first. As plain numbers it is a value of `method.iterations`."""
+    """Holds seconds of one layer, the highest power of s first. As plain numbers it is a value of
+    `method.iterations`."""
 
     prefill_2: float
     prefill_1: float
@@ -37,7 +38,7 @@ class Fit(NamedTuple):
     one_0: float
 
     def iterations(self, tokens: int) -> int:
-        """For `tokens` clustered tokens."""
+        """Return the iterations for `tokens` clustered tokens."""
         prefill = (self.prefill_2 * tokens + self.prefill_1) * tokens + self.prefill_0
         spare = prefill - (self.few_1 * tokens + self.few_0)
         each = self.one_1 * tokens + self.one_0
@@ -47,7 +48,8 @@ class Fit(NamedTuple):
 def measure(
     layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
 ) -> Fit:
-    """`observe` as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D] in exactly that many."""
+    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D] in
+    exactly that many."""
     prefill, few, more = [], [], []
     for tokens in LENGTHS:
         whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))
@@ -59,7 +61,7 @@ def measure(
 
 
 def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
-    """Coefficients, none negative, highest power first, 4 digits each: least squares of the seconds per token.
+    """Return coefficients, none negative, highest power first, 4 digits each: least squares of the seconds per token.
 
     The best such fit is an ordinary one with some powers left out.
     """
@@ -74,15 +76,15 @@ def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) ->
 
 
 def _fastest(call: Callable[[], Made]) -> tuple[float, Made]:
-    """Seconds until the device is done, and what came."""
+    """Return the seconds until the device is done, and the call's result."""
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < ENOUGH_S:
         _wait()
         began = perf_counter()
-        made = call()
+        result = call()
         _wait()
         times.append(perf_counter() - began)
-    return min(times), made
+    return min(times), result
 
 
 def _wait() -> None:

@@ -1,8 +1,9 @@
-"""A pool with room for some of a head's tokens: once it is full, each new token takes the place of one that leaves.
+"""Defines a pool with room for some of a head's tokens: once it is full, each new token takes the place of one that
+leaves.
 
-InfiniGen's host pool (arXiv 2406.19707): `fifo` lets the oldest token leave; `counter` the one fetched least often and
-`lru` the one whose last fetch lies furthest back, both among the older half of the pool. To enter counts as a fetch for
-`lru`, not for `counter`. Of equals the oldest leaves. Every KV head has its own victims.
+It is InfiniGen's host pool (arXiv 2406.19707). Under `fifo` the oldest token leaves; under `counter` the one fetched
+least often, and under `lru` the one whose last fetch lies furthest back, both among the older half of the pool.
+Entering counts as a fetch for `lru`, not for `counter`. Of equals the oldest leaves. Every KV head has its own victims.
 
 The released code leaves what it evicted among the candidates, and so evicts the same token again; here it is gone.
 """
@@ -20,17 +21,18 @@ from methods.base import Budget, Case
 from methods.base.budget import BudgetError
 
 Eviction = Literal["counter", "fifo", "lru"]
-Counts = list[int] | Tensor  # of each sequence; a Tensor [B] where a step does not wait for them
+Counts = list[int] | Tensor  # one for each sequence; a Tensor [B] where a step does not wait for them
 Fetched = tuple[Tensor, Counts]  # rows [B G K], of which each sequence fetches the first so many
-TABLE_BYTES = 5  # of a column: use, and whether it is there
+TABLE_BYTES = 5  # bytes of a column: use, and whether it is there
 NEVER = torch.iinfo(torch.int32).max
 
 
 class LimitedPool:
-    """`slots` tokens of each KV head. The tables have a column per prompt token; generated tokens take slots alone."""
+    """Gives `slots` tokens of each KV head room. The tables have a column per prompt token; generated tokens take slots
+    alone."""
 
     def __init__(self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device) -> None:
-        """shape: sequences, KV heads, tokens of the prompt"""
+        """Begin empty. shape: sequences, KV heads, tokens of the prompt"""
         self.policy, self.slots = policy, slots
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -41,16 +43,16 @@ class LimitedPool:
         return self.live.shape[2]
 
     def take(self, fetches: Iterable[Fetched]) -> None:
-        """The prompt enters, token by token. `fetches`: what each but the first fetches before that, where the policy
-        looks at it; they may be made one by one from what the pool then holds."""
-        made = iter(fetches)
+        """Let the prompt enter token by token. `fetches` holds what each token but the first fetches before that, where
+        the policy looks at it; they may be made one by one from what the pool then holds."""
+        left = iter(fetches)
         for column in range(self.columns):
             if column and self.policy != "fifo":
-                self.fetched(*next(made))
+                self.fetched(*next(left))
             self.enter(column)
 
     def fetched(self, rows: Tensor, counts: Counts) -> None:
-        """rows [B G K], none twice; counts [B]"""
+        """Count a fetch. rows [B G K], none twice; counts [B]"""
         self.step += 1
         if self.policy == "fifo":
             return
@@ -62,7 +64,7 @@ class LimitedPool:
         self.uses.scatter_(2, rows, torch.where(read, after, before))
 
     def enter(self, column: int | None = None) -> None:
-        """A token of the prompt, or one that has no column. Where all slots are taken, another leaves first."""
+        """Let a token in, one of the prompt or one that has no column. If all slots are taken, another leaves first."""
         if self.tokens == self.slots:
             self._evict()
         else:
@@ -77,7 +79,7 @@ class LimitedPool:
         self.live.scatter_(2, victims, False)
 
     def compact(self) -> Tensor:
-        """Drop the columns of evicted tokens. -> those that stay, [B G P], in order"""
+        """Drop the columns of evicted tokens, and return those that stay, [B G P], in order."""
         kept = self.live.nonzero()[:, 2].view(*self.live.shape[:2], -1)
         self.uses, self.live = self.uses.gather(2, kept), self.live.gather(2, kept)
         return kept
@@ -103,13 +105,13 @@ def check(asked: float | None, policy: str) -> None:
 
 
 def size(asked: float | None, tokens: int) -> int | None:
-    """Slots of a pool that may come to see `tokens`; None where it has room for all."""
+    """Return the slots of a pool that may come to see `tokens`; None if it has room for all."""
     slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
     return slots if slots < tokens else None
 
 
 def kept(asked: float | None, case: Case) -> tuple[Case, int]:
-    """`case` with what the pool keeps of its prompt, and the bytes of its tables."""
+    """Return `case` with what the pool keeps of its prompt, and the bytes of its tables."""
     slots = size(asked, case.capacity)
     if slots is None:
         return case, 0
@@ -119,7 +121,7 @@ def kept(asked: float | None, case: Case) -> tuple[Case, int]:
 
 
 def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:
-    """Raise `BudgetError` where a limited pool would have to be read whole, or to drop generated tokens."""
+    """Raise `BudgetError` if a limited pool would have to be read whole, or to drop generated tokens."""
     if budget is not None and budget.generated is not None:
         raise BudgetError(
             "Every generated token has a slot of the limited pool: leave out budget_generated or pool_capacity."

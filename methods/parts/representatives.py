@@ -1,4 +1,4 @@
-"""Blocks of keys, represented by the mean of those that drew the most attention (InfLLM, arXiv 2402.04617)."""
+"""Represents blocks of keys by the mean of those that drew the most attention (InfLLM, arXiv 2402.04617)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from methods.parts.hit_cache import token_rows
 
 
 def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
-    """Per query head the mean key of the `top` tokens of each block.
+    """Return per query head the mean key of the `top` tokens of each block.
 
     keys [B G N*block D], drawn [B H N*block] -> [B H N D]
     """
@@ -20,13 +20,13 @@ def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor
 
 
 def tokens_of_best(q: Tensor, means: Tensor, groups: int, block: int, tokens: int) -> Tensor:
-    """Of blocks with representatives `means` [B H N D] the best for the mean query, the same for all heads: `tokens`
-    tokens in all. q [B H T D] -> rows [B G tokens]"""
+    """Return the tokens of the best blocks for the mean query, the same for all heads: `tokens` tokens in all. Blocks
+    are represented by `means` [B H N D]. q [B H T D] -> rows [B G tokens]"""
     scores = ops.row_scores(q.mean(2, keepdim=True), means).sum((1, 2))
     best = ops.top_k(scores, tokens // block).unsqueeze(1)
     return token_rows(best.expand(-1, groups, -1), block)
 
 
 def rotated_to(seen: Tensor, first: int, after: int) -> Tensor:
-    """Where keys at positions `seen` [S] are rotated to: those of blocks, from `first` up to `after`, to 0."""
+    """Return where keys at positions `seen` [S] are rotated to: those of blocks, from `first` up to `after`, to 0."""
     return torch.where((seen >= first) & (seen < after), 0, seen)

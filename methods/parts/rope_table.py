@@ -1,4 +1,4 @@
-"""The rotations that the model gave its positions, so that keys can be turned back and forth exactly."""
+"""Remembers the rotations that the model gave its positions, so that keys can be turned back and forth exactly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from methods.base import AttnInput, CacheState, LayerSpec
 
 
 class RopeTable:
-    """cos and sin of every position so far [C R], one table for all layers of a batch.
+    """Holds cos and sin of every position so far [C R], in one table for all layers of a batch.
 
-    Kept as the model made them: with LongRoPE and dynamic scaling they depend on the length of the call, so asking
-    the rotary module again could answer otherwise. The sequences of a batch share their positions. Turns run in fp32:
-    in bf16 they would add noise of full rank to the keys.
+    They are kept as the model made them: with LongRoPE and dynamic scaling they depend on the length of the call, so
+    the rotary module might answer otherwise if asked again. The sequences of a batch share their positions. Turns run
+    in fp32: in bf16 they would add noise of full rank to the keys.
     """
 
     def __init__(self, cache: CacheState) -> None:
@@ -29,13 +29,13 @@ class RopeTable:
         self._write(x.cos, x.sin, x.start)
 
     def note_past(self, spec: LayerSpec, tokens: int) -> None:
-        """The first `tokens` positions, as the model makes them now: of a cache that was stored."""
+        """Remember the first `tokens` positions, as the model makes them now, for a cache that was stored."""
         dtype = self.cache.request.dtype
         cos, sin = spec.rope(torch.arange(tokens, device=self.cache.request.device))
         self._write(cos.to(dtype), sin.to(dtype), 0)
 
     def _write(self, cos: Tensor, sin: Tensor, start: int) -> None:
-        """cos, sin [1 T R]"""
+        """Write cos, sin [1 T R] from position `start` on, unless they are there."""
         if start < self.length:
             return
         if self.length == 0:
@@ -50,15 +50,15 @@ class RopeTable:
         return self._apply(rope.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rows before their rotation. -> fp32"""
+        """Return rows as before their rotation. -> fp32"""
         return self._apply(rope.unrotate, x, positions)
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
-        """Rows at `positions` as if they all stood at `target`, in their dtype."""
+        """Turn rows at `positions` as if they all stood at `target`, in their dtype."""
         there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
 
         def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            """Back by one angle and on by the other, in one turn."""
+            """Turn back by one angle and on by the other, in one turn."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
             return rope.rotate(x, turn / norm, tilt / norm)
@@ -66,7 +66,7 @@ class RopeTable:
         return self._apply(both, x, positions).to(x.dtype)
 
     def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        at = positions.to(self.cos.device)  # of the first layer: a model may lie on several devices
+        at = positions.to(self.cos.device)  # on the first layer's device, since a model may lie on several
         cos, sin = (part[at].to(x.device).float() for part in (self.cos, self.sin))
         if positions.dim() == 1:
             return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))

@@ -1,4 +1,4 @@
-"""Attention where the sequences of a batch read different numbers of chosen tokens."""
+"""Attends where the sequences of a batch read different numbers of chosen tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.reference import Segment
 def one_by_one(
     attend: Callable[..., Tensor], q: Tensor, segments: Sequence[Segment], counts: Sequence[int], *, fetched: bool
 ) -> Tensor:
-    """`attend` for each sequence alone, without the rows that only others asked for. q [B H 1 D] -> [B H 1 D]
+    """Call `attend` for each sequence alone, without the rows that only others asked for. q [B H 1 D] -> [B H 1 D]
 
     fetched: the chosen rows are the first segment; else they are those of the segment that has `rows`.
     """

@@ -1,4 +1,4 @@
-"""Sinks and a prompt-local window inside the budget, as PQCache's comparison splits it (arXiv 2407.12820)."""
+"""Splits a budget into sinks, a prompt-local window and a choice, as PQCache's comparison does (arXiv 2407.12820)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from methods.base import Grids, Method, Plan
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Of a budget: `sinks` first tokens, `recent_ratio` of the rest as the prompt's last ones, the others by choice."""
+    """Splits a budget into `sinks` first tokens, `recent_ratio` of the rest as the prompt's last tokens, and the others
+    by choice."""
 
     sinks: int
     recent_ratio: float
@@ -34,8 +35,8 @@ class Windows:
 
 
 class Windowed(Method):
-    """A method whose parameters `sinks` and `recent_ratio` split the budget. PQCache's comparison takes the share of
-    what lies behind the sinks, and reads the sinks on top."""
+    """Defines methods whose parameters `sinks` and `recent_ratio` split the budget. PQCache's comparison takes the
+    share of what lies behind the sinks, and reads the sinks on top."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
     tunable: ClassVar[Grids] = {

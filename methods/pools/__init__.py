@@ -1,4 +1,4 @@
-"""Where keys and values lie, apart from what is kept of them and what is read.
+"""Holds keys and values, whatever is kept of them and whatever is read.
 
 `KVStore` holds what steps write, as plain rows on the device; a `Pool` holds the rest, in the tier and the codec that
 the request names.

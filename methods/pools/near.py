@@ -1,4 +1,4 @@
-"""Rows of K and V on the device, as decode steps read and write them."""
+"""Holds rows of K and V on the device, as decode steps read and write them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from methods.tiers.tier import DEVICE
 
 
 def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
-    """The error for others than the sequences, or more tokens of each, than a cache was made for. Both: sequences,
-    tokens."""
+    """Return the error for another number of sequences, or more tokens of each, than a cache was made for. Both
+    arguments: sequences, tokens."""
     if given[0] != held[0]:
         return ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
     return ValueError(
@@ -24,8 +24,8 @@ def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
 
 
 class KVStore:
-    """Rows of K and V in token order, preallocated. The tensors never move while the store lives, so a decode step
-    that reads them can be captured."""
+    """Holds rows of K and V in token order, in memory that is allocated beforehand. The tensors never move while the
+    store lives, so a decode step that reads them can be captured."""
 
     tier: ClassVar[str] = DEVICE
     steady: ClassVar[tuple[str, ...]] = ("k_rows", "v_rows")  # a step appends to them, and changes no row that is there
@@ -40,24 +40,25 @@ class KVStore:
 
     @property
     def heads(self) -> int:
-        """Rows of K and V per token."""
+        """Return how many rows of K and V a token has."""
         return self.k_rows.shape[1]
 
     @property
     def k(self) -> Tensor:
-        """[B G S D], a view of what is stored."""
+        """Return a view [B G S D] of the keys that are stored."""
         return self.k_rows[:, :, : self.length]
 
     @property
     def v(self) -> Tensor:
+        """Return a view [B G S D] of the values that are stored."""
         return self.v_rows[:, :, : self.length]
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
-        """K and V [S D] of every head, one sequence after the other."""
+        """Return K and V [S D] of every head, one sequence after the other."""
         return list(zip(self.k.flatten(0, 1), self.v.flatten(0, 1), strict=True))
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v [B G T D]"""
+        """Store new tokens behind the others. k, v [B G T D]. Raises `ValueError` where there is no room."""
         end = self.length + k.shape[2]
         batch, room = self.cache.request.batch, self.k_rows.shape[2]
         if k.shape[0] != batch or end > room:
@@ -67,7 +68,7 @@ class KVStore:
         self.length = end
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        """Of the last `count` tokens let all go but `rows` [B G K], ascending."""
+        """Let all of the last `count` tokens go except `rows` [B G K], ascending."""
         start = self.length - count
         at = rows.unsqueeze(-1).expand(-1, -1, -1, self.k_rows.shape[3])
         self.length = start + rows.shape[2]
@@ -75,7 +76,7 @@ class KVStore:
             x[:, :, start : self.length] = x[:, :, start : start + count].gather(2, at)
 
     def resize(self, room: int) -> None:
-        """Have room for so many tokens more. The tensors move: no step that was captured may go on."""
+        """Make room for `room` tokens more. The tensors move, so no step that was captured may go on."""
         for name in ("k_rows", "v_rows"):
             whole = getattr(self, name)
             shape = (*whole.shape[:2], self.length + room, whole.shape[3])
@@ -84,11 +85,11 @@ class KVStore:
             setattr(self, name, moved)
 
     def advance(self, steps: int) -> None:
-        """So many tokens were appended by replayed steps."""
+        """Count the tokens that replayed steps have appended."""
         self.length += steps
 
     def since(self, start: int) -> Segment:
-        """The tokens from the `start`-th on; while steps are captured, in all the room there is for them."""
+        """Return the tokens from the `start`-th on; while steps are captured, in all the room there is for them."""
         if not self.cache.counters.running:
             stored = slice(start, self.length)
             return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])

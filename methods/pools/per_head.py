@@ -1,4 +1,4 @@
-"""Keys and values of KV heads that hold different numbers of tokens."""
+"""Holds keys and values of KV heads that hold different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from methods.pools.near import KVStore
 
 
 class PerHeadStore(KVStore):
-    """A store of its own for every KV head of every sequence: what one does not keep takes no room.
+    """Gives every KV head of every sequence a store of its own: what a head does not keep takes no room.
 
-    `length` is the mean over the heads, a whole number for as many tokens as were given out to them.
+    `length` is the mean over the heads, a whole number because the tokens given out to them are a multiple of the
+    heads.
     """
 
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
-        """k, v: [S D] of every head, one sequence after the other. `room`: tokens that may follow in each."""
+        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens that may follow in
+        each."""
         self.cache, self._heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
@@ -49,8 +51,8 @@ class PerHeadStore(KVStore):
         self.length += k.shape[2]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        for store, one in zip(self.stores, rows.flatten(0, 1), strict=True):
-            store.keep_of_last(count, one[None, None])
+        for store, kept in zip(self.stores, rows.flatten(0, 1), strict=True):
+            store.keep_of_last(count, kept[None, None])
         self.length -= count - rows.shape[2]
 
     def resize(self, room: int) -> None:
@@ -63,8 +65,8 @@ class PerHeadStore(KVStore):
         self.length += steps
 
     def each(self, q: Tensor, attend: Callable[[Tensor, KVStore, int], Tensor]) -> Tensor:
-        """`attend` for every KV head, with its own queries [1 g T D], its store and its number. q [B H T D]
-        -> [B H T D]"""
+        """Call `attend` for every KV head, with its own queries [1 g T D], its store and its number. q [B H T D] -> [B
+        H T D]"""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
-        return torch.cat([attend(*one) for one in zip(queries, self.stores, heads, strict=False)]).view(q.shape)
+        return torch.cat([attend(*head) for head in zip(queries, self.stores, heads, strict=False)]).view(q.shape)

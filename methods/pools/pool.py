@@ -1,4 +1,4 @@
-"""Keys and values of one layer that a step reads in part or seldom: encoded, and in a tier of their own."""
+"""Holds keys and values of one layer that a step reads in part or seldom: encoded, and in a tier of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from methods.tiers.rows import DeviceRows, Rows, rows_in
 
 
 class Pool:
-    """Oldest token first. What a codec writes per token lies in `tier`; on the device lie what it writes per block and,
-    in full precision, the last tokens that do not fill one.
+    """Holds tokens, the oldest first. What a codec writes per token lies in `tier`. On the device lie what it writes
+    per block and, in full precision, the last tokens that do not fill one.
 
     What moves is counted in `cache.traffic`. A pool may outlive its cache: give it another as `cache`.
     """
@@ -25,8 +25,8 @@ class Pool:
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
-        """spec.num_kv_heads heads of K and V; `capacity` tokens at most, in the tier that the request names and in its
-        codec, if no other is given."""
+        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request names, and in its
+        codec unless another is given."""
         request = cache.request
         codec = codec or request.codec or PLAIN
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
@@ -35,7 +35,7 @@ class Pool:
         self.layout = layout = codec.layout(spec.head_dim, request.dtype)
         self._tokens = [self._rows(rows_in(request.placement), blocks * codec.block, *kind) for kind in layout.tokens]
         self._blocks = [self._rows(DeviceRows, blocks, *kind) for kind in layout.blocks]
-        self._tail: list[Rows] = []  # K and V, from the first token on that does not fill a block
+        self._tail: list[Rows] = []  # K and V from the first token on that fills no block
 
     @property
     def tier(self) -> str:
@@ -43,41 +43,42 @@ class Pool:
 
     @property
     def encoded(self) -> int:
-        """Tokens in whole blocks; the others are the tail."""
+        """Return how many tokens are in whole blocks; the others are the tail."""
         return self.length // self.codec.block * self.codec.block
 
     @property
     def token_bytes(self) -> float:
-        """Of an encoded token of one head, with its part of what is written per block."""
+        """Return the bytes of an encoded token of one head, with its part of what is written per block."""
         return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v [B G T D] on the device. Tokens that do not fill a block are the last that a pool is given."""
+        """Store tokens that lie on the device. k, v [B G T D]. Tokens that do not fill a block are the last that a pool
+        is given."""
         start = self.length
         assert start == self.encoded
         self._extend(start + k.shape[2])
         whole = k.shape[2] // self.codec.block * self.codec.block
         if whole:
-            made = self.codec.encode(k[:, :, :whole], v[:, :, :whole])
-            self._put(self._tokens, made.tokens, start)
-            self._put(self._blocks, made.blocks, start // self.codec.block)
+            written = self.codec.encode(k[:, :, :whole], v[:, :, :whole])
+            self._put(self._tokens, written.tokens, start)
+            self._put(self._blocks, written.blocks, start // self.codec.block)
         if whole < k.shape[2]:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
     def gather(self, rows: Tensor) -> Segment:
-        """rows [B G K], or [B H K] of query heads -> their k, v, decoded, on the device"""
+        """Return chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D]"""
         traffic = self.cache.traffic
         k, v = self._decoded(rows.reshape(*self._tokens[0].shape[:2], -1), lambda held, at: held.gather(at, traffic))
         return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
     def pick(self, heads: Tensor, rows: Tensor) -> Segment:
-        """Single rows. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
+        """Return single rows, decoded, on the device. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
         traffic = self.cache.traffic
         return Segment(*self._decoded(rows, lambda held, at: held.pick(heads, at, traffic)))
 
     def whole(self) -> Segment:
-        """All tokens, decoded, on the device. [B G S D]"""
+        """Return all tokens, decoded, on the device. [B G S D]"""
         traffic, blocks = self.cache.traffic, self.encoded // self.codec.block
         stored = Encoded(
             tuple(rows.first(self.encoded, traffic) for rows in self._tokens),
@@ -90,13 +91,14 @@ class Pool:
         return Segment(torch.cat([k, tail[0]], 2), torch.cat([v, tail[1]], 2))
 
     def channels(self, channels: Tensor) -> Tensor:
-        """Of all keys. channels [B G r] -> [B G r S], a channel's tokens side by side, as the kernels take them"""
+        """Return channels of all keys, each with its tokens side by side, as the kernels take them. channels [B G r] ->
+        [B G r S]"""
         if self.codec == PLAIN:
             return self._tokens[0].columns(channels, self.length, self.cache.traffic)
         return self.whole().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
     def held(self) -> Tensors:
-        """All of it by name, as it is written and where it lies: nothing moves, nothing is decoded."""
+        """Return everything by name, as it is written and where it lies: nothing moves, and nothing is decoded."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
         stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
@@ -104,7 +106,8 @@ class Pool:
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """Into an empty pool, and into its own tier, what another's `held` gave, wherever that lies now."""
+        """Take into this empty pool, and into its own tier, what another pool's `held` returned, wherever that lies
+        now."""
         stored, tail = unnamed(self.codec, held)
         self._extend(tokens_in(held))
         if tail:
@@ -126,25 +129,25 @@ class Pool:
         room = min(self.capacity, self.codec.block)
         self._tail = [self._rows(DeviceRows, room, self.spec.head_dim, self.cache.request.dtype) for _ in range(2)]
 
-    def _put(self, held: Sequence[Rows], made: Sequence[Tensor], start: int) -> None:
-        for rows, x in zip(held, made, strict=True):
+    def _put(self, held: Sequence[Rows], tensors: Sequence[Tensor], start: int) -> None:
+        for rows, x in zip(held, tensors, strict=True):
             rows.put(x, start, self.cache.traffic)
 
     def _decoded(self, rows: Tensor, read: Callable[[Rows, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The tokens `rows`; `read` takes such rows out of what is held."""
+        """Return the tokens `rows`, decoded; `read` takes such rows out of what is held."""
         encoded, dtype = self.encoded, self.cache.request.dtype
         if encoded:
             at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
             of_block = [read(held, at // self.codec.block) for held in self._blocks]
-            found = self.codec.decode(Encoded(tuple(read(held, at) for held in self._tokens), tuple(of_block)), dtype)
+            decoded = self.codec.decode(Encoded(tuple(read(held, at) for held in self._tokens), tuple(of_block)), dtype)
             if encoded == self.length:
-                return found
+                return decoded
         at = (rows - encoded).clamp(min=0)
         k, v = (read(held, at) for held in self._tail)
         if not encoded:
             return k, v
         late = (rows >= encoded).unsqueeze(-1)
-        return torch.where(late, k, found[0]), torch.where(late, v, found[1])
+        return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
     def _extend(self, end: int) -> None:
         if end > self.capacity:
@@ -153,7 +156,7 @@ class Pool:
 
 
 def rows_for(x: Tensor, cache: CacheState, *, away: bool = False) -> Rows:
-    """The rows of x [B G S W] in the tier that the request names. `away`: x does not come from the device."""
+    """Put x [B G S W] into rows in the tier that the request names. `away`: x does not come from the device."""
     rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place)
     if away:
         rows.take(x, 0)

@@ -1,6 +1,6 @@
-"""The storage floor: where rows of keys and values lie, and how they are written.
+"""This is the storage floor: where rows of keys and values lie, and how they are written.
 
-Plain torch that takes a device and a folder, and knows no method, no request and no conversation. `methods/pools/` and
-`harness/history/` stand on it. `tier.py` and `codecs.py` are tables that import no torch, for whoever has to name a
-tier or a codec before torch is loaded.
+It is plain torch that takes a device and a folder, and knows no method, no request and no conversation.
+`methods/pools/` and `harness/history/` stand on it. `tier.py` and `codecs.py` are tables that import no torch, for
+whoever has to name a tier or a codec before torch is loaded.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of consecutive tokens as they are written, by name: what a pool hands over and what a store keeps.
+"""Names keys and values of consecutive tokens as they are written: what a pool hands over and what a store keeps.
 
 In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row per
 group of tokens that a codec wrote together. The tokens that fill no group stay in `k` and `v`, behind the others.
@@ -17,33 +17,33 @@ from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
 
 K, V, CODES, RANGES = "k", "v", "codes", "ranges"
-FAR = "far"  # a part of the name of what lies away from the device and may stay there
+FAR = "far"  # a part of the name of a tensor that lies away from the device and may stay there
 Tensors = dict[str, Tensor]
 
 
 class Apart:
-    """Rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
+    """Holds rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = [part for part in parts if part.shape[-2]] or list(parts[:1])
 
     @property
     def like(self) -> Tensor:
-        """Their shape, dtype and bytes: a tensor of the meta device."""
+        """Return a tensor of the meta device with the rows' shape, dtype and bytes."""
         first = self.parts[0]
         shape = (*first.shape[:-2], sum(part.shape[-2] for part in self.parts), first.shape[-1])
         return torch.empty(shape, dtype=first.dtype, device="meta")
 
     def cut(self, start: int, end: int) -> Apart:
-        """Some of the tokens: views."""
+        """Return the tokens from `start` to `end`, as views."""
         return Apart(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
 
     def each(self, change: Callable[[Tensor, int], Tensor]) -> Apart:
-        """Every part as `change` makes it where it lies, from the part and the number of tokens before it."""
+        """Return what `change` makes of every part where it lies, given the part and the number of tokens before it."""
         return Apart(*(change(part, at) for at, part in self._placed()))
 
     def joined(self) -> Tensor:
-        """As one tensor: a view of a single part, else a copy in host memory."""
+        """Return the rows as one tensor: a view of a single part, else a copy in host memory."""
         if len(self.parts) == 1:
             return self.parts[0]
         whole = torch.empty_like(self.like, device="cpu")
@@ -59,31 +59,32 @@ class Apart:
 
 
 def host_copy(rows: Tensor) -> Tensor:
-    """In host memory, contiguous; pinned where it comes from a GPU, for it may go back there."""
+    """Copy rows into host memory, contiguous; pinned if they come from a GPU, since they may go back there."""
     return copied_into(HOST, rows, Place(rows.device))
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How blocks of tokens are written: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec, any rows as they are
-    without one. `dtype`: of what is read back. Tokens of different blocks are never encoded together."""
+    """Says how blocks of tokens are written: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec; without one any
+    rows as they are. `dtype` is that of what is read back. Tokens of different blocks are never encoded together."""
 
     codec: Codec = PLAIN
     dtype: torch.dtype = torch.float32
 
     def like(self, rows: Tensors) -> Tensors:
-        """Names, shapes and dtypes of what `encode` gives for such rows: tensors of the meta device."""
+        """Return names, shapes and dtypes of what `encode` gives for such rows, as tensors of the meta device."""
         if self.codec == PLAIN:
             return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
         return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows[f"{layer}.{K}"])}
 
     def encode(self, rows: Tensors) -> Tensors:
+        """Write rows by the codec, under their new names."""
         if self.codec == PLAIN:
             return rows
         return {name: x for layer in _layers(rows) for name, x in self._encoded(layer, rows)}
 
     def decode(self, rows: Tensors) -> Tensors:
-        """What `encode` was given, or near it."""
+        """Return what `encode` was given, or near it."""
         if self.codec == PLAIN:
             return rows
         return {name: x for layer in _layers(rows) for name, x in self._decoded(layer, rows)}
@@ -114,7 +115,7 @@ class Format:
 
 
 def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
-    """What a codec wrote, and K and V of the tokens behind it that fill no group, by name."""
+    """Return what a codec wrote, and K and V of the tokens behind it that fill no group, by name."""
     if codec == PLAIN:
         return dict(zip((K, V), encoded.tokens, strict=True))
     kinds = ((CODES, encoded.tokens), (RANGES, encoded.blocks))
@@ -123,7 +124,7 @@ def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensor
 
 
 def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence[Tensor]]:
-    """What `named` was given; without tensors where there was nothing."""
+    """Return what `named` was given, without tensors where there was nothing."""
     tail = [held[name] for name in (K, V) if name in held]
     if codec == PLAIN:
         return Encoded(tuple(tail)), []
@@ -132,12 +133,12 @@ def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence
 
 
 def tokens_in(held: Mapping[str, Tensor]) -> int:
-    """How many tokens `named` was given."""
+    """Return how many tokens `named` was given."""
     return sum(held[name].shape[2] for name in (f"{CODES}0", K) if name in held)
 
 
 def stays_away(name: str) -> bool:
-    """Whether a tensor of this name lies away from the device."""
+    """Say whether a tensor of this name lies away from the device."""
     return FAR in name.split(".")
 
 

@@ -1,4 +1,4 @@
-"""How keys and values are written down: as they are, or in fewer bits."""
+"""Defines how keys and values are written down: as they are, or in fewer bits."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ from torch import Tensor
 
 
 class Encoded(NamedTuple):
-    """Keys and values as a codec writes them: tensors with a row per token, and tensors with a row per block of tokens.
-
-    Every tensor is [B G rows width].
-    """
+    """Holds keys and values as a codec writes them: tensors with a row per token, and tensors with a row per block of
+    tokens. Every tensor is [B G rows width]."""
 
     tokens: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...] = ()
 
 
 class Layout(NamedTuple):
-    """Width and dtype of these tensors."""
+    """Says width and dtype of each tensor of an `Encoded`."""
 
     tokens: tuple[tuple[int, torch.dtype], ...]
     blocks: tuple[tuple[int, torch.dtype], ...] = ()
 
     @property
     def token_bytes(self) -> int:
-        """What one head writes per token."""
+        """Return the bytes that one head writes per token."""
         return sum(width * dtype.itemsize for width, dtype in self.tokens)
 
     @property
     def block_bytes(self) -> int:
-        """What one head writes per block, on top."""
+        """Return the bytes that one head writes per block, on top."""
         return sum(width * dtype.itemsize for width, dtype in self.blocks)
 
 
 class Codec(ABC):
-    """Writes whole blocks of tokens, and reads them token by token. A value, as a method is: a frozen dataclass."""
+    """Writes whole blocks of tokens, and reads them token by token. A codec is a value, as a method is: a frozen
+    dataclass."""
 
     @property
     @abstractmethod
     def block(self) -> int:
-        """Tokens that are encoded together."""
+        """Return how many tokens are encoded together."""
 
     @abstractmethod
     def check(self, head_dim: int) -> None:
-        """Raise `ValueError` where the head size does not suit."""
+        """Raise `ValueError` if the head size does not suit."""
 
     @abstractmethod
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
-        """What `encode` gives for keys and values of `head_dim` channels in `dtype`."""
+        """Describe what `encode` gives for keys and values of `head_dim` channels in `dtype`."""
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> Encoded:
-        """k, v [B G n*block D]"""
+        """Write whole blocks of tokens. k, v [B G n*block D]"""
 
     @abstractmethod
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """-> k, v [... D]. Tensors have the same leading dimensions, or ones that broadcast: those of `blocks` hold the
-        row of each token's block."""
+        """Read tokens back. -> k, v [... D]. Tensors have the same leading dimensions, or ones that broadcast: those of
+        `blocks` hold the row of each token's block."""
 
     def decode_whole(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All that `encode` gave. -> k, v [B G n*block D]"""
+        """Read back all that `encode` gave. -> k, v [B G n*block D]"""
         tokens = tuple(x.unflatten(2, (-1, self.block)) for x in stored.tokens)
         k, v = self.decode(Encoded(tokens, tuple(x.unsqueeze(3) for x in stored.blocks)), dtype)
         return k.flatten(2, 3), v.flatten(2, 3)
@@ -71,14 +70,14 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Keys and values as they are."""
+    """Writes keys and values as they are."""
 
     @property
     def block(self) -> int:
         return 1
 
     def check(self, head_dim: int) -> None:
-        """Every head size suits."""
+        """Accept every head size."""
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, dtype),) * 2)

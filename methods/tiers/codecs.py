@@ -1,4 +1,4 @@
-"""The one table of codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
+"""Holds the one table of codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How a codec is named. `pattern`: what its names look like; groups of it are arguments, whole numbers, of the
+    """Says how a codec is named. `pattern`: what its names look like; its groups are arguments, whole numbers, of the
     class `codec`, which is given with its module. `choices`: these names in an error's words."""
 
     pattern: str
@@ -31,17 +31,17 @@ CODECS = [
 
 
 def is_codec(name: str) -> bool:
-    """Whether a line of the table has such names."""
+    """Say whether a line of the table has such names."""
     return any(re.fullmatch(line.pattern, name) for line in CODECS)
 
 
 def choices() -> str:
-    """All names, in words."""
+    """Return all names, in words."""
     return "; ".join(line.choices for line in CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name. Raises `ValueError` where none has it."""
+    """Return the codec of that name. Raises `ValueError` if none has it."""
     for line in CODECS:
         if named := re.fullmatch(line.pattern, name):
             module, _, kind = line.codec.rpartition(".")

@@ -1,4 +1,4 @@
-"""Rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that move are counted."""
+"""Holds rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that move are counted."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`device`: the one that computes. `folder`: for rows in files; None is the system's temporary one."""
+    """Names where rows may lie. `device`: the one that computes. `folder`: for rows in files; None: in the system's
+    temporary one."""
 
     device: torch.device
     folder: Path | None = None
 
 
 class Rows(ABC):
-    """[B G C W]. What is `put` there comes from the device, and what is read goes there."""
+    """Holds rows [B G C W]. What is `put` there comes from the device, and what is read goes there."""
 
     tier: ClassVar[str]
     steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no row that is there
@@ -42,50 +43,50 @@ class Rows(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, start: int) -> None:
-        """x [B G T W], wherever it lies, becomes rows `start` and following."""
+        """Store x [B G T W], wherever it lies, as rows `start` and following."""
 
     @abstractmethod
     def _all(self) -> Tensor:
-        """[B G C W], where they lie."""
+        """Return all rows [B G C W], where they lie."""
 
     @abstractmethod
     def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
-        """Rows that were read, on the device."""
+        """Bring rows that were read to the device, and count them in `traffic`."""
 
     def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
-        """x [B G T W] from the device, as rows `start` and following."""
+        """Store x [B G T W] from the device as rows `start` and following, and count it in `traffic`."""
         self.take(x, start)
         traffic.to_host_bytes += x.nbytes
 
     def held(self, count: int) -> Tensor:
-        """The first `count` rows, where they lie: nothing moves. [B G count W]"""
+        """Return the first `count` rows [B G count W] where they lie: nothing moves."""
         return self._all()[:, :, :count]
 
     def gather(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """rows [B G K] -> [B G K W]"""
+        """Return chosen rows on the device. rows [B G K] -> [B G K W]"""
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Single rows. heads [N], counted through the batch, rows [N] -> [N W]"""
+        """Return single rows on the device. heads [N], counted through the batch, rows [N] -> [N W]"""
         stored = self._all()
         at = (heads * self.shape[2] + rows).to(stored.device)
         picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
         return self._send(picked[0, 0], traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Of the first `count` rows. columns [B G N] -> [B G N count]"""
+        """Return columns of the first `count` rows on the device. columns [B G N] -> [B G N count]"""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
-        """[B G count W]"""
+        """Return the first `count` rows [B G count W] on the device."""
         return self._send(self._all()[:, :, :count], traffic)
 
 
 class MemoryRows(Rows):
-    """Rows that are one tensor."""
+    """Holds rows as one tensor."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)
@@ -94,7 +95,7 @@ class MemoryRows(Rows):
     @classmethod
     @abstractmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
-        """All memory that this tier takes, for tensors of any shape."""
+        """Allocate all memory that this tier takes, for tensors of any shape."""
 
     def take(self, x: Tensor, start: int) -> None:
         self.stored[:, :, start : start + x.shape[2]] = x
@@ -104,7 +105,7 @@ class MemoryRows(Rows):
 
 
 class DeviceRows(MemoryRows):
-    """Beside the model: nothing that is put there or read moves."""
+    """Holds rows beside the model: nothing that is put there or read moves."""
 
     tier: ClassVar[str] = DEVICE
 
@@ -120,7 +121,7 @@ class DeviceRows(MemoryRows):
 
 
 class HostRows(MemoryRows):
-    """Pinned beside a CUDA device."""
+    """Holds rows in host memory, pinned beside a CUDA device."""
 
     tier: ClassVar[str] = HOST
 
@@ -134,9 +135,9 @@ class HostRows(MemoryRows):
 
 
 class DiskRows(Rows):
-    """A file of its own, in a folder that this process has in the place's, deleted with this object. It is mapped to be
-    read and at once unmapped, so nothing of it stays in the memory of this process and the file does not stay open; the
-    system may still cache it."""
+    """Holds rows in a file of their own, which is deleted with this object, in a folder of this process below the
+    place's. The file is mapped to be read and at once unmapped, so nothing of it stays in the memory of this process
+    and it does not stay open; the system may still cache it."""
 
     tier: ClassVar[str] = DISK
 
@@ -172,12 +173,13 @@ class DiskRows(Rows):
 
 
 def _delete(file: Path, folder: TemporaryFolder) -> None:
-    """Keeps `folder` until then: were it an attribute of the rows, its bytes would count as theirs."""
+    """Delete the file. Its finalizer keeps `folder` until then: were that an attribute of the rows, its bytes would
+    count as theirs."""
     file.unlink(missing_ok=True)
 
 
 def _folder_in(parent: Path | None) -> TemporaryFolder:
-    """One for all rows there, and gone with the last of them."""
+    """Return the one folder for all rows there, which goes with the last of them."""
     if (folder := _folders.get(parent)) is None:
         folder = _folders[parent] = TemporaryFolder("kv-rows-", parent)
     return folder
@@ -187,14 +189,14 @@ _folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionar
 
 
 def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:
-    """x in memory of a tier that is none of files, contiguous."""
+    """Copy x, contiguous, into memory of a tier that does not lie in files."""
     kind = rows_in(tier)
     assert issubclass(kind, MemoryRows)
     return kind.room(x.shape, x.dtype, place).copy_(x.detach())
 
 
 def rows_in(tier: str) -> type[Rows]:
-    """The class that holds rows in a tier of this name."""
+    """Return the class that holds rows in a tier of this name."""
     module, _, name = tier_of(tier).rows.rpartition(".")
     kind: type[Rows] = getattr(import_module(module), name)
     return kind

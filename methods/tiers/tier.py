@@ -1,4 +1,5 @@
-"""The one table of tiers. Whatever holds, counts, stores or shows bytes by tier reads it, and it imports no torch."""
+"""Holds the one table of tiers. Whatever holds, counts, stores or shows bytes by tier reads it, and it imports no
+torch."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A place where keys and values may lie.
+    """Describes a place where keys and values may lie.
 
     `rows`: the class that holds rows there, with its module. `in_files`: its bytes are those of files, not of tensors.
-    `head`: above the column of its bytes in a table, whose meaning `meaning` says. `stamp`: the letter of a row that
-    had bytes there where the device is a CPU, and what it then says.
+    `head`: the heading of the column of its bytes in a table; `meaning`: what that column says. `stamp`: the letter of
+    a table row that had bytes there while the device is a CPU, and what it then says.
     """
 
     rows: str
@@ -23,7 +24,7 @@ class Tier:
     stamp: tuple[str, str] | None = None
 
 
-TIERS: dict[str, Tier] = {  # by name, the fastest first
+TIERS: dict[str, Tier] = {  # name -> tier, the fastest first
     DEVICE: Tier(
         rows="methods.tiers.rows.DeviceRows",
         head="KV dev",
@@ -49,7 +50,7 @@ TIERS: dict[str, Tier] = {  # by name, the fastest first
 
 
 def tier_of(name: str) -> Tier:
-    """The line of the table. Raises `ValueError` for a tier that has none."""
+    """Return a tier's line of the table. Raises `ValueError` for a tier that has none."""
     if name not in TIERS:
         raise ValueError(
             f"{name!r} is no tier: choose one of {', '.join(TIERS)}, or add its line to methods/tiers/tier.py."
@@ -58,5 +59,5 @@ def tier_of(name: str) -> Tier:
 
 
 def bytes_key(name: str) -> str:
-    """The key under which records and summaries hold the bytes of a tier."""
+    """Return the key under which records and summaries hold the bytes of a tier."""
     return f"kv_{name}_bytes"

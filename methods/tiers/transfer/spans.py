@@ -1,4 +1,4 @@
-"""When something ran beside something else, in seconds of perf_counter."""
+"""Records when something ran beside something else, in seconds of perf_counter."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from time import perf_counter
 
 
 class Spans:
-    """Pairs of from and to. Any thread may add one."""
+    """Holds spans of time as pairs of start and end. Any thread may add one."""
 
     def __init__(self, *spans: tuple[float, float]) -> None:
         self._spans = list(spans)
 
     def ended(self, began: float) -> None:
-        """What began at that moment ends now."""
+        """Add a span from `began` to now."""
         self._spans.append((began, perf_counter()))
 
     def since(self, moment: float) -> Spans:
-        """What of them lies behind that moment."""
+        """Return the parts of the spans that lie after `moment`."""
         return Spans(*((max(start, moment), end) for start, end in self._spans if end > moment))
 
     def __add__(self, other: Spans) -> Spans:
@@ -24,7 +24,7 @@ class Spans:
 
     @property
     def seconds(self) -> float:
-        """In which at least one of them ran."""
+        """Return the seconds in which at least one of the spans ran."""
         total, until = 0.0, 0.0
         for start, end in sorted(self._spans):
             total += max(0.0, end - max(start, until))
@@ -32,5 +32,5 @@ class Spans:
         return total
 
     def seconds_without(self, other: Spans) -> float:
-        """In which one of them ran, and none of `other`."""
+        """Return the seconds in which one of the spans ran, and none of `other`."""
         return (self + other).seconds - other.seconds

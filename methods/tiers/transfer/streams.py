@@ -1,4 +1,4 @@
-"""Work beside the model's own, on a stream of its own where there are streams."""
+"""Runs work beside the model's own, on a stream of its own where there are streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-    """What is begun within starts behind the event, and is complete at the end."""
+    """Run what is begun within behind the event `behind`; it is complete at the end of the block."""
     if on.type != "cuda":
         yield
         return
@@ -23,7 +23,7 @@ def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -
 
 
 def reached(on: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that the caller's stream was given; None where there are no streams."""
+    """Return an event behind all that the caller's stream was given; None where there are no streams."""
     if on.type != "cuda":
         return None
     event = torch.cuda.Event()

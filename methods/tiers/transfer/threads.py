@@ -1,4 +1,4 @@
-"""Who moves rows and changes files: threads of their own, or whoever asks."""
+"""Decides who moves rows and changes files: threads of their own, or the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Inline(Executor):
-    """Does at once, in the thread that asks, what is submitted."""
+    """Does at once what is submitted, in the caller's own thread."""
 
     def submit(self, action: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -26,8 +26,9 @@ INLINE = Inline()
 
 
 class Threads:
-    """`count` threads read what a job waits for. One more reads ahead of the jobs, one copies to the device, one from
-    it, one makes all changes on disk, in their order. 0: the caller does everything itself, at once."""
+    """Keeps `count` threads that read what a job waits for. One more reads ahead of the jobs, one copies to the device,
+    one from it, and one makes all changes on disk, in their order. With 0 the caller does everything itself, at once.
+    """
 
     def __init__(self, count: int) -> None:
         if count < 0:
@@ -39,6 +40,6 @@ class Threads:
         )
 
     def close(self) -> None:
-        """Once all that was submitted is done."""
+        """Wait until all that was submitted is done, and end the threads."""
         for pool in (self.leaving, self.writing, self.ahead, self.reading, self.copying):
             pool.shutdown()
