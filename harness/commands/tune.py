@@ -54,16 +54,17 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     if settings.results.root == Results().root:
         settings = replace(settings, results=replace(settings.results, root=ROOT))
 
+    from harness.jobs.run import Wanted
     from harness.tuning import curves, preset
     from harness.tuning.findings import search
-    from harness.tuning.plan import Plan
+    from harness.tuning.plan import SearchPlan
 
     names = {group: entry.name for group, entry in asked.chosen.items()}
     out = options.out or Path(settings.results.root)
     name = f"{names['method']}_tuned" if options.name is None else options.name
     path = preset.place(out, name)
     preset.refuse_other(path, command)
-    plan = Plan.of(method, task, model, settings, names, asked.values)
+    plan = SearchPlan.of(Wanted(method, task, model, settings, names), asked.values)
     print("\n".join(plan.lines()), flush=True)
     if settings.dry_run:
         return

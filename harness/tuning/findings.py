@@ -17,7 +17,7 @@ from harness.results.pairs import mean_score, paired
 from harness.results.provenance import git
 from harness.results.records import Record
 from harness.terminal.tables import BYTES, Column, percent, probability, quantity, scaled, text_table
-from harness.tuning.plan import Plan
+from harness.tuning.plan import SearchPlan
 from harness.tuning.search import Say, Search
 from harness.tuning.space import START, Point
 from harness.tuning.trials import Trials
@@ -25,9 +25,9 @@ from methods.base import Method
 from methods.tiers.tier import DEVICE, TIERS
 
 
-def search(plan: Plan, say: Say) -> Findings:
+def search(plan: SearchPlan, say: Say) -> Findings:
     """Runs what is not there yet; the same plan finds the same."""
-    trials, held_out = Trials(plan.space, plan.setting), Trials(plan.space, plan.setting)
+    trials, held_out = (Trials(plan.space, plan.wanted) for _ in range(2))
     searching = Search(plan.space, plan.examples, trials, say)
     best = searching.run()
     say(f"held out: {len(plan.examples.held_out)} examples")
@@ -39,7 +39,7 @@ def search(plan: Plan, say: Say) -> Findings:
 class Findings:
     """`search` is through; `held_out` ran its `best` point beside the start."""
 
-    plan: Plan
+    plan: SearchPlan
     search: Search
     best: Point
     held_out: Trials
@@ -76,9 +76,9 @@ class Findings:
     @property
     def cautions(self) -> Iterator[str]:
         """What a run of these examples would be noted for, beside the verdict."""
-        if self.plan.setting.model.describe().weights == "random":
+        if self.plan.wanted.model.describe().weights == "random":
             yield "Random weights, so scores mean nothing."
-        chance = self.plan.setting.task.chance
+        chance = self.plan.wanted.task.chance
         if at_chance(self.held_out.full, chance):
             full = percent(mean_score(self.held_out.full))
             yield f"Full scores {full}, near the {percent(chance, 0)} of guessing: values cannot be told apart here."
@@ -97,10 +97,10 @@ class Findings:
 
     def provenance(self) -> Iterator[str]:
         """For the comment of the preset."""
-        setting, info = self.plan.setting, self.plan.setting.model.describe()
+        info, seed = self.plan.wanted.model.describe(), self.plan.wanted.settings.seed
         revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
         commit = str(git()["commit"] or "unknown")[:12]
-        yield f"Model {info.name}{revision}, examples of seed {setting.settings.seed}, commit {commit}."
+        yield f"Model {info.name}{revision}, examples of seed {seed}, commit {commit}."
         tested = len(self.search.trials.records)
         chosen = next(row for row in self.rows if row.label == self._label(self.best))
         yield (
@@ -140,7 +140,7 @@ class Findings:
 
     @property
     def start_name(self) -> str:
-        return self.plan.setting.presets["method"]
+        return self.plan.names["method"]
 
     def _cost(self, before: Outcome, after: Outcome) -> str:
         (old, new), unit = scaled([before.device_bytes, after.device_bytes], BYTES)

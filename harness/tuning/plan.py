@@ -6,18 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
-from harness.config.settings import TUNING_SEED, CommonWindows, Settings
+from harness.config.settings import TUNING_SEED, CommonWindows
 from harness.jobs.job import Job, Presets
 from harness.jobs.planning.effective import method_of, without_effect
-from harness.models.base import ModelSource
+from harness.jobs.run import Wanted
 from harness.terminal.notices import say_once
 from harness.tuning.examples import Examples, examples_of, refuse_unseeded
 from harness.tuning.search import KEPT, curve_points, most_combinations
 from harness.tuning.space import START, Space, grids_of, space_of
-from harness.tuning.trials import Setting
 from methods.base import Method
 
 FULL = {  # baseline -> what becomes of Full
@@ -28,54 +26,53 @@ FULL = {  # baseline -> what becomes of Full
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`start`: a job of the start on all examples, whose budget, prompts and folder are checked."""
+class SearchPlan:
+    """`wanted`: the start with the tuning seed. `start`: its job on all examples, whose budget, prompts and folder are
+    checked."""
 
-    setting: Setting
+    wanted: Wanted
     space: Space
     examples: Examples
     start: Job
 
     @classmethod
-    def of(
-        cls,
-        method: Method,
-        task: Task,
-        model: ModelSource,
-        settings: Settings,
-        presets: Presets,
-        asked: Mapping[str, tuple[Any, ...]],
-    ) -> Plan:
-        """`settings` as for one run; the seed is the reserved one. `asked`: grids of the command line."""
-        for words in without_effect(settings, method):
+    def of(cls, wanted: Wanted, asked: Mapping[str, tuple[Any, ...]]) -> SearchPlan:
+        """`wanted`: the start as for one run; the seed becomes the reserved one. `asked`: grids of the command line."""
+        task, model = wanted.task, wanted.model
+        for words in without_effect(wanted.settings, wanted.method):
             say_once(words)
-        method = method_of(settings, method, model.describe())
-        settings = replace(settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
+        method = method_of(wanted.settings, wanted.method, model.describe())
+        settings = replace(wanted.settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
         grids = grids_of(method, asked)
         refuse_unseeded(task)
         task.require(settings.data.folder())
         examples = examples_of(task, model, settings)
-        setting = Setting(task, model, settings, presets)
 
         def job(candidate: Method) -> Job:
-            return Job.plan(candidate, task, model, settings, examples.all, presets)
+            return Job.plan(candidate, task, model, settings, examples.all, wanted.presets)
 
         start = job(method)
-        return cls(setting, space_of(method, grids, lambda other: _refusal(job, other), bool(asked)), examples, start)
+        space = space_of(method, grids, lambda other: _refusal(job, other), bool(asked))
+        return cls(wanted._replace(method=method, settings=settings), space, examples, start)
+
+    @property
+    def names(self) -> Presets:
+        """What the command line calls method, task and model."""
+        return self.wanted.presets or {}
 
     @property
     def title(self) -> str:
-        settings, model = self.setting.settings, self.start.model.describe().name
+        settings, model = self.wanted.settings, self.start.model.describe().name
         bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
         asked = f"budget={settings.budget}{bytes_too}"
         for name in ("budget_bytes", "layer_budgets"):
             if value := getattr(settings, name):
                 asked = f"{name}={value}"
-        return f"{self.setting.presets['task']}, {asked}, {model}"
+        return f"{self.names['task']}, {asked}, {model}"
 
     def lines(self) -> Iterator[str]:
         """What would run, at most."""
-        yield f"{self.start.label}, {self.setting.model.describe().name}"
+        yield f"{self.start.label}, {self.wanted.model.describe().name}"
         width = max(map(len, self.space.grids))
         for name, values in self.space.grids.items():
             own = self.space.value(START, name)
@@ -88,9 +85,10 @@ class Plan:
             f"{len(self.examples.held_out)} held out"
         )
         curves, combinations = len(curve_points(self.space)), most_combinations(self.space)
+        settings = self.wanted.settings
         yield (
             f"{curves} points on the curves, at most {combinations} combinations, then the best beside the start: "
-            f"at most {self.answers} answers{FULL[self.setting.settings.baseline]}; runs in {self.setting.root}"
+            f"at most {self.answers} answers{FULL[settings.baseline]}; runs in {settings.results.root}"
         )
 
     @property

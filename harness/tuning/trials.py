@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
-from evals.base import Task
-from harness.config.settings import Results, Settings
-from harness.jobs.job import Job, Presets
+from harness.jobs.job import Job
 from harness.jobs.planning.capacity import free_bytes
 from harness.jobs.planning.items import Item
 from harness.jobs.run import Wanted, evaluate_together
-from harness.models.base import ModelSource
 from harness.results.measures import over_known
 from harness.results.records import Record
 from harness.results.store import load
@@ -24,54 +21,38 @@ MOST = 12  # candidates that share a prefill: each holds a cache of the prompt u
 TOLERANCE = 0.02  # of the prompt tokens that the budget allows: more is no equal budget
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a search is about, beside the parameters: `settings` with the tuning seed, and the root of its runs."""
-
-    task: Task
-    model: ModelSource
-    settings: Settings
-    presets: Presets
-
-    @property
-    def root(self) -> Path:
-        return Path(self.settings.results.root)
-
-    def wanted(self, space: Space, point: Point, part: str, items: Sequence[Item]) -> Wanted:
-        """Parts have folders of their own, so that no run is taken for the rest of another."""
-        results = Results(str(self.root / part), self.settings.results.save_prompts)
-        method = space.method(point)
-        return Wanted(method, self.task, self.model, replace(self.settings, results=results), self.presets, items)
-
-
 @dataclass
 class Trials:
-    """Runs candidates, keeps their records, and discards those that fail or read more than the budget allows."""
+    """Runs candidates, keeps their records, and discards those that fail or read more than the budget allows.
+    `start`: the job of the start, with the tuning seed."""
 
     space: Space
-    setting: Setting
+    start: Wanted
     records: dict[Point, list[Record]] = field(default_factory=dict)  # over all parts it ran on
     full: list[Record] = field(default_factory=list)
     discarded: dict[Point, str] = field(default_factory=dict)
     _allowed: float = 1.0  # times the budget: what the start reads, where that is more
 
     def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
-        """Adds what `points` put out on `items` to their records; finished runs are read."""
-        wanted = {point: self.setting.wanted(self.space, point, part, items) for point in points}
-        for together in _cut(points, self._room(wanted[points[0]])):
-            self._run({point: wanted[point] for point in together})
+        """Adds what `points` put out on `items` to their records; finished runs are read. Parts have folders of their
+        own, so that no run is taken for the rest of another."""
+        settings = self.start.settings
+        results = replace(settings.results, root=f"{settings.results.root}/{part}")
+        here = self.start._replace(settings=replace(settings, results=results), items=items)
+        wanted = [here._replace(method=self.space.method(point)) for point in points]
+        room = self._room(wanted[0])
+        for first in range(0, len(points), room):
+            self._run(points[first : first + room], wanted[first : first + room])
 
     def left(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point not in self.discarded]
 
-    def _run(self, wanted: Mapping[Point, Wanted]) -> None:
+    def _run(self, points: Sequence[Point], wanted: Sequence[Wanted]) -> None:
         """Under one prefill."""
         jobs, failed = dict[int, Job](), list[Exception]()
-        made = evaluate_together(
-            list(wanted.values()), failed.append, lambda number, job, _: jobs.update({number: job})
-        )
+        made = evaluate_together(wanted, failed.append, lambda number, job, _: jobs.update({number: job}))
         done = {one.folder: one.records for one in made}
-        for number, point in enumerate(wanted):
+        for number, point in enumerate(points):
             job = jobs.get(number)
             self._take(point, job, done.get(job.folder) if job else None)
         if START in self.discarded:
@@ -122,8 +103,3 @@ def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None
     lengths = [record.sealed_tokens for record in records if record.measured.get("attended_prompt") is not None]
     per_layer = ((n if layer in dense else job.budget.tokens(n, layer)) for n in lengths for layer in layers)
     return fmean(per_layer) if lengths else None
-
-
-def _cut(points: Sequence[Point], size: int) -> Iterator[Sequence[Point]]:
-    for start in range(0, len(points), size):
-        yield points[start : start + size]
