@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-cpus test-faults test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -40,6 +40,9 @@ test-all: setup  ## the test suite with what is slow by nature
 
 test-cpus: setup  ## tests of equal tokens under other sets of instructions, as on other CPUs; SETTINGS='A=B C=D' for one, FEW=1
 	$(BIN)/python -m tests.instruction_sets $(if $(FEW),--few) $(if $(SETTINGS),'$(SETTINGS)')
+
+test-faults: setup  ## 100 faults drawn with SEED=...: files harmed, processes stopped, disks full; then the same command again
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --seed $(SEED)
 
 # The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))

@@ -20,6 +20,7 @@ from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
+from harness.terminal.stopping import Stoppable
 from harness.terminal.visible import visible
 from methods.tiers.tier import TIERS, bytes_key
 
@@ -47,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.html and options.html.suffix == ".html":
         parser.error(f"--html takes a folder, and writes index.html there: --html {options.html.with_suffix('')}")
+    with Stoppable("the same command begins anew") as stop:
+        return _reported(options)
+    return stop.code
+
+
+def _reported(options: argparse.Namespace) -> int:
     try:
         found = find(options.folders)
         runs, unreadable = load_all(found)

@@ -93,6 +93,8 @@ class Index:
     @_readable()
     def _prepare(self) -> None:
         connection = self._connection
+        # of one owner: nothing is mapped then, as -shm would be, which ends a process if it is cut
+        connection.execute("pragma locking_mode = exclusive")
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = normal")
         (format_,) = connection.execute("pragma user_version").fetchone()

@@ -112,6 +112,13 @@ def test_a_damaged_index_costs_its_sessions_alone(tmp_path: Path) -> None:
         assert found(store) == ["s1"]
 
 
+def test_no_file_of_the_index_is_mapped(tmp_path: Path) -> None:
+    """One that is cut while a process has it mapped ends the process."""
+    with filled(tmp_path) as store:
+        assert store.get("s0", TOKENS).tokens == len(TOKENS)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
 def test_flipped_bits_of_the_index_bring_no_wrong_rows(tmp_path: Path) -> None:
     filled(tmp_path).close()

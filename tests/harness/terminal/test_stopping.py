@@ -64,6 +64,7 @@ COMMANDS = {
     "harness.bench": ("harness.bench.calibrate:speeds", "the rows so far are written, and marked as partial"),
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
+    "harness.report": ("harness.results.store:find", "the same command begins anew"),
     "harness.canonical": ("harness.canonical_checks.checks:verdicts", "the same command begins anew"),
 }
 
@@ -78,6 +79,7 @@ def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None
         "harness.bench": ["calibrate", out],
         "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
         "harness.simulate": ["sessions=20", out],
+        "harness.report": [str(tmp_path)],
         "harness.canonical": [],
     }
     place, go_on = COMMANDS[name]
