@@ -22,6 +22,7 @@ from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.history import SESSION, History, forget
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.conversations.conversation import Conversation
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
 from harness.engine.attach import Attachment, attached
 from harness.history.store import HistoryStore
@@ -65,13 +66,13 @@ class Turn:
     @torch.inference_mode()
     def run(self, way: str) -> Timed:
         self.prepare(way)
-        read, histories, text = from_storage(), self.ways[way], self.behind.text
+        read, talk = from_storage(), Conversation(self.ways[way], SESSION, len(self.behind.text), turns=1)
+        talk.ask(self.behind.text)
         watch, began = Watch(), perf_counter()
-        found, logits = histories.compute(histories.resume(SESSION, text[:-1], len(text)), text, self.behind.prefill)
-        assert logits is not None
-        token = int(logits.argmax())
+        talk.resume()
+        token = self.behind.first_token(talk)
         seconds = Seconds(perf_counter() - began, watch.disturbed())
-        expected = {RECOMPUTE: None, STAYED: DEVICE}.get(way, way)
+        found, expected = talk.found, {RECOMPUTE: None, STAYED: DEVICE}.get(way, way)
         if found.tier != expected:
             raise ValueError(f"{way}: the history was found in {found.tier}; give the store more room.")
         return Timed(seconds, found.load_s, found.hidden_s, token, from_storage() - read)

@@ -26,6 +26,7 @@ from harness.bench.common import arguments, models, output
 from harness.bench.common.history import ROOM, SESSION, History, forget
 from harness.bench.common.load import Watch
 from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.conversations.conversation import Conversation
 from harness.engine.attach import attached
 from harness.prompts.calibration import calibration_text
 from harness.terminal.tables import Column
@@ -74,24 +75,23 @@ class Load:
         self.tokens: set[int] = set()  # the first of every answer
 
     def run(self, way: str) -> Timed:
-        jobs, histories, text = self.jobs, self.histories, self.jobs.behind.text
+        behind = self.jobs.behind
+        talk = Conversation(self.histories, SESSION, len(behind.text), turns=1)
         forget(self.folder)
-        histories.read_buffer = self.ways[way]
-        histories.ahead(SESSION, text[:-1])
-        beside_s = jobs.beside()
+        self.histories.read_buffer = self.ways[way]
+        talk.ahead(behind.text)
+        beside_s = self.jobs.beside()
+        talk.ask(behind.text)
         watch, began = Watch(), perf_counter()
-        found = histories.resume(SESSION, text[:-1], len(text))
-        loading = found.loading
+        talk.resume()
+        loading = talk.found.loading
         assert loading is not None
         if way == OFF:
-            found.cache.await_layers()
-        found, logits = histories.compute(found, text, jobs.behind.prefill)
-        assert logits is not None
-        token = int(logits.argmax())
+            talk.found.cache.await_layers()
+        self.tokens.add(behind.first_token(talk))
         turn_s = Seconds(perf_counter() - began, watch.disturbed())
-        self.tokens.add(token)
         assert len(self.tokens) == 1
-        return Timed(turn_s, beside_s, found.load_s, found.hidden_s, loading.overlap.read_buffer)
+        return Timed(turn_s, beside_s, talk.found.load_s, talk.found.hidden_s, loading.overlap.read_buffer)
 
 
 class Save:
@@ -127,16 +127,19 @@ class Turn:
 
     def run(self, way: str) -> Timed:
         behind, histories, prompt = self.jobs.behind, self.ways[way], self._prompt
+        talk = Conversation(histories, SESSION, len(prompt) + self._steps, turns=2)
+        talk.ask(prompt)
         watch, began = Watch(), perf_counter()
-        cache = behind.start(len(prompt) + self._steps)
+        cache = behind.start(talk.capacity)
         logits = behind.prefill(cache, prompt)
-        ahead_s = histories.save_ahead(SESSION, prompt, cache)
-        saved = histories.save(SESSION, [*prompt, *behind.decode(cache, logits, self._steps)], cache)
+        talk.begin(cache)
+        talk.answered(behind.decode(cache, logits, self._steps), "length")
+        saved = talk.save()
         turn_s = Seconds(perf_counter() - began, watch.disturbed())
         beside_s = self.jobs.beside()
         hidden_s = saved.hidden_s()
         histories.store.truncate(SESSION, 0.0)
-        return Timed(turn_s, beside_s, ahead_s + saved.save_s, hidden_s, None)
+        return Timed(turn_s, beside_s, talk.save_ahead_s + saved.save_s, hidden_s, None)
 
 
 Measured = Load | Save | Turn

@@ -1,13 +1,6 @@
 """Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
 
-    found = histories.resume("alice", text[:-1], capacity)  # its layers may still be on their way
-    found, logits = histories.compute(found, text, prefill)
-    histories.save_ahead("alice", text, found.cache)        # rows may leave the device from now on
-    ...                                                     # seal, decode
-    histories.save("alice", fed, found.cache)
-
-The last token of an answer has not been fed, so it has no keys and values: `fed` ends before it, and the next turn's
-prompt begins with it.
+`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order.
 """
 
 from __future__ import annotations

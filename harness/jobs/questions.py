@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.conversations.conversation import Conversation
 from harness.conversations.histories import Histories, Saved
 from harness.conversations.overflow import Overflow
 from harness.engine.batch.generation import Generation
@@ -29,7 +30,7 @@ Ending = Callable[[Item], dict[str, Any]]  # how tokens are picked for a turn, a
 
 
 @dataclass
-class Answer:
+class Transcript:
     """What an example gave, turn by turn, and what ran meanwhile used: its prefills, and the steps that it was in."""
 
     item: Item
@@ -94,8 +95,9 @@ class SealedContext:
         return perf_counter()
 
 
-class Talk:
-    """One cache in a running batch. `next` lets the next turn run, once the one before has ended."""
+class Asking:
+    """Examples with one context, asked one after the other on one cache in a running batch. `next` lets the next turn
+    run, once the one before has ended."""
 
     def __init__(
         self,
@@ -107,26 +109,23 @@ class Talk:
         ending: Ending,
         overflow: Overflow | None,
     ) -> None:
-        """`items` have one context. `context`: tokens of the first that were prefilled; None for its whole prompt.
-        `overflow`: None where no history outgrows the window."""
+        """`context`: tokens of the first of `items` that were prefilled; None for its whole prompt. `overflow`: None
+        where no history outgrows the window."""
         self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
-        self.cache: KVCache | None  # None between two turns
-        self.cache, self._logits, self._began, self._usage = prefilled
-        self._capacity = self.cache.capacity
-        self._text: list[int] = []  # of the conversation so far
-        self._fed = 0  # of it, tokens that the cache held between the last two turns
-        self._context, self._waiting = context, deque(items)
+        self._prefilled: Prefilled | None = prefilled  # until the last example begins
+        self._by_token, self._waiting = context is not None, deque(items)
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[Item]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
         self._saved: Saved  # the turn before
-        self.answer: Answer
+        self.talk: Conversation
+        self.transcript: Transcript
 
     @property
     def answered(self) -> bool:
         """Whether the example that is asked has had all its turns."""
-        return not self._turns
+        return self.talk.over
 
     def next(self, batch: RunningBatch) -> Slot | None:
         """None where nothing is left to ask."""
@@ -136,99 +135,82 @@ class Talk:
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
-        """An EOS gives way to the template's end of a turn; an answer that a given reply replaces leaves no trace."""
-        self.answer.turns.append(made)
-        if not self._turns:
-            return
-        assert self.cache is not None
+        """An answer that a given reply replaces leaves no trace."""
+        self.transcript.turns.append(made)
         if self._unanswered is not None:
             self._unanswered.restore()
             self._unanswered = None
-            wait_for(self.cache.state.request.device)
-        if not self._turns[0].prompt.replaces_answer:
-            [said], [stop] = made.tokens, made.stops
-            self._text += said[: len(said) - (stop == "eos")]
-        self._save(self.cache, made)
-
-    def _save_ahead(self, session: str, cache: KVCache) -> dict[str, float]:
-        """The prompt's rows may go where the next turn finds them."""
-        return {"save_ahead_s": self.histories.save_ahead(session, self._text[: cache.num_tokens], cache)}
-
-    def _save(self, cache: KVCache, made: Generation) -> None:
-        """The cache goes where the next turn finds it. A last token has not been fed, nor what was taken back."""
-        self._fed = cache.num_tokens
-        self._saved = self.histories.save(self._session, self._text[: self._fed], cache)
-        self.cache = None
-        self.answer.reuse[-1]["save_s"] = self._saved.save_s
+            wait_for(self.engine.model.device)
+        if not (self._turns and self._turns[0].prompt.replaces_answer):
+            self.talk.answered(made.tokens[0], made.stops[0])
+        self._saved = self.talk.save()
         made.share_s += self._saved.save_s
-
-    @property
-    def _session(self) -> str:
-        return self.answer.item.example.id
+        if self._turns:
+            self.transcript.reuse[-1]["save_s"] = self._saved.save_s
 
     def _question(self, batch: RunningBatch, item: Item) -> Slot:
         """The first turn of an example."""
-        ids = self._tensor(item.prompt.ids)
-        question = ids[:, ids.shape[1] if self._context is None else self._context :]
-        later = self._first if item.example.id != self._first else None
-        assert self.cache is not None
-        self._text = list(item.prompt.ids)
-        with Usage(ids.device) as usage:
-            ahead = self._save_ahead(item.example.id, self.cache) if item.further else {}
+        ready, later = self._prefilled, self._first if item.example.id != self._first else None
+        assert ready is not None
+        if not self._waiting:
+            self._prefilled = None
+        with Usage(self.engine.model.device) as usage:
             if self._several and later is None:
-                self._shared = SealedContext(self.cache, self._began)
-            began = self._began if self._shared is None else self._shared.begin()
-            slot = batch.join(self.cache, self._logits, question, began=began, **self.ending(item))
+                self._shared = SealedContext(ready.cache, ready.began)
+            began = ready.began if self._shared is None else self._shared.begin()
+            self.talk = Conversation(
+                self.histories,
+                item.example.id,
+                ready.cache.capacity,
+                len(item.turns),
+                overflow=self.overflow,
+                by_token=self._by_token,
+            )
+            self.talk.ask(item.prompt.ids, item.new_tokens)
+            self.talk.begin(ready.cache)
+            slot = self._join(batch, item, ready.logits, began)
         if self._shared is not None and later is None:
             slot.out.seal_s = self._shared.seal_s
-        self.answer = Answer(item, self._usage if later is None else Usage(ids.device), usage, prefilled_by=later)
+        prefill = ready.usage if later is None else Usage(self.engine.model.device)
+        self.transcript = Transcript(item, prefill, usage, prefilled_by=later)
         self._turns.extend(item.further)
         if item.further:
-            self.answer.reuse.append({"reused_tokens": 0, "new_tokens": len(self._text), **ahead})
-        return self._kept(slot, self.cache)
+            self.transcript.reuse.append(self._counts())
+        return self._with_snapshot(slot)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
         """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
         what was fed before, which is sealed anew where the cache did not stay."""
-        self._text += turn.prompt.ids
-        began = perf_counter()
+        began, talk = perf_counter(), self.talk
         with Usage(self.engine.model.device) as usage:
-            dropped = self._make_room(turn.new_tokens)
-            prefilled = len(self._text) if self._context is None else self._fed
-            asked = self._text[: min(prefilled, len(self._text) - 1)]
-            found = self.histories.resume(self._session, asked, self._capacity)
-            found, logits = self.histories.compute(found, self._text[:prefilled], self._prefill)
-            ahead = self._save_ahead(self._session, found.cache) if self._turns else {}
-            slot = batch.join(
-                found.cache, logits, self._tensor(self._text[prefilled:]), began=began, **self.ending(turn)
-            )
-        self.cache = found.cache
-        self.answer.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
-        self.answer.prefill.add(usage)
-        new = len(self._text) - found.reused
-        seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
-        left = {"dropped_tokens": dropped} if self.overflow is not None else {}
+            talk.ask(turn.prompt.ids, turn.new_tokens)
+            talk.resume()
+            slot = self._join(batch, turn, talk.compute(self._prefill), began)
+        self.transcript.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
+        self.transcript.prefill.add(usage)
+        found = talk.found
+        left = {"dropped_tokens": talk.dropped} if self.overflow is not None else {}
         lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.histories.stores else {}
-        counts = {"hit_tier": found.tier, "reused_tokens": found.reused, "new_tokens": new}
-        self.answer.reuse.append({**counts, **lost, **left, **seconds, **ahead})
-        return self._kept(slot, found.cache)
+        seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
+        self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
+        return self._with_snapshot(slot)
+
+    def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> Slot:
+        cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
+        return batch.join(cache, logits, unread, began=began, **self.ending(turn))
+
+    def _counts(self) -> dict[str, Any]:
+        """Of a conversation's turn, whichever."""
+        talk = self.talk
+        ahead = {} if talk.over else {"save_ahead_s": talk.save_ahead_s}
+        return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
-    def _make_room(self, new_tokens: int) -> int:
-        """Where text and answer outgrow the window, part of the history leaves both text and cache. -> tokens"""
-        if self.overflow is None:
-            return 0
-        fed, unread = self._text[: self._fed], self._text[self._fed :]
-        kept = self.overflow.make_room(self.histories, self._session, fed, len(unread) + new_tokens)
-        self._text, self._fed = kept + unread, len(kept)
-        return len(fed) - len(kept)
-
-    @torch.inference_mode()
-    def _kept(self, slot: Slot, cache: KVCache) -> Slot:
+    def _with_snapshot(self, slot: Slot) -> Slot:
         """`slot`, in no clock, its cache kept where a given reply follows."""
         if self._turns and self._turns[0].prompt.replaces_answer and not slot.ended:
-            self._unanswered = Snapshot(cache)
-            wait_for(cache.state.request.device)
+            self._unanswered = Snapshot(slot.cache)
+            wait_for(self.engine.model.device)
         return slot
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evals.base import Task
 from harness.config.settings import Settings
+from harness.conversations.conversation import without_eos
 from harness.conversations.histories import Histories
 from harness.conversations.opening import histories, in_memory
 from harness.conversations.overflow import Overflow
@@ -30,7 +31,7 @@ from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
 from harness.jobs.planning.items import Item
-from harness.jobs.questions import Answer, Talk, by_context, room
+from harness.jobs.questions import Asking, Transcript, by_context, room
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource
@@ -101,31 +102,31 @@ class Runner:
 
     def answers(
         self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None, kept: Histories | None = None
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Transcript]:
         """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins.
         `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
         `kept`: where conversations are between their turns, in place of the run's own."""
         kept = kept or self.kept  # opened before a clock runs
         shared = self.settings.questions == "shared"
         waiting = deque(by_context(items) if shared else ([item] for item in items))
-        batch, running = RunningBatch(self.engine), dict[Slot, Talk]()
+        batch, running = RunningBatch(self.engine), dict[Slot, Asking]()
         while waiting or running:
             while waiting and len(running) < self.settings.batch:
-                self._go_on(self._talk(waiting.popleft(), prefilled or {}, kept), batch, running)
+                self._go_on(self._asking(waiting.popleft(), prefilled or {}, kept), batch, running)
             yield from self._answered(batch, running)
 
-    def _answered(self, batch: RunningBatch, running: dict[Slot, Talk]) -> Iterator[Answer]:
+    def _answered(self, batch: RunningBatch, running: dict[Slot, Asking]) -> Iterator[Transcript]:
         """A generator of its own, so that nothing here holds a cache that has been asked everything."""
-        for talk in self._ended(batch, running):
-            if talk.answered:
-                yield talk.answer
-            self._go_on(talk, batch, running)
+        for asking in self._ended(batch, running):
+            if asking.answered:
+                yield asking.transcript
+            self._go_on(asking, batch, running)
 
-    def _talk(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Talk:
+    def _asking(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Asking:
         """With a prefill of its own unless it is one of `prefilled`."""
         context = items[0].prompt.split if self.settings.protocol == "context" else None
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Talk(self.engine, kept, items, ready, context, self.ending, self.overflow)
+        return Asking(self.engine, kept, items, ready, context, self.ending, self.overflow)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -136,24 +137,24 @@ class Runner:
             logits = self.engine.prefill(cache, ids[:, :context])
         return Prefilled(cache, logits, began, usage)
 
-    def _go_on(self, talk: Talk, batch: RunningBatch, running: dict[Slot, Talk]) -> None:
+    def _go_on(self, asking: Asking, batch: RunningBatch, running: dict[Slot, Asking]) -> None:
         """Let what comes next on its cache run, if anything does."""
-        if (slot := talk.next(batch)) is not None:
-            running[slot] = talk
+        if (slot := asking.next(batch)) is not None:
+            running[slot] = asking
 
-    def _ended(self, batch: RunningBatch, running: dict[Slot, Talk]) -> list[Talk]:
+    def _ended(self, batch: RunningBatch, running: dict[Slot, Asking]) -> list[Asking]:
         """Step until some turns have ended, and take them out of `running`."""
         with Usage(self.device) as usage:
             while not (ended := batch.step()):
                 pass
-        for talk in running.values():
-            talk.answer.decode.add(usage)
-        talks = [running.pop(slot) for slot in ended]
-        for talk, slot in zip(talks, ended, strict=True):
-            talk.ended(slot.out)
-            self.used(talk.answer.prefill.backends)
-            self.used(talk.answer.decode.backends)
-        return talks
+        for asking in running.values():
+            asking.transcript.decode.add(usage)
+        over = [running.pop(slot) for slot in ended]
+        for asking, slot in zip(over, ended, strict=True):
+            asking.ended(slot.out)
+            self.used(asking.transcript.prefill.backends)
+            self.used(asking.transcript.decode.backends)
+        return over
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
         """Backends of operations that ran for this job."""
@@ -215,16 +216,16 @@ class Runner:
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
         return Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
 
-    def record(self, answer: Answer) -> Record:
-        item, [first, *_] = answer.item, answer.turns
-        replies = list(self._replies(answer))
+    def record(self, transcript: Transcript) -> Record:
+        item, [first, *_] = transcript.item, transcript.turns
+        replies = list(self._replies(transcript))
         return Record(
             id=item.example.id,
             group=item.example.group,
             prompt_sha256=item.sha256,
             **(whole([Reply(**reply) for reply in replies]) if item.further else replies[0]),
-            **answer.peaks,
-            prefilled_by=answer.prefilled_by,
+            **transcript.peaks,
+            prefilled_by=transcript.prefilled_by,
             unit=item.example.unit,
             warnings=[finding.message for finding in item.findings],
             fidelity=first.fidelity[0] if first.fidelity else None,
@@ -233,11 +234,11 @@ class Runner:
             else None,
         )
 
-    def _replies(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
         """Fields of `Reply`, turn by turn."""
-        context, history = answer.item.prompt.split if self.settings.protocol == "context" else None, 0
-        item = answer.item
-        turns = item.turns, item.example.turns, answer.turns, (*item.further, None), answer.reuse or [{}]
+        item, history = transcript.item, 0
+        context = item.prompt.split if self.settings.protocol == "context" else None
+        turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
         for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
@@ -260,7 +261,7 @@ class Runner:
             }
             history += len(turn.prompt.ids)
             if not (later and later.prompt.replaces_answer):
-                history += len(tokens) - (stop == "eos")  # which makes room for the template's
+                history += len(without_eos(tokens, stop))
 
 
 def _shortened(item: Item) -> Item:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import perf_counter
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.conversations.histories import Histories, Resumed, Saved
+from harness.conversations.conversation import Conversation
+from harness.conversations.histories import Histories, Saved
 from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
@@ -31,30 +32,19 @@ from harness.serve.clock import Clock
 from harness.serve.trace import Session
 
 
-@dataclass(slots=True)
-class Talk:
-    """A conversation on its way. `tokens`: all that was said, by both, behind the turns that are over."""
+class Visit(Conversation):
+    """A conversation of the trace, with the times of the turn that waits or runs."""
 
-    session: Session
-    turn: int = 0
-    tokens: list[int] = field(default_factory=list)
+    def __init__(self, histories: Histories, session: Session) -> None:
+        super().__init__(histories, session.name, session.item.room, len(session.item.turns))
+        self.think_s, self._items = session.think_s, session.item.turns
+        self.arrived_s = self.started_s = 0.0  # on the loop's clock
+        self.token_s: list[float] = []  # from the arrival of the question
 
     @property
-    def item(self) -> Item:
-        """Its next turn."""
-        return self.session.item.turns[self.turn]
-
-
-@dataclass(slots=True)
-class Running:
-    """A turn in a slot."""
-
-    talk: Talk
-    arrived_s: float
-    started_s: float
-    found: Resumed
-    save_ahead_s: float
-    token_s: list[float] = field(default_factory=list)
+    def question(self) -> Item:
+        """The turn that is asked next."""
+        return self._items[self.asked]
 
 
 class Loop:
@@ -74,20 +64,20 @@ class Loop:
         self.ending, self.slots, self.interleave = ending, slots, interleave
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
-        self._running: dict[Slot, Running] = {}
-        self._waiting: deque[tuple[float, Talk]] = deque()  # with the time of arrival
-        self._next: Talk | None = None  # the first of them, once its history is loaded ahead
+        self._running: dict[Slot, Visit] = {}
+        self._waiting: deque[Visit] = deque()
+        self._next: Visit | None = None  # the first of them, once its history is loaded ahead
         self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
         """The answers in the order in which they end."""
-        self._coming = [(one.start_s, next(self._order), Talk(one)) for one in sessions]
+        self._coming = [(one.start_s, next(self._order), Visit(self.histories, one)) for one in sessions]
         heapify(self._coming)
         self.clock.start()
         while self._coming or self._waiting or self._running:
             self._arrivals()
             if self._waiting and len(self._running) < self.slots:
-                self._start(*self._waiting.popleft())
+                self._start(self._waiting.popleft())
             elif self._running:
                 self._look_ahead()
                 self._step()
@@ -104,29 +94,27 @@ class Loop:
 
     def _arrivals(self) -> None:
         while self._coming and self._coming[0][0] <= self.clock.now():
-            at, _, talk = heappop(self._coming)
-            self._waiting.append((at, talk))
-            self.histories.enqueue(talk.session.name)
+            at, _, visit = heappop(self._coming)
+            visit.arrived_s = at
+            self._waiting.append(visit)
+            self.histories.enqueue(visit.session)
             self.histories.prefetch()
 
     def _look_ahead(self) -> None:
         """The turn that is the next to get a slot may load the first layers of its history."""
-        if self._waiting and self._waiting[0][1] is not self._next:
-            self._next = self._waiting[0][1]
-            text = [*self._next.tokens, *self._next.item.prompt.ids]
-            self.histories.ahead(self._next.session.name, text[:-1])
+        if self._waiting and self._waiting[0] is not self._next:
+            self._next = self._waiting[0]
+            self._next.ahead(self._next.question.prompt.ids)
 
-    def _start(self, arrived_s: float, talk: Talk) -> None:
+    def _start(self, visit: Visit) -> None:
         """A slot is free: what is stored of the history comes into a cache, the rest is computed."""
-        started_s, name, self._next = self.clock.now(), talk.session.name, None
-        self.histories.dequeue(name)
-        talk.tokens += talk.item.prompt.ids
-        found = self.histories.resume(name, talk.tokens[:-1], talk.session.item.room)
+        visit.started_s, visit.token_s, self._next = self.clock.now(), [], None
+        self.histories.dequeue(visit.session)
+        turn = visit.question
+        visit.ask(turn.prompt.ids)
+        visit.resume()
         self.histories.prefetch()
-        found, logits = self.histories.compute(found, talk.tokens, self._prefill)
-        ahead_s = self.histories.save_ahead(name, talk.tokens, found.cache)
-        running = Running(talk, arrived_s, started_s, found, ahead_s)
-        self._join(running, logits)
+        self._join(visit, visit.compute(self._prefill), self._clocked(self.ending(turn), visit))
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         """-> logits of the last token [1 V]"""
@@ -137,21 +125,21 @@ class Loop:
             logits = self.engine.prefill(cache, chunk)
         return logits
 
-    def _join(self, running: Running, logits: Tensor | None) -> None:
-        asked = self._clocked(self.ending(running.talk.item), running)
-        slot = self._batch.join(running.found.cache, logits, self._tensor([]), began=perf_counter(), **asked)
+    def _join(self, visit: Visit, logits: Tensor | None, ending: dict[str, Any]) -> None:
+        cache, nothing = visit.found.cache, self._tensor(visit.unread)
+        slot = self._batch.join(cache, logits, nothing, began=perf_counter(), **ending)
         if slot.ended:  # by its first token
             self._batch.leave(slot)
-            self._finish(slot, running)
+            self._finish(slot, visit)
         else:
-            self._running[slot] = running
+            self._running[slot] = visit
 
-    def _clocked(self, ending: dict[str, Any], running: Running) -> dict[str, Any]:
+    def _clocked(self, ending: dict[str, Any], visit: Visit) -> dict[str, Any]:
         """A stop is asked as soon as a token is on the host."""
         [stop] = ending["stops"]
 
         def noting(tokens: list[int]) -> str | None:
-            running.token_s.append(self.clock.now() - running.arrived_s)
+            visit.token_s.append(self.clock.now() - visit.arrived_s)
             reason: str | None = stop(tokens)
             return reason
 
@@ -164,40 +152,31 @@ class Loop:
         for slot in ended:
             self._finish(slot, self._running.pop(slot))
 
-    def _finish(self, slot: Slot, running: Running) -> None:
+    def _finish(self, slot: Slot, visit: Visit) -> None:
         """Its history goes back, and its next question comes once the user has thought."""
-        talk, [said], [stop] = running.talk, slot.out.tokens, slot.out.stops
-        ended_s = self.clock.now()
-        talk.tokens += said[: len(said) - (stop == "eos")]  # which gives way to the template's end of a turn
-        cache = running.found.cache
-        saved = self.histories.save(talk.session.name, talk.tokens[: cache.num_tokens], cache)
-        answer = self._answer(running, said, stop, self.clock.now() - ended_s)
-        self._ended.append((answer, saved))
-        talk.turn += 1
-        if talk.turn < len(talk.session.item.turns):
-            again_s = ended_s + talk.session.think_s[talk.turn - 1]
-            heappush(self._coming, (again_s, next(self._order), talk))
-
-    def _answer(self, running: Running, said: list[int], stop: str, save_s: float) -> Answer:
-        talk, found = running.talk, running.found
-        prompt = len(talk.tokens) - len(said) + (stop == "eos")
-        return Answer(
-            session=talk.session.name,
-            turn=talk.turn + 1,
-            arrived_s=running.arrived_s,
-            queue_s=running.started_s - running.arrived_s,
+        ended_s, found, [said], [stop] = self.clock.now(), visit.found, slot.out.tokens, slot.out.stops
+        visit.answered(said, stop)
+        saved = visit.save()
+        answer = Answer(
+            session=visit.session,
+            turn=visit.asked,
+            arrived_s=visit.arrived_s,
+            queue_s=visit.started_s - visit.arrived_s,
             load_s=found.load_s,
             hidden_s=found.hidden_s,
-            token_s=running.token_s,
-            save_ahead_s=running.save_ahead_s,
-            save_s=save_s,
+            token_s=visit.token_s,
+            save_ahead_s=visit.save_ahead_s,
+            save_s=self.clock.now() - ended_s,
             tier=found.tier,
             lost_to=found.lost,
             reused_tokens=found.reused,
-            new_tokens=prompt - found.reused,
+            new_tokens=visit.new_tokens,
             tokens=said,
             stop=stop,
         )
+        self._ended.append((answer, saved))
+        if not visit.over:
+            heappush(self._coming, (ended_s + visit.think_s[visit.asked - 1], next(self._order), visit))
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], dtype=torch.long, device=self.engine.model.device)

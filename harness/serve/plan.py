@@ -17,7 +17,7 @@ from harness.serve import trace
 from harness.serve.trace import Session
 from harness.serve.traffic import Point
 
-VERSION = 1  # of the loop: goes up when its times mean something else
+VERSION = 2  # of the loop: goes up when its times mean something else
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.conversations.conversation import Conversation
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
@@ -44,6 +45,12 @@ class History:
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self._engine.prefill(cache, torch.tensor([tokens], device=self.kv.model.device))
+
+    def first_token(self, talk: Conversation) -> int:
+        """Of the turn that has been resumed."""
+        logits = talk.compute(self.prefill)
+        assert logits is not None
+        return int(logits.argmax())
 
     def decode(self, cache: KVCache, logits: Tensor, steps: int) -> list[int]:
         """-> the tokens that were fed to a prefilled cache"""

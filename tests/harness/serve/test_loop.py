@@ -129,6 +129,37 @@ def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method)
     assert len(together) == 15
 
 
+@pytest.mark.parametrize("kind", [DevicePrefix, Recompute, StoredHistories])
+def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[Histories]) -> None:
+    """Three turns are followed by another one; neither conversation is known any more when all is over."""
+    told: dict[str, list[str]] = {"ahead": [], "kept": []}
+
+    class Counted(kind):  # type: ignore[misc, valid-type]
+        def _leave_ahead(self, session: str, *given: Any) -> None:
+            told["ahead"].append(session)
+            super()._leave_ahead(session, *given)
+
+        def _keep(self, session: str, *given: Any) -> Any:
+            told["kept"].append(session)
+            return super()._keep(session, *given)
+
+    def counted(kv: Attachment) -> Histories:
+        plain = store(kv)
+        assert isinstance(plain, StoredHistories)
+        more = (kv, plain.store) if kind is StoredHistories else ()
+        made: Histories = Counted(plain.start, *more)
+        return made
+
+    with server(counted) as loop:
+        answers = list(loop.serve([session("a", 0.0, (10, 2), (4, 2), (4, 2)), session("b", 0.5, (10, 2), (4, 2))]))
+        histories = loop.histories
+        known = histories._alive if isinstance(histories, DevicePrefix) else getattr(histories, "_held", {})
+        assert not known
+    assert len(answers) == 5
+    assert sorted(told["ahead"]) == sorted(told["kept"]) == ["a", "a", "b"]
+    assert not any(one.save_ahead_s for one in answers if (one.session, one.turn) in (("a", 3), ("b", 2)))
+
+
 def test_idle_time_is_no_work_and_may_be_skipped() -> None:
     for sleeps in (True, False):
         time = Time()

@@ -18,6 +18,7 @@ from harness.history.policies import POLICIES
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
 from harness.history.simulation.server import Server
+from harness.history.simulation.state import State
 from harness.history.simulation.trace import Conversation, Turn
 from harness.history.store import HistoryStore
 from harness.serve.clock import Clock
@@ -57,6 +58,14 @@ def conversation(one: Session) -> Conversation:
     return Conversation(one.name, one.start_s, tuple(turns), one.think_s)
 
 
+class Knowing(Server):
+    """A server that knows, as the loop does and CachedAttention's does not, which turn is a conversation's last."""
+
+    def _save(self, state: State, store: Placement) -> None:
+        if state.turn < len(state.conversation.turns):
+            super()._save(state, store)
+
+
 def simulated(policy: str, host: int, disk: int, copies: bool) -> tuple[list[Told], list[Move], int]:
     """Loading takes no time, as on the loop's clock. -> turns, moves, bytes written to disk"""
     model = Served(
@@ -68,7 +77,7 @@ def simulated(policy: str, host: int, disk: int, copies: bool) -> tuple[list[Tol
     scenario = Scenario(
         model="tiny", policy=policy, host=host, disk=disk, copies=copies, block_tokens=BLOCK, preload="off"
     )
-    server = Server(scenario, costs)
+    server = Knowing(scenario, costs)
     jobs = server.serve([conversation(one) for one in SESSIONS])
     told = [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs]
     return told, server.moves, server.disk.written_bytes
