@@ -38,7 +38,9 @@ ROOMS: dict[str, set[str] | None] = {
     "engine": {"models", "prompts"},
     "results": {"terminal", "config", "engine"},
     "diagnosis": {"terminal", "config", "prompts", "engine", "results"},
-    "jobs": {"terminal", "config", "models", "prompts", "engine", "results", "diagnosis", "conversations"},
+    "jobs": {
+        "terminal", "config", "models", "prompts", "engine", "results", "diagnosis", "history", "conversations",
+    },
     "sweeps": {"terminal", "config", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
@@ -179,6 +181,16 @@ def test_rooms_of_the_harness_point_one_way() -> None:
         if (allowed := ROOMS.get(room)) is not None:
             others = {module.split(".")[1] for module in imported_modules(file, known)} - {room}
             assert others <= allowed, f"{name} imports from {', '.join(sorted(others - allowed))}"
+
+
+def test_planning_knows_no_engine() -> None:
+    """What is decided before weights load reads prompts, settings and costs; nothing of it runs a model."""
+    known = modules("harness")
+    allowed = {"terminal", "config", "models", "prompts", "results", "history"}
+    for file in sources("harness/jobs/planning"):
+        for module in imported_modules(file, known):
+            fine = module.split(".")[1] in allowed or module.startswith(("harness.jobs.planning", "harness.jobs.job"))
+            assert fine, f"{file.relative_to(ROOT)} imports {module}"
 
 
 def test_no_imports_in_a_circle() -> None:

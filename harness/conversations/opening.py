@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.settings import Settings, SettingsError, StoreSettings
+from harness.config.settings import Settings, StoreSettings
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.disk import HistoryError, check_folder
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import HistoryStore
@@ -78,12 +77,3 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
             write_buffer=settings.write_bytes,
         ) as store:
             yield store
-
-
-def check_place(settings: StoreSettings) -> None:
-    """Raises `SettingsError` where the folder cannot be made or written to."""
-    if settings.folder is not None:
-        try:
-            check_folder(Path(settings.folder).expanduser())
-        except HistoryError as error:
-            raise SettingsError(f"store.folder: {error}.") from error

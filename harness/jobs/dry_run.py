@@ -9,9 +9,9 @@ from evals.base import Task
 from harness.config.settings import Settings
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import free_bytes, refusal, sealed, side_by_side, size
+from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured
-from harness.jobs.questions import by_context
 from harness.models.base import ModelSource
 from harness.results.alarms.run import alike
 from harness.terminal.tables import digits

@@ -14,8 +14,7 @@ import torch
 
 from harness.engine.hf import routed
 from harness.jobs.job import Job
-from harness.jobs.planning.items import Item
-from harness.jobs.questions import by_context, room
+from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.runner import Runner, load
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
 from harness.jobs.usage import Usage

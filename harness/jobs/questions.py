@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -50,21 +50,6 @@ class Transcript:
             "host_peak_bytes": larger(prefill.host_bytes, decode.host_bytes),
             "peaks": dict(zip(PEAKS, peaks, strict=True)),
         }
-
-
-def by_context(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Examples whose contexts are the same tokens, in the order in which contexts first come up."""
-    groups: dict[tuple[object, ...], list[Item]] = {}
-    for item in items:
-        ids, split = item.prompt.ids, item.prompt.split
-        key = ids[:split] if split < len(ids) else (item.example.id,)  # without a question there is one prompt
-        groups.setdefault(key, []).append(item)
-    yield from groups.values()
-
-
-def room(items: Sequence[Item]) -> int:
-    """Tokens that a cache must hold on which all of `items` are asked, one after the other."""
-    return max(item.room for item in items)
 
 
 class SealedContext:

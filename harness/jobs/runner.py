@@ -30,8 +30,8 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
-from harness.jobs.planning.items import Item
-from harness.jobs.questions import Asking, Transcript, by_context, room
+from harness.jobs.planning.items import Item, by_context, room
+from harness.jobs.questions import Asking, Transcript
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel, ModelSource

@@ -4,12 +4,13 @@ capacity.py's."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from evals.base import Task
-from harness.config.settings import Settings, SettingsError
-from harness.conversations.opening import check_place
+from harness.config.settings import Settings, SettingsError, StoreSettings
+from harness.history.disk import HistoryError, check_folder
 from harness.jobs.planning.alignment import AlignedBudget, shapes
 from harness.jobs.planning.capacity import size
 from harness.jobs.planning.effective import codec_of
@@ -61,7 +62,7 @@ def _check_budget_is_said(settings: Settings, method: Method) -> None:
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
-    check_place(store)
+    _check_place(store)
     codec = None if store.codec is None else codecs.codec_of(store.codec)
     if codec is not None:
         codec.check(info.head_dim)
@@ -83,6 +84,15 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
             "store.share=true gives a conversation the rows of another one's answers, and "
             f"{type(method).__name__} computes these from sparse reads: set store.share=false."
         )
+
+
+def _check_place(settings: StoreSettings) -> None:
+    """Refuse a folder that cannot be made or written to."""
+    if settings.folder is not None:
+        try:
+            check_folder(Path(settings.folder).expanduser())
+        except HistoryError as error:
+            raise SettingsError(f"store.folder: {error}.") from error
 
 
 def _stores_rows(settings: Settings, method: Method) -> bool:

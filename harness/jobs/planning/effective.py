@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from evals.base import Task
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
 from harness.jobs.planning.alignment import aligned, per_token
-from harness.jobs.planning.items import Item
-from harness.jobs.questions import by_context
+from harness.jobs.planning.items import Item, by_context
 from harness.models.base import ModelInfo
 from harness.models.devices import choose_device
 from harness.terminal.notices import say_once

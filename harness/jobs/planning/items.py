@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -58,6 +58,21 @@ class Item:
         forced = f":{','.join(map(str, self.forced))}" if self.forced else ""
         later = "".join(f"/{turn.sha256}" for turn in self.further)
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
+
+
+def by_context(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Examples whose contexts are the same tokens, in the order in which contexts first come up."""
+    groups: dict[tuple[object, ...], list[Item]] = {}
+    for item in items:
+        ids, split = item.prompt.ids, item.prompt.split
+        key = ids[:split] if split < len(ids) else (item.example.id,)  # without a question there is one prompt
+        groups.setdefault(key, []).append(item)
+    yield from groups.values()
+
+
+def room(items: Sequence[Item]) -> int:
+    """Tokens that a cache must hold on which all of `items` are asked, one after the other."""
+    return max(item.room for item in items)
 
 
 class LintError(ValueError):

@@ -26,8 +26,8 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.jobs.job import Evaluation
-from harness.jobs.planning.items import Item, prepare
-from harness.jobs.questions import SealedContext, by_context
+from harness.jobs.planning.items import Item, by_context, prepare
+from harness.jobs.questions import SealedContext
 from harness.jobs.runner import load
 from harness.reports.beside.turns import turn_scores, turn_times
 from harness.reports.compare import comparisons
