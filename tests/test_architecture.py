@@ -71,9 +71,17 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.multiturn",
     "evals.stats",
 )
-METHODS_KNOWN_TO_THE_HARNESS = ("methods.base", "methods.full", "methods.layers", "methods.pools", "methods.tiers")
+METHODS_KNOWN_TO_THE_HARNESS = (
+    "methods.base",
+    "methods.budget",
+    "methods.full",
+    "methods.layers",
+    "methods.pools",
+    "methods.tiers",
+)
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (
+    "budget",
     "tiers",
     "base",
     "pools",

@@ -6,7 +6,7 @@ One key, one meaning, whatever the method. Imports neither torch nor hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +29,7 @@ from harness.config.groups import (
 )
 from harness.config.plugins import suggestion
 from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, size
+from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
     "StoreSettings",
     "TensorBoardSettings",
     "WandbSettings",
-    "is_budget",
     "recorded_defaults",
     "settings_of",
 ]
@@ -108,20 +108,11 @@ TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by
 TRACKERS = ("tensorboard", "wandb")
 
 
-def is_budget(asked: object) -> bool:
-    """Whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
-    if isinstance(asked, bool):
-        return False
-    return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
-
-
-def _check_budget(name: str, asked: Any) -> None:
-    """As `Budget` in methods/base does, before torch is imported."""
-    if asked is not None and not is_budget(asked):
-        raise SettingsError(
-            f"{name}={asked!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a number "
-            "of tokens (a whole number from 1, like 512)."
-        )
+def _check_asked(budget: Any, per_layer: Sequence[Any] = ()) -> None:
+    try:
+        check_budgets(1.0 if budget is None else budget, per_layer)
+    except BudgetError as error:
+        raise SettingsError(str(error)) from error
 
 
 NESTED = {
@@ -187,7 +178,7 @@ class Settings:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
-        _check_budget("budget", self.budget)
+        _check_asked(self.budget)
         check_values(self, RANGES)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self._check_budgets()
@@ -245,8 +236,7 @@ class Settings:
                 f"budget_bytes={self.budget_bytes} limits bytes on the device, and align=moved_bytes those that move: "
                 "leave one out."
             )
-        for number, asked in enumerate(self.layer_budgets):
-            _check_budget(f"layer_budgets[{number}]", asked)
+        _check_asked(None, self.layer_budgets)
 
     def _check_trackers(self) -> None:
         for name in self.trackers:

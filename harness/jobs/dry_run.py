@@ -60,12 +60,8 @@ def _budget(job: Job) -> str:
     ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
     if budget is None or not ruled:
         return f"none: a step reads all of {_range(prompts)} prompt tokens"
-    least = job.method.smallest_budget
-    read = [
-        budget.tokens(tokens, layer) if tokens > least else tokens
-        for tokens in {min(prompts), max(prompts)}
-        for layer in ruled
-    ]
+    asked = [(tokens, budget.tokens(tokens, layer)) for tokens in {min(prompts), max(prompts)} for layer in ruled]
+    read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
     dense = f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
     return f"a step reads {_range(read)} of {_range(prompts)} prompt tokens{dense}"
 

@@ -19,7 +19,7 @@ from typing import Any
 OURS = ("harness", "methods", "kernels", "evals")
 # modules, and all below them, that many plug-ins share
 CORE = (
-    "harness", "kernels", "methods.base", "methods.layers", "methods.parts", "methods.pools",
+    "harness", "kernels", "methods.base", "methods.budget", "methods.layers", "methods.parts", "methods.pools",
     "evals.base", "evals.bounded", "evals.cache", "evals.data", "evals.hub", "evals.stats",
 )  # fmt: skip
 

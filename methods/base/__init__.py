@@ -6,13 +6,13 @@ head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
 
 from __future__ import annotations
 
-from methods.base.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, Request
 from methods.base.state import CacheState, Checks
+from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
 __all__ = [
     "Attended",

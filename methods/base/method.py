@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from methods.base.budget import Budget, BudgetError
 from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError
 from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
+from methods.budget import Budget, BudgetError
 
 Grids = Mapping[str, Sequence[Any]]  # parameter -> values
 LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt that no sinks or windows fill, and of a budget
@@ -100,9 +100,14 @@ class Method(metaclass=_TupleForList):
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Return fresh layers for one batch, one per spec. Only here may layers be linked with one another."""
 
+    def reads_all(self, sealed: int, tokens: int) -> bool:
+        """Say whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it covers the prompt, or
+        the prompt is no longer than sinks and windows."""
+        return tokens >= sealed or sealed <= self.smallest_budget
+
     def reads_whole(self, case: Case) -> bool:
         """Say whether the budget leaves nothing to choose."""
-        return not self.uses_budget or case.budget >= case.sealed or case.sealed <= self.smallest_budget
+        return not self.uses_budget or self.reads_all(case.sealed, case.budget)
 
     def cost(self, case: Case) -> Cost:
         """Return the bytes that `case` takes, by formula. Where a step's traffic depends on the text, it is the most
@@ -136,10 +141,10 @@ class Method(metaclass=_TupleForList):
             raise BudgetError(
                 f"{name} cannot drop generated tokens, for {self.generated_refusal}: leave out budget_generated."
             )
-        if budget is None or sealed <= self.smallest_budget:
-            return  # such a short prompt is read whole
+        if budget is None:
+            return
         tokens = budget.tokens(sealed, layer)
-        if tokens < self.smallest_budget:
+        if tokens < self.smallest_budget and not self.reads_all(sealed, tokens):
             number, share = budget.least(self.smallest_budget, sealed, layer)
             raise BudgetError(
                 f"budget={budget} gives {type(self).__name__} {tokens} of {sealed} prompt tokens, but its sinks and "

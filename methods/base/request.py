@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from methods.base.budget import Budget
+from methods.budget import Budget
 from methods.tiers.codec import Codec
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE

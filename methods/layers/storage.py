@@ -61,9 +61,9 @@ class Storage(KVLayer):
         return self.store.heads
 
     def reads_whole(self) -> bool:
-        """Say whether all tokens so far are read: the budget covers them, or they are no more than sinks and
-        windows."""
-        return self.request.covers(self.seen, self.spec.index) or self.seen <= self.method.smallest_budget
+        """Say whether all tokens so far are read."""
+        budget, seen = self.request.budget, self.seen
+        return budget is None or self.method.reads_all(seen, budget.tokens(seen, self.spec.index))
 
     def limit(self) -> int | None:
         """Return how many prompt tokens a step may read after this seal; None for all. If it is all though the budget

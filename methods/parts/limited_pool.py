@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from methods.base import Budget, Case
-from methods.base.budget import BudgetError
+from methods.budget import BudgetError
 
 Eviction = Literal["counter", "fifo", "lru"]
 Counts = list[int] | Tensor  # one for each sequence; a Tensor [B] where a step does not wait for them

@@ -13,9 +13,9 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import Shape
-from harness.config.settings import is_budget
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
+from methods.budget import is_budget
 from methods.tiers.tier import DEVICE, TIERS
 
 

@@ -57,10 +57,14 @@ class Alignment(NamedTuple):
                 high = middle - 1
         return low
 
+    def is_fixed(self, sealed: int, asked: int) -> bool:
+        """Whether there is nothing to solve: all is read, or all but one in any case."""
+        return self.method.reads_all(sealed, asked) or sealed == self.method.smallest_budget + 1
+
     def refuse(self, sealed: int, asked: int) -> None:
         """Raise where no token budget costs what was asked for."""
-        if sealed <= self.method.smallest_budget + 1 or asked >= sealed:
-            return  # read whole
+        if self.is_fixed(sealed, asked):
+            return
         least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
         if least <= self.target(asked) <= most:
             return
@@ -80,8 +84,7 @@ class AlignedBudget(Budget):
 
     def tokens(self, sealed: int, layer: int) -> int:
         asked = Budget.tokens(self, sealed, layer)
-        least = self.alignment.method.smallest_budget
-        return asked if asked >= sealed or sealed <= least + 1 else self.solve(sealed, asked)
+        return asked if self.alignment.is_fixed(sealed, asked) else self.solve(sealed, asked)
 
     def refuse(self, sealed: int) -> None:
         plain = Budget(self.asked)

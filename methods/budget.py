@@ -2,7 +2,8 @@
 
 That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`); a KV head
 then reads the union of its group. Sinks and prompt-local windows are inside the budget. The current token and the
-generated ones come on top and are reported. `PaperBudget` counts as a method's own paper does.
+generated ones come on top and are reported. `PaperBudget` counts as a method's own paper does. It imports no torch,
+so that a budget on a command line is refused before that is there.
 """
 
 from __future__ import annotations
@@ -17,10 +18,21 @@ class BudgetError(ValueError):
     """Says that a budget makes no sense, or is too small for a method."""
 
 
-def _legal(asked: object) -> bool:
+def is_budget(asked: object) -> bool:
+    """Whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
     if isinstance(asked, bool):
         return False
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
+
+
+def check_budgets(asked: object, per_layer: Sequence[object]) -> None:
+    """Raise `BudgetError` for one that is none."""
+    for name, value in [("budget", asked), *((f"layer_budgets[{i}]", value) for i, value in enumerate(per_layer))]:
+        if not is_budget(value):
+            raise BudgetError(
+                f"{name}={value!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
+                "number of tokens (a whole number from 1, like 512)."
+            )
 
 
 def _tokens(asked: int | float, sealed: int) -> int:
@@ -52,13 +64,7 @@ class Budget:
     generated: int | None = None
 
     def __post_init__(self) -> None:
-        named = [("budget", self.asked), *((f"layer_budgets[{i}]", asked) for i, asked in enumerate(self.per_layer))]
-        for name, asked in named:
-            if not _legal(asked):
-                raise BudgetError(
-                    f"{name}={asked!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
-                    "number of tokens (a whole number from 1, like 512)."
-                )
+        check_budgets(self.asked, self.per_layer)
         if self.generated is not None and (isinstance(self.generated, bool) or self.generated < 1):
             raise BudgetError(
                 f"budget_generated={self.generated} is no number of tokens: give a whole number from 1, or null for "
