@@ -36,7 +36,7 @@ from methods.full import Full
 
 EXPECTED = Path(__file__).with_name("expected.json")
 TEXT = Path(__file__).with_name("fixed_text.md")
-Plain = dict[str, Any]  # what a check found, as expected.json holds it
+Result = dict[str, Any]  # what a check found, as expected.json holds it
 
 ALONE = ("baseline=off", "progress=false", "dtype=fp32", "device=cpu")
 VERSIONS = "hold the versions in `python -m harness.doctor` against constraints.txt, and install those"
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     advice: str  # what to do where it failed
 
 
-class Subject(NamedTuple):
+class CheckedModel(NamedTuple):
     """What is checked. `root` takes the runs."""
 
     model: ModelSource
@@ -67,25 +67,25 @@ class Subject(NamedTuple):
         return load(self.model, dtype, "cpu")
 
 
-class Check(ABC):
+class CanonicalCheck(ABC):
     name: str
     advice: str
 
     @abstractmethod
-    def measure(self, subject: Subject) -> Plain: ...
+    def measure(self, subject: CheckedModel) -> Result: ...
 
     @abstractmethod
-    def passes(self, found: Plain, expected: Plain) -> bool: ...
+    def passes(self, found: Result, expected: Result) -> bool: ...
 
     @abstractmethod
-    def told(self, plain: Plain) -> str:
+    def told(self, plain: Result) -> str:
         """A result in a few words."""
 
-    def bound(self, expected: Plain) -> str:
+    def bound(self, expected: Result) -> str:
         """What is expected, with its limits."""
         return self.told(expected)
 
-    def verdict(self, subject: Subject, expected: Plain) -> Verdict:
+    def verdict(self, subject: CheckedModel, expected: Result) -> Verdict:
         try:
             found = self.measure(subject)
         except Exception as error:  # a check that cannot run has failed, and the others go on
@@ -94,33 +94,33 @@ class Check(ABC):
 
 
 @dataclass(frozen=True)
-class Score(Check):
+class Score(CanonicalCheck):
     """A run whose score must lie in the interval of the recorded one."""
 
     name: str
     words: tuple[str, ...]
     advice: str
 
-    def measure(self, subject: Subject) -> Plain:
+    def measure(self, subject: CheckedModel) -> Result:
         scores: dict[str, list[float]] = {}
         for record in subject.run(self.words):
             scores.setdefault(record.group, []).append(round(record.score, 6))
         return {"scores": scores}
 
-    def passes(self, found: Plain, expected: Plain) -> bool:
+    def passes(self, found: Result, expected: Result) -> bool:
         ends = _interval(expected["scores"])
         return found["scores"].keys() == expected["scores"].keys() and ends.low <= _mean(found["scores"]) <= ends.high
 
-    def told(self, plain: Plain) -> str:
+    def told(self, plain: Result) -> str:
         return percent(_mean(plain["scores"]))
 
-    def bound(self, expected: Plain) -> str:
+    def bound(self, expected: Result) -> str:
         ends = _interval(expected["scores"])
         return f"{self.told(expected)} [{percent(ends.low, 0)}, {percent(ends.high, 0)}]"
 
 
 @dataclass(frozen=True)
-class Perplexity(Check):
+class Perplexity(CanonicalCheck):
     """Of the fixed text behind its first tokens, fed token by token through Full's decode steps. `within`: relative."""
 
     name: str
@@ -130,7 +130,7 @@ class Perplexity(Check):
     prompt: int = 384
     scored: int = 192
 
-    def measure(self, subject: Subject) -> Plain:
+    def measure(self, subject: CheckedModel) -> Result:
         loaded = subject.load(self.dtype)
         text = torch.tensor([loaded.tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]])
         head, tail = text[:, : self.prompt], text[:, self.prompt : self.prompt + self.scored]
@@ -141,18 +141,18 @@ class Perplexity(Check):
         assert made.nll is not None
         return {"perplexity": exp(made.nll[0])}
 
-    def passes(self, found: Plain, expected: Plain) -> bool:
+    def passes(self, found: Result, expected: Result) -> bool:
         return abs(found["perplexity"] / expected["perplexity"] - 1) <= self.within
 
-    def told(self, plain: Plain) -> str:
+    def told(self, plain: Result) -> str:
         return f"{plain['perplexity']:.4f}"
 
-    def bound(self, expected: Plain) -> str:
+    def bound(self, expected: Result) -> str:
         return f"{self.told(expected)} ± {percent(self.within)} %"
 
 
 @dataclass(frozen=True)
-class SameTokens(Check):
+class SameTokens(CanonicalCheck):
     """Full against transformers' own `generate`: the same tokens, prompt by prompt."""
 
     name: str
@@ -160,15 +160,15 @@ class SameTokens(Check):
     advice: str
     prompts: int = 3
 
-    def measure(self, subject: Subject) -> Plain:
+    def measure(self, subject: CheckedModel) -> Result:
         records = subject.run(self.words)[: self.prompts]
         loaded = subject.load("fp32")
         return {"same": sum(_generated(loaded, record) == record.tokens for record in records), "of": len(records)}
 
-    def passes(self, found: Plain, expected: Plain) -> bool:
+    def passes(self, found: Result, expected: Result) -> bool:
         return found["of"] == found["same"] == expected["same"]
 
-    def told(self, plain: Plain) -> str:
+    def told(self, plain: Result) -> str:
         return f"{plain['same']} of {plain['of']} answers the same"
 
 
@@ -182,7 +182,7 @@ def _generated(loaded: LoadedModel, record: Record) -> list[int]:
 
 NEEDLES = ("task=niah", "task.lengths=[512,1024]", "task.depths=5")
 RULER = ("task=ruler", "task.tasks=[niah_single_2,niah_multivalue]", "task.lengths=[1024]", "task.samples=5")
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[CanonicalCheck, ...] = (
     Score("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}"),
     Score("Full on RULER", ("method=full", *RULER), f"prompts or scorer differ: {VERSIONS}; "
           "`python -m harness.lint task=ruler --show 1` shows a prompt"),
@@ -195,17 +195,19 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 
 
-def verdicts(subject: Subject, expected: Mapping[str, Plain], checks: Sequence[Check] = CHECKS) -> Iterator[Verdict]:
+def verdicts(
+    subject: CheckedModel, expected: Mapping[str, Result], checks: Sequence[CanonicalCheck] = CHECKS
+) -> Iterator[Verdict]:
     for check in checks:
         yield check.verdict(subject, expected[check.name])
 
 
-def measured(subject: Subject, checks: Sequence[Check] = CHECKS) -> dict[str, Plain]:
+def measured(subject: CheckedModel, checks: Sequence[CanonicalCheck] = CHECKS) -> dict[str, Result]:
     """What expected.json is to hold."""
     return {check.name: check.measure(subject) for check in checks}
 
 
-def expected(file: Path = EXPECTED) -> dict[str, Plain]:
+def expected(file: Path = EXPECTED) -> dict[str, Result]:
     return files.read_json(file)
 
 

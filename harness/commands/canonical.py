@@ -39,7 +39,7 @@ def _checked(record: bool) -> int:
     from harness.canonical_checks import checks  # torch and transformers
 
     with TemporaryFolder("kv-canonical-") as folder:
-        subject = checks.Subject(SmolLM2(), folder)
+        subject = checks.CheckedModel(SmolLM2(), folder)
         if record:
             files.write_json(checks.EXPECTED, checks.measured(subject))
             print(f"recorded in {checks.EXPECTED}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.diagnosis.difference import apart
-from harness.diagnosis.failure import failure
 from harness.diagnosis.next_steps import with_root
+from harness.diagnosis.quality import failure
 from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from harness.diagnosis.probe import Reads
 
-Answer = Callable[[Reads], float]  # reads -> score of the answer
+ScoreUnder = Callable[[Reads], float]  # reads -> score of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Rungs:
     dense_prefill: bool
 
 
-def cause(rungs: Rungs, answer: Answer) -> tuple[str, dict[str, float]]:
+def cause(rungs: Rungs, answer: ScoreUnder) -> tuple[str, dict[str, float]]:
     """The cause of a wrong answer, and the score on each rung that was climbed. Full is `all` of a dense prefill."""
     if rungs.full <= rungs.own:
         return "model", {}

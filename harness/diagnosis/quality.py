@@ -6,17 +6,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evals.stats import ALPHA
-from harness.diagnosis.failure import failure
 from harness.diagnosis.subject import Subject
 from harness.results import triage
 from harness.results.alarms.alarm import Row
 from harness.results.alarms.table import alarms
 from harness.results.alarms.times import SHARED
+from harness.results.folder.names import ERROR
 from harness.results.pairs import group_means, paired
+from harness.results.store import StoredRun
 from harness.results.summary import detectable
 from harness.terminal.tables import digits, percent, probability
 
 ONE = {"are": "is", "have": "has", "give": "gives"}
+
+
+def failure(run: StoredRun) -> Iterator[str]:
+    """Why it failed, and where the traceback lies, in sentences; none for a run that did not."""
+    if run.status != "failed":
+        return
+    reason = " ".join(str(run.info.get("error") or "no reason was left").split()).rstrip(".")
+    yield f"It failed: {reason}."
+    if (path := run.folder / ERROR).is_file():
+        yield f"The traceback is in {path}."
 
 
 def sentences(subject: Subject) -> Iterator[str]:

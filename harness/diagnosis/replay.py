@@ -13,7 +13,7 @@ from harness.engine.attach import Attachment
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 
-Ending = Callable[[int], dict[str, Any]]  # new tokens at most -> how `Engine.complete` picks tokens and stops
+AnswerEnding = Callable[[int], dict[str, Any]]  # new tokens at most -> how `Engine.complete` picks tokens and stops
 
 
 class Replayed(NamedTuple):
@@ -33,7 +33,7 @@ class Replay:
     ids: Sequence[int]
     context: int
     needle: Sequence[int]
-    ending: Ending
+    ending: AnswerEnding
     new_tokens: int
     prefill_chunk: int | None = None
 

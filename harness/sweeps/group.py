@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,10 +19,9 @@ from harness.terminal.notices import complain_once
 
 if TYPE_CHECKING:
     from harness.jobs.job import Evaluation, Job
-    from harness.jobs.run import Wanted
+    from harness.jobs.run import OnPlan, Wanted
 
 Partial = Mapping[str, frozenset[str]]  # parameters, by kind of plug-in, that only some of the chosen have
-OnPlan = Callable[[int, "Job", "Job | None"], None]  # place of the job, the job, the Full beside it
 
 
 class Trouble(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,10 +18,6 @@ class JobConfig:
     config: dict[str, Any]
     presets: dict[str, str]
     words: list[str]
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def groups(jobs: Sequence[JobConfig]) -> list[list[int]]:
@@ -55,7 +51,3 @@ def distinct(jobs: Sequence[JobConfig]) -> list[list[str]]:
     """What tells each job from the others: its overrides without those that all share."""
     common = set.intersection(*(set(job.words) for job in jobs)) if len(jobs) > 1 else set[str]()
     return [[word.lstrip("+") for word in job.words if word not in common] for job in jobs]
-
-
-def job_of(plain: Mapping[str, Any]) -> JobConfig:
-    return JobConfig(plain["config"], plain["presets"], plain["words"])

@@ -24,7 +24,7 @@ from harness.config.catalogue import CONF
 from harness.config.launchers import PACKAGES
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.remote import work_on
-from harness.sweeps.session import PATIENCE, Session
+from harness.sweeps.session import PATIENCE, SweepSession
 from harness.terminal.notices import say_once
 from harness.terminal.stopping import Stopped, before_stopping, take_again
 
@@ -39,7 +39,7 @@ KILLED = (
 )
 
 
-def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Session:
+def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequence[Path] = ()) -> SweepSession:
     """The session, with every job ended. `words`: the overrides that choose the launcher and set it up.
 
     Ctrl-C, or an error of the launcher, stops the workers; what they have made is kept.
@@ -51,7 +51,7 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
         how, own = workers_for(sweep, _composed(words))
         if how.launcher == "ray" and not how.is_remote:
             os.environ.setdefault(CLUSTER, "0")
-        session = Session.begin(sweep, command, **how._asdict(), cwd=os.getcwd(), path=sys.path)
+        session = SweepSession.begin(sweep, command, **how._asdict(), cwd=os.getcwd(), path=sys.path)
         jobs, groups = len(sweep.jobs), len(sweep.groups)
         say_once(
             f"{jobs} jobs{f' in {groups} groups' if groups < jobs else ''}, {how.workers} workers ({how.launcher}); "
@@ -70,7 +70,7 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
     return session
 
 
-def _stop(session: Session, how: Workers, number: int) -> None:
+def _stop(session: SweepSession, how: Workers, number: int) -> None:
     """Ends the workers, and waits until they have let go. Those of a cluster's queue go on where their command is gone:
     Ctrl-C alone, or an error of the launcher, ends them."""
     if how.launcher != "submitit_slurm" or number == signal.SIGINT:
@@ -78,7 +78,7 @@ def _stop(session: Session, how: Workers, number: int) -> None:
         _settle(session)
 
 
-def _run(session: Session, words: Sequence[str], workers: int) -> None:
+def _run(session: SweepSession, words: Sequence[str], workers: int) -> None:
     """All workers; then, one after the other, what nobody survived; what is killed alone, too, has failed."""
     for patience, together in ((PATIENCE, workers), (PATIENCE + 1, 1)):
         while open_groups := session.open_groups(patience):
@@ -122,7 +122,7 @@ def _composed(words: Sequence[str]) -> Any:
     return _hydra().compose_config("worker", [*given, *words], run_mode=RunMode.MULTIRUN).hydra.launcher
 
 
-def _round(session: Session, words: Sequence[str], workers: int, patience: int) -> None:
+def _round(session: SweepSession, words: Sequence[str], workers: int, patience: int) -> None:
     numbers = ",".join(map(str, range(workers)))
     place = {"sweep": session.sweep.folder.resolve(), "session": session.folder.resolve(), "patience": patience}
     given = [f"{key}='{value}'" for key, value in place.items()]
@@ -141,7 +141,7 @@ def _start_ray(words: Sequence[str]) -> None:
         take_again()
 
 
-def _settle(session: Session) -> None:
+def _settle(session: SweepSession) -> None:
     """Waits until the workers have let go, as long as that takes them."""
     end = time.monotonic() + SETTLE_S
     groups = range(len(session.sweep.groups))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from harness.results.folder.names import EXAMPLES
 from harness.results.lock import FolderLock, is_locked
 from harness.results.provenance import now
 from harness.results.records import StoreError
-from harness.sweeps.jobs import JobConfig, digest, groups, job_of
+from harness.sweeps.jobs import JobConfig, digest, groups
 
 FOLDER, SWEEP, LOG = "sweeps", "sweep.json", "log.jsonl"
 FINAL = ("done", "failed")  # an interrupted job is still to be run
@@ -45,7 +45,7 @@ class Sweep:
         like the folder of the data, is this command's."""
         folder = root / FOLDER / f"{len(jobs)}-jobs-{digest(jobs)}"
         plain = {
-            "jobs": [job.plain for job in jobs],
+            "jobs": [asdict(job) for job in jobs],
             "groups": groups(jobs),
             "partial": {group: sorted(names) for group, names in partial.items()},
         }
@@ -58,7 +58,7 @@ class Sweep:
     def load(cls, folder: Path) -> Sweep:
         plain = files.read_json(folder / SWEEP)
         partial = {group: frozenset(names) for group, names in plain["partial"].items()}
-        return cls(folder, [job_of(job) for job in plain["jobs"]], plain["groups"], partial)
+        return cls(folder, [JobConfig(**job) for job in plain["jobs"]], plain["groups"], partial)
 
     @property
     def root(self) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.sweeps.ledger import Sweep
-from harness.sweeps.session import Session
+from harness.sweeps.session import SweepSession
 from harness.terminal.lasting import lasting_output
 from harness.terminal.stopping import Stoppable, interrupt
 
@@ -26,7 +26,7 @@ LOOK_S = 1.0  # between two looks whether to stop
 @lasting_output()
 def work_on(config: DictConfig) -> None:
     """What a launcher calls, with conf/worker.yaml filled in."""
-    session = Session(Sweep.load(Path(config.sweep)), Path(config.session))
+    session = SweepSession(Sweep.load(Path(config.sweep)), Path(config.session))
     settle_in(session, int(config.worker))
     from harness.sweeps.worker import work
 
@@ -37,7 +37,7 @@ def work_on(config: DictConfig) -> None:
         os._exit(stop.code)
 
 
-def settle_in(session: Session, worker: int) -> None:
+def settle_in(session: SweepSession, worker: int) -> None:
     """Before torch is imported: the folder and modules of the command, one GPU, a share of the CPUs."""
     facts = session.facts
     os.chdir(facts["cwd"])
@@ -51,7 +51,7 @@ def settle_in(session: Session, worker: int) -> None:
 
 
 @contextmanager
-def _stopping(session: Session) -> Iterator[Stoppable]:
+def _stopping(session: SweepSession) -> Iterator[Stoppable]:
     """Ctrl-C for this worker as soon as its command asks for it, or is gone from this machine. The ledger says of it,
     and of a signal that came to this process alone."""
     over = threading.Event()

@@ -20,7 +20,7 @@ from kernels.temporary import remove_abandoned
 PATIENCE = 2  # kills without a new example after which a group waits until it can run alone
 
 
-class Session:
+class SweepSession:
     """What ended before it began is looked at again, since code may have changed. Finished runs are then reused."""
 
     _lock: FolderLock | None = None
@@ -30,7 +30,7 @@ class Session:
         self._over: set[int] = set()  # groups that have ended: they need not be read again
 
     @classmethod
-    def begin(cls, sweep: Sweep, command: str, **how: Any) -> Session:
+    def begin(cls, sweep: Sweep, command: str, **how: Any) -> SweepSession:
         """`how`: launcher, workers, devices, threads. Held by this process, until it ends."""
         when = now().partition("+")[0].replace(":", "-")
         here = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -128,10 +128,10 @@ class Session:
             self._lock = None
 
 
-def sessions_of(sweep: Sweep) -> Iterator[Session]:
+def sessions_of(sweep: Sweep) -> Iterator[SweepSession]:
     """Oldest first."""
     for file in sorted(sweep.folder.glob("sessions/*/session.json")):
-        yield Session(sweep, file.parent)
+        yield SweepSession(sweep, file.parent)
 
 
 def last_command(sweep: Sweep) -> str | None:

@@ -159,7 +159,7 @@ def _between(began: str, ended: str) -> float:
     return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
 
 
-class Estimate(NamedTuple):
+class EndEstimate(NamedTuple):
     """`seconds` that are left, None where nothing says it; `basis`: what they are guessed from."""
 
     seconds: float | None
@@ -174,19 +174,19 @@ class Estimate(NamedTuple):
         return f"ends in about {duration(self.seconds)}, at {end:%H:%M} UTC ({self.basis})"
 
 
-def estimate(states: Sequence[JobState]) -> Estimate:
+def estimate(states: Sequence[JobState]) -> EndEstimate:
     """Examples that are left, at the seconds per example of runs of the same task and model, or else of all."""
     waiting = [state for state in each_once(states) if state.status in ("running", "to do", "interrupted")]
     rates = {state.folder: state.rate for state in states if state.rate}
     if not rates:
-        return Estimate(None, "no example has been timed yet")
+        return EndEstimate(None, "no example has been timed yet")
     if any(state.left is None for state in waiting):
-        return Estimate(None, "no job on the same task has been planned yet")
+        return EndEstimate(None, "no job on the same task has been planned yet")
     together = max(1, sum(state.status == "running" for state in waiting))
     work = sum((state.left or 0) * _rate(state, states) for state in waiting)
     each = work / max(1, sum(state.left or 0 for state in waiting))
     runs = f"{len(rates)} run{'s' * (len(rates) > 1)}"
-    return Estimate(work / together, f"{each:.2g} s per example, from {runs}; {together} at a time")
+    return EndEstimate(work / together, f"{each:.2g} s per example, from {runs}; {together} at a time")
 
 
 def _rate(state: JobState, states: Sequence[JobState]) -> float:

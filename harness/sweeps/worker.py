@@ -12,14 +12,14 @@ from harness.config.errors import is_memory
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.group import Group
 from harness.sweeps.ledger import Claim, Sweep, examples_in
-from harness.sweeps.session import PATIENCE, Session
+from harness.sweeps.session import PATIENCE, SweepSession
 from harness.terminal.progress import numbered
 
 if TYPE_CHECKING:
     from harness.jobs.job import Job
 
 
-def work(session: Session, *, patience: int = PATIENCE, wait: bool = True, aloud: bool = True) -> None:
+def work(session: SweepSession, *, patience: int = PATIENCE, wait: bool = True, aloud: bool = True) -> None:
     """Until nothing is left, in this process. `wait` for what another command has in hand, and take what it leaves."""
     planner = Planner()
     while claim := session.take(patience) or (session.wait(patience) if wait else None):
@@ -27,9 +27,9 @@ def work(session: Session, *, patience: int = PATIENCE, wait: bool = True, aloud
             _Attempt(claim, session).run(planner, aloud)
 
 
-def work_here(sweep: Sweep, command: str) -> Session:
+def work_here(sweep: Sweep, command: str) -> SweepSession:
     """All of it in this process, one group after the other."""
-    with Session.begin(sweep, command, launcher="basic", workers=1) as session:
+    with SweepSession.begin(sweep, command, launcher="basic", workers=1) as session:
         work(session)
     return session
 
@@ -37,7 +37,7 @@ def work_here(sweep: Sweep, command: str) -> Session:
 class _Attempt:
     """A claimed group while it runs. The ledger hears of each step before the next one begins."""
 
-    def __init__(self, claim: Claim, session: Session) -> None:
+    def __init__(self, claim: Claim, session: SweepSession) -> None:
         self.claim, self.sweep = claim, claim.sweep
         self.jobs = claim.log.open_jobs(session.before(claim.group))
         self.planned: dict[int, tuple[Path, Path | None]] = {}  # place -> folder, Full's

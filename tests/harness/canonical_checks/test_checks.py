@@ -12,7 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from harness.canonical_checks import checks
-from harness.canonical_checks.checks import CHECKS, Perplexity, SameTokens, Score, Subject, expected, measured, verdicts
+from harness.canonical_checks.checks import (
+    CHECKS,
+    CheckedModel,
+    Perplexity,
+    SameTokens,
+    Score,
+    expected,
+    measured,
+    verdicts,
+)
 from harness.commands import canonical as command
 from harness.engine.sampling import Greedy
 from harness.models.base import ModelError
@@ -47,34 +56,34 @@ class Broken(SmolLM2):
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return measured(Subject(SmolLM2(), tmp_path_factory.mktemp("known")), SMALL)
+    return measured(CheckedModel(SmolLM2(), tmp_path_factory.mktemp("known")), SMALL)
 
 
-def passed(subject: Subject, known: Mapping[str, Any]) -> dict[str, bool]:
+def passed(subject: CheckedModel, known: Mapping[str, Any]) -> dict[str, bool]:
     return {one.name: one.passed for one in verdicts(subject, known, SMALL)}
 
 
 @pytest.mark.tokens
 @pytest.mark.slow
 def test_the_same_machine_passes_and_a_broken_model_fails(known: dict[str, Any], tmp_path: Path) -> None:
-    assert passed(Subject(SmolLM2(), tmp_path / "same"), known) == {"score": True, "tokens": True, "text": True}
-    found = passed(Subject(Broken(), tmp_path / "broken"), known)
+    assert passed(CheckedModel(SmolLM2(), tmp_path / "same"), known) == {"score": True, "tokens": True, "text": True}
+    found = passed(CheckedModel(Broken(), tmp_path / "broken"), known)
     assert found == {"score": False, "tokens": True, "text": False}  # transformers runs the same broken model
 
 
 @pytest.mark.tokens
 def test_an_engine_that_picks_other_tokens_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = SameTokens("tokens", ("method=full", *TASK_ARGS, "warmup=0"), "look at the engine", prompts=2)
-    known = measured(Subject(MODEL, tmp_path / "known"), [check])
+    known = measured(CheckedModel(MODEL, tmp_path / "known"), [check])
     assert known == {"tokens": {"same": 2, "of": 2}}
     monkeypatch.setattr(Greedy, "pick", lambda self, logits: logits.topk(2, dim=-1).indices[:, 1])
-    [tokens] = verdicts(Subject(MODEL, tmp_path / "now"), known, [check])
+    [tokens] = verdicts(CheckedModel(MODEL, tmp_path / "now"), known, [check])
     assert (tokens.passed, tokens.found) == (False, "0 of 2 answers the same")
 
 
 def test_a_check_that_cannot_run_fails_and_the_others_go_on(known: dict[str, Any], tmp_path: Path) -> None:
     broken = Score("score", ("method=full", "task=niah", "task.lengths=[8]"), "advice")
-    first, second = verdicts(Subject(SmolLM2(), tmp_path), known, (broken, TEXT))
+    first, second = verdicts(CheckedModel(SmolLM2(), tmp_path), known, (broken, TEXT))
     assert (first.passed, second.passed) == (False, True)
     assert first.found.startswith("TaskError: task.lengths=8 leaves")
 
@@ -125,4 +134,4 @@ def test_every_check_has_its_expectation() -> None:
 @pytest.mark.tokens
 @pytest.mark.slow
 def test_this_machine_is_right(tmp_path: Path) -> None:
-    assert all(one.passed for one in verdicts(Subject(SmolLM2(), tmp_path), expected()))
+    assert all(one.passed for one in verdicts(CheckedModel(SmolLM2(), tmp_path), expected()))

@@ -17,12 +17,12 @@ from harness.config.settings import SettingsError
 from harness.sweeps import launch, remote
 from harness.sweeps.launch import launch as start
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.session import Session, sessions_of
+from harness.sweeps.session import SweepSession, sessions_of
 from tests import signals
 from tests.forks import Forked
 from tests.harness.sweeps.test_ledger import PARTIAL, job
 
-Play = Callable[[Session, int, int], None]
+Play = Callable[[SweepSession, int, int], None]
 
 
 def sweep(root: Path, jobs: int = 3, **changes: Any) -> Sweep:
@@ -37,7 +37,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[tuple[int, 
     def install(play: Play) -> list[tuple[int, int]]:
         rounds: list[tuple[int, int]] = []
 
-        def one(session: Session, words: Sequence[str], workers: int, patience: int) -> None:
+        def one(session: SweepSession, words: Sequence[str], workers: int, patience: int) -> None:
             rounds.append((workers, patience))
             play(session, workers, patience)
 
@@ -47,7 +47,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[tuple[int, 
     return install
 
 
-def attempt(session: Session, group: int, *, dies: bool) -> None:
+def attempt(session: SweepSession, group: int, *, dies: bool) -> None:
     with Claim(session.sweep, group) as claim:
         claim.note("started", jobs=[group], host="here", pid=1, gpu=None)
         if not dies:
@@ -55,7 +55,7 @@ def attempt(session: Session, group: int, *, dies: bool) -> None:
 
 
 def test_what_kills_every_worker_runs_alone_at_last_and_has_failed_then(tmp_path: Path, played: Any) -> None:
-    def play(session: Session, workers: int, patience: int) -> None:
+    def play(session: SweepSession, workers: int, patience: int) -> None:
         for group in session.open_groups(patience):
             attempt(session, group, dies=group == 1)
             if group == 1:
@@ -84,7 +84,7 @@ def test_a_launcher_that_cannot_start_is_not_started_for_ever(tmp_path: Path, pl
 def test_an_interrupted_command_tells_its_workers_to_stop(tmp_path: Path, played: Any) -> None:
     seen = []
 
-    def play(session: Session, workers: int, patience: int) -> None:
+    def play(session: SweepSession, workers: int, patience: int) -> None:
         seen.append(session)
         assert not session.is_stopped
         raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def test_an_interrupted_command_tells_its_workers_to_stop(tmp_path: Path, played
 def test_a_worker_stops_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(remote, "LOOK_S", 0.01)
     before = signal.getsignal(signal.SIGINT)
-    session = Session.begin(sweep(tmp_path), "the command", is_remote=False)
+    session = SweepSession.begin(sweep(tmp_path), "the command", is_remote=False)
     try:
         with session, remote._stopping(session) as stop:
             if how == "stopped":
@@ -132,7 +132,7 @@ def test_workers_gpus_and_threads(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(launch, "cpus", lambda: 8)
 
-    def play(session: Session, *_: int) -> None:
+    def play(session: SweepSession, *_: int) -> None:
         for group in session.open_groups():
             attempt(session, group, dies=False)
 
@@ -157,7 +157,7 @@ def test_ray_is_told_to_stay_on_this_machine_where_we_start_it(
     monkeypatch.setenv(launch.CLUSTER, "")  # for it to be as it was, afterwards
     monkeypatch.delenv(launch.CLUSTER)
 
-    def play(session: Session, *_: int) -> None:
+    def play(session: SweepSession, *_: int) -> None:
         for group in session.open_groups():
             attempt(session, group, dies=False)
 
@@ -174,7 +174,7 @@ def test_each_worker_gets_a_gpu_and_its_share_of_the_cpus(tmp_path: Path, monkey
     monkeypatch.setattr(os, "environ", dict(os.environ))
     facts = {"gpus": ["4", "6"], "threads": 3, "cwd": str(tmp_path), "path": ["/plug-ins"]}
     monkeypatch.chdir(tmp_path)
-    with Session.begin(sweep(tmp_path), "the command", **facts) as session:
+    with SweepSession.begin(sweep(tmp_path), "the command", **facts) as session:
         seen = []
         for worker in range(3):
             remote.settle_in(session, worker)
@@ -226,7 +226,7 @@ STARTING = """
 import signal, sys
 from pathlib import Path
 from harness.sweeps import launch
-from harness.sweeps.session import Session
+from harness.sweeps.session import SweepSession
 from harness.terminal.stopping import Stoppable
 from tests import signals
 from tests.harness.sweeps.test_launch import sweep
@@ -265,7 +265,7 @@ WORKING = """
 import signal, sys
 from pathlib import Path
 from harness.sweeps import remote
-from harness.sweeps.session import Session
+from harness.sweeps.session import SweepSession
 from tests import signals
 from tests.harness.sweeps.test_launch import sweep
 
@@ -275,7 +275,7 @@ def bypass(*_):
 signals.from_a_terminal()
 if sys.argv[2] == "submitit":
     signal.signal(signal.SIGTERM, bypass)
-with Session.begin(sweep(Path(sys.argv[1])), "the command", is_remote=False) as session:
+with SweepSession.begin(sweep(Path(sys.argv[1])), "the command", is_remote=False) as session:
     with remote._stopping(session) as stop:
         signals.send(signal.SIGTERM)
         print("goes on")

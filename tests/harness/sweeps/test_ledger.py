@@ -13,7 +13,7 @@ import pytest
 from harness.results.lock import FolderInUse
 from harness.sweeps.jobs import JobConfig, distinct, groups
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.session import PATIENCE, Session
+from harness.sweeps.session import PATIENCE, SweepSession
 from harness.sweeps.state import states_of
 from tests.abandoned import abandoned
 
@@ -35,8 +35,8 @@ def job(number: int, **changes: Any) -> JobConfig:
     return JobConfig({"budget": number, "method": {"sinks": 4}, "task": {}, "model": {}} | changes, {}, words)
 
 
-def begin(root: Path, jobs: int = 2) -> Session:
-    return Session.begin(Sweep.create(root, [job(number) for number in range(jobs)], PARTIAL), "the command")
+def begin(root: Path, jobs: int = 2) -> SweepSession:
+    return SweepSession.begin(Sweep.create(root, [job(number) for number in range(jobs)], PARTIAL), "the command")
 
 
 def end(claim: Claim, **facts: Any) -> None:
@@ -114,7 +114,7 @@ def test_half_a_line_of_a_killed_write_is_no_event(tmp_path: Path) -> None:
         assert [event["event"] for event in session.sweep.log(0).events] == ["ended", "started"]
 
 
-def kill(session: Session, group: int, folder: Path | None = None, examples: int = 0) -> None:
+def kill(session: SweepSession, group: int, folder: Path | None = None, examples: int = 0) -> None:
     """Leaves what a kill leaves, after so many examples."""
     with Claim(session.sweep, group) as claim:
         claim.note("started", jobs=[group], host="here", pid=1, gpu=None)

@@ -15,7 +15,7 @@ import pytest
 from harness.commands.status import main as status
 from harness.results.lock import FolderLock
 from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.session import Session
+from harness.sweeps.session import SweepSession
 from harness.sweeps.state import JobState, duration, estimate
 from tests.harness.sweeps.test_ledger import PARTIAL, end, job
 
@@ -48,7 +48,7 @@ def seen(root: Path, capsys: pytest.CaptureFixture[str], code: int) -> list[dict
 
 def test_a_sweep_half_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = Sweep.create(tmp_path, [job(number) for number in range(5)], PARTIAL)
-    with Session.begin(sweep, "python -m harness -m budget=0,1,2,3,4"):
+    with SweepSession.begin(sweep, "python -m harness -m budget=0,1,2,3,4"):
         planned(sweep, 0, made(tmp_path / "a", 4), status="done", folder="a", full=None)
         planned(
             sweep, 1, made(tmp_path / "b", 1, status="running", ended=None), status="failed", reason="Out of memory"
