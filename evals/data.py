@@ -40,8 +40,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Holds the bytes of one file, where they came from, and their SHA-256. For a file inside a zip, all three are the
-    file's own."""
+    """Holds the bytes of one file, or of one inside a zip, with where they came from and their SHA-256."""
 
     data: bytes
     origin: str  # "local:longbench/qasper.jsonl" or "hub:REPO@COMMIT:FILE"
@@ -66,8 +65,7 @@ class Rows:
 
 
 def require(sources: Iterable[Source], root: Path | None) -> None:
-    """Raise one `TaskError` that names every source that is nowhere to be found. The hub is asked only until it fails
-    once."""
+    """Raise one `TaskError` that names every source that no place has. The hub is asked only until it fails once."""
     absent = [source for source in sources if _find(source, root) is None]
     for place, source in enumerate(absent):
         try:
@@ -100,8 +98,7 @@ ANY: Shape = {}  # an object with any fields
 
 
 def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
-    """Read the rows of a .jsonl, .json (one list) or .parquet file. A row that does not fit `shape` is refused by its
-    number."""
+    """Read the rows of a .jsonl, .json (one list) or .parquet file; a row that does not fit `shape` is refused."""
     return rows_of(open_content(source, env), source.name, shape)
 
 

@@ -9,8 +9,7 @@ Their mean count over the KV heads, limited by the budget, is how many tokens ev
 of a batch (the released code takes one mean for all).
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
-would destroy the logits. With grouped heads a token's score is its best margin in the group, which is the paper's rule
-where there is one query head per KV head.
+would destroy the logits. With grouped heads a token's score is its best margin in the group; the paper has no groups.
 
 The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from. Generated tokens
 count for the largest logit and are always read.
@@ -151,11 +150,10 @@ class InfiniGen(Method):
 
 
 class InfiniGenRead(Pooled, capturable=True):
-    """Reads the tokens that the layer before has chosen. There are no sinks and no window: the whole budget limits that
-    choice.
+    """Reads what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' are read. With placement=host they are read in each step, since only n' rows are to be moved.
+    first n' read. With placement=host they are read in each step, since only n' rows are to be moved.
     """
 
     method: InfiniGen
@@ -245,8 +243,7 @@ class InfiniGenRead(Pooled, capturable=True):
         return without_missing(ops.row_scores(grouped, self.partial.stored), live, float("-inf"))
 
     def choose(self, logits: Tensor, limit: int) -> Fetched:
-        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' of each
-        B"""
+        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":

@@ -87,8 +87,7 @@ class InfLLM(Method):
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count first tokens and an unfinished block on top, as the paper does; the released code also rounds the
-        blocks up."""
+        """Count first tokens and an unfinished block on top; the released code also rounds the blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
@@ -261,8 +260,7 @@ class InfLLMRead(Select, capturable=True):
         return self.cache.counters.positions(start, end - start, self.request.device)
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B H T D] at positions
-        from `first`"""
+        """Attend under one softmax to blocks read, first tokens and window. q, far_q [B H T D] at places from `first`"""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
