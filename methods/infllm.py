@@ -260,7 +260,7 @@ class InfLLMRead(Select, capturable=True):
         return self.cache.counters.positions(start, end - start, self.request.device)
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to blocks read, first tokens and window. q, far_q [B H T D] at places from `first`"""
+        """Attend under one softmax to blocks read, first tokens, window. q, far_q [B H T D] at places from `first`"""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
