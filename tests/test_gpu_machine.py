@@ -28,6 +28,7 @@ def variable(name: str) -> list[str]:
     return found.group(1).replace("\\\n", " ").split()
 
 
+@pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_and_run_without_the_rest(tmp_path: Path) -> None:
     """Without a device nearly all of them are skipped, but their modules are imported whole."""
     few = ["-m", "gpu and not slow", "-k", "not kmeans or empty_cluster"]  # k-means is interpreted here, slowly

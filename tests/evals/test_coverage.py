@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from evals import bounded, stats
+from tests.quick import mostly_slow
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -110,22 +111,24 @@ def check_pairs(name: str, sizes: list[int], samples: int) -> None:
     assert held >= LEAST, f"{name}, {sizes} examples: {held:.3f}"
 
 
+@pytest.mark.parametrize("sizes", mostly_slow([(3, 20), (2, 5, 10, 40, 100)], (3, 20)))
 @pytest.mark.parametrize("name", SCORES)
-def test_a_score_lies_in_its_interval(name: str) -> None:
+def test_a_score_lies_in_its_interval(name: str, sizes: Sequence[int]) -> None:
     """1000 samples: where 95 % hold, 93 % are missed once in 500 cases; where 90 %, they are reached as rarely."""
-    for size in SIZES:
+    for size in sizes:
         check_scores(name, [size], 1000)
 
 
+@pytest.mark.parametrize("sizes", mostly_slow([(3, 20), (2, 5, 10, 40, 100)], (3, 20)))
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_difference_lies_in_its_interval(name: str) -> None:
-    for size in SIZES:
+def test_a_difference_lies_in_its_interval(name: str, sizes: Sequence[int]) -> None:
+    for size in sizes:
         check_pairs(name, [size], 1000)
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [[2, 2, 2], [10, 40], *(pytest.param(one, marks=pytest.mark.slow) for one in ([2, 5, 20], [10] * 3, [100, 3]))],
+    mostly_slow([[2, 2, 2], [10, 40], [2, 5, 20], [10] * 3, [100, 3]], [2, 2, 2]),
     ids=str,
 )
 def test_groups_of_any_size(sizes: list[int]) -> None:

@@ -23,6 +23,7 @@ from evals.ruler.size_search import FitCheck, bisect_size
 from evals.ruler.templates import NIAH_NEEDLE, FilledTemplate
 from evals.ruler.tracing import Tracing
 from evals.ruler.vocabulary import Streams
+from tests.quick import mostly_slow
 
 WORDS = essay_words(" ".join(f"Sentence {i} is here. Is it? Yes, number {i}!" for i in range(3000)))
 
@@ -88,6 +89,7 @@ def test_official_prompts_of_the_whitespace_tokenizer(shared_data: Path, task: s
     assert_equal(generator(task, 1024).prompts(len(rows)), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_official_prompts_of_smollm2(shared_data: Path, smollm2_text: TextTools) -> None:
     """Something in that process had drawn one number between seeding and the first prompt."""
@@ -120,7 +122,9 @@ def smollm2_text() -> TextTools:
 
 
 @pytest.mark.parametrize("task", ALL)
-@pytest.mark.parametrize("text", [CountedText, lambda: Stretched(1.15), lambda: Stretched(0.9)])
+@pytest.mark.parametrize(
+    "text", mostly_slow([CountedText, lambda: Stretched(1.15), lambda: Stretched(0.9)], CountedText)
+)
 def test_guessing_changes_no_prompt(
     monkeypatch: pytest.MonkeyPatch, task: str, text: Callable[[], CountedText]
 ) -> None:

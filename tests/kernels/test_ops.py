@@ -19,6 +19,11 @@ OPS = {op.name: op for op in ops.ALL}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INDICES = {"top_k"}  # compared by the scores they point at: ties may fall either way
+LONG = (  # cases that keep the interpreter busy for seconds, beside smaller ones of the same operation
+    "prefill_attention-gqa3", "prefill_attention-gqa4", "prefill_attention-gqa8", "channel_sums-g4-16x4100",
+    "segment_attention_with_lse-gqa4", "segment_attention_with_lse-gqa3", "pq_weights-m2b9-g8", "pq_weights-m4b8-g8",
+    "pq_weights-m1b3-g8", "pq_weights-m2b9-g4", "pq_weights-m4b8-g4", "pq_weights-m2b6-g8",
+)  # fmt: skip
 
 
 def dtypes(backend: str, device: str, place: int) -> list[torch.dtype]:
@@ -28,9 +33,14 @@ def dtypes(backend: str, device: str, place: int) -> list[torch.dtype]:
     return [list(TOLERANCE)[place % 3]] if backend == "triton" else [torch.float32, torch.bfloat16]
 
 
+def marks(case: OpCase, backend: str, device: str) -> list[pytest.MarkDecorator]:
+    interpreted = backend == "triton" and device == "cpu"
+    return [pytest.mark.slow] if interpreted and str(case).startswith(LONG) else []
+
+
 def runs(device: str) -> list[Any]:
     return [
-        pytest.param(case, backend, dtype, id=f"{case}-{backend}-{NAMES[dtype]}")
+        pytest.param(case, backend, dtype, id=f"{case}-{backend}-{NAMES[dtype]}", marks=marks(case, backend, device))
         for place, case in enumerate(cases())
         for backend in OPS[case.op].targets
         for dtype in dtypes(backend, device, place)

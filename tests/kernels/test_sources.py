@@ -31,6 +31,7 @@ def defines(compiler: str, march: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("march", ["native", pytest.param(AVX2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_no_warnings(name: str, march: str, compiler: str, tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_no_warnings(name: str, march: str, compiler: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_results_are_right_without_avx512(compiler: str) -> None:
     """The tests of the compiled backend once more, built for AVX2, in a process of their own."""
     if "__AVX512F__" not in defines(compiler, "native") or not defines(compiler, AVX2):

@@ -90,6 +90,7 @@ def test_every_step_is_the_formulas(shape: Shape) -> None:
         assert layer.attended == (11 + 4 + 20, t + 1 - PROMPT)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_on_a_models_keys_choice_and_keys_are_the_released_codes_but_for_its_fixed_width() -> None:
     """It divides logits by the root of 128 whatever the head size. Softmax comes before the maximum over a group, so

@@ -88,6 +88,7 @@ def test_a_check_that_cannot_run_fails_and_the_others_go_on(known: dict[str, Any
     assert first.found.startswith("TaskError: task.lengths=8 leaves")
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_do(
     known: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

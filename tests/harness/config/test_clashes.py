@@ -32,7 +32,8 @@ def python(tmp_path: Path, *path: Path, code: list[str]) -> subprocess.Completed
     return subprocess.run([sys.executable, *code], cwd=tmp_path, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("ours_first", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_with_the_other_kernels_installed(tmp_path: Path, site: Path, ours_first: bool) -> None:
     path = (ROOT, site) if ours_first else (site, ROOT)
     command = ["-m", "harness", "method=streaming", "baseline=off", *MODEL_ARGS, *TASK_ARGS]

@@ -15,6 +15,7 @@ from tests.resumed_talk import NOTHING, further, on_disk
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.tokens
 def test_another_process_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.resumed_talk", str(tmp_path)], check=True, cwd=ROOT)

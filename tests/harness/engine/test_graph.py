@@ -32,6 +32,7 @@ from methods.shadowkv import ShadowKV
 from methods.tiers.integers import IntCodec
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
+from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny
 
@@ -48,8 +49,10 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("context", [None, 74])
+@pytest.mark.parametrize(
+    ("context", "batch"),
+    [(None, 3), (74, 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((None, 1), (74, 3)))],
+)
 @walked
 def test_replayed_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
     ids = prompt(80, batch=batch)
@@ -86,7 +89,7 @@ def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[lis
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("new", [1, 2, 3, 6])
+@pytest.mark.parametrize("new", mostly_slow([1, 2, 3, 6], 2, 6))
 @walked
 def test_a_further_turn_is_captured_anew(name: str, new: int) -> None:
     """A step that was captured and never replayed (an answer of two tokens) has not run."""
@@ -125,7 +128,7 @@ class FailsAt:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("place", mostly_slow([0, 1, 2, 3], 1, 3))
 @walked
 def test_where_capturing_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
     with attach(capturable(name), 0.6) as kv:

@@ -20,6 +20,7 @@ from methods.full import Full
 from methods.oracle import Oracle
 from tests.harness.engine.test_generate import conversation
 from tests.harness.engine.test_hf import NEW, generated
+from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import ARCHITECTURES, HYBRID, SHAPE, WINDOW, prompt, tiny
 
@@ -41,7 +42,7 @@ def answer(kv: Attachment, length: int, chunk: int | None = None, graphs: Any = 
 @pytest.mark.tokens
 @hybrid
 @pytest.mark.parametrize("length", [1, WINDOW - NEW, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5])
-@pytest.mark.parametrize("chunk", [None, 7, WINDOW + 3])
+@pytest.mark.parametrize("chunk", mostly_slow([None, 7, WINDOW + 3], None, 7))
 def test_texts_around_the_window_are_generates(architecture: str, length: int, chunk: int | None) -> None:
     model = tiny(architecture)
     wanted = generated(model, prompt(length))

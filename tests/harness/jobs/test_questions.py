@@ -44,6 +44,7 @@ from methods.tiers.integers import IntCodec
 from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked
+from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import HYBRID, prompt, tiny
 
@@ -75,7 +76,7 @@ def seen(made: Generation) -> dict[str, Any]:
 
 @pytest.mark.tokens
 @walked
-@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("placement", mostly_slow(["device", "host"], "device"))
 def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement: str) -> None:
     method = small(name)
     if placement == "host" and not method.offloads:
@@ -87,7 +88,7 @@ def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("architecture", HYBRID)
-@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize("name", mostly_slow(["full", "quest"], "quest"))
 def test_windows_of_the_models_own_go_back_as_well(name: str, architecture: str) -> None:
     with attach(small(name), 0.4, architecture) as kv:
         engine = Engine(kv)
@@ -106,7 +107,7 @@ STATEFUL: dict[str, dict[str, Any]] = {  # methods whose steps leave more behind
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", STATEFUL)
-@pytest.mark.parametrize("reuse_steps", [0, 2])
+@pytest.mark.parametrize("reuse_steps", mostly_slow([0, 2], 0))
 def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> None:
     method: Method = replace(small(name), **STATEFUL[name])  # type: ignore[type-var]
     with attach(method, 0.4, placement="host" if method.offloads else "device") as kv:
@@ -125,7 +126,7 @@ def test_pools_on_a_disk_and_under_a_codec_go_back(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infllm", "pqcache"])
+@pytest.mark.parametrize("name", mostly_slow(["full", "h2o", "infinigen", "infllm", "pqcache"], "pqcache"))
 def test_steps_are_captured_anew_for_each_question(name: str) -> None:
     with attach(small(name), 0.4) as kv, use_backend("torch"):
         plain, captured = Engine(kv), Engine(kv, graphs=Tape())
@@ -218,7 +219,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("how", [{}, {"batch": 2}, {"shared_prefill": True}, {"prefill_chunk": 100}], ids=str)
+@pytest.mark.parametrize(
+    "how", mostly_slow([{}, {"batch": 2}, {"shared_prefill": True}, {"prefill_chunk": 100}], {"batch": 2}), ids=str
+)
 def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
@@ -359,7 +362,7 @@ def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, prot
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
-@pytest.mark.parametrize("method", [PQ, SnapKV(), H2O()], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", mostly_slow([PQ, SnapKV(), H2O()], PQ), ids=lambda method: type(method).__name__)
 def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Method, protocol: str) -> None:
     """Two tokens alone, or nine beside another: what follows is the same."""
     how = {"protocol": protocol, "generation": GenerationSettings(force_length=True)}
@@ -421,7 +424,7 @@ def test_a_table_says_what_was_shared_and_what_a_turn_scored(tmp_path: Path) -> 
     assert not turn_scores(comparisons([load_run(shared.folder)])[0])
 
 
-@pytest.mark.parametrize("how", [{}, {"questions": "shared"}], ids=str)
+@pytest.mark.parametrize("how", mostly_slow([{}, {"questions": "shared"}], {"questions": "shared"}), ids=str)
 def test_no_cache_outlives_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]) -> None:
     """Another beside it would take as much memory again."""
     made, alive, real = list[ReferenceType[KVCache]](), list[int](), Engine.cache

@@ -20,6 +20,7 @@ from harness.reports.page.words import meaning
 from harness.results.records import Record
 from harness.results.store import load
 from tests.fake_records import record, talk, turn, write_run
+from tests.quick import mostly_slow
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = (
@@ -289,7 +290,7 @@ def test_differences_within_the_noise_are_grey(path: Path) -> None:
     assert not any(grey[title] for title in grey if title.startswith("full"))
 
 
-@pytest.mark.parametrize("methods", [("full",), ("quest",), ("full", "quest")])
+@pytest.mark.parametrize("methods", mostly_slow([("full",), ("quest",), ("full", "quest")], ("quest",)))
 def test_few_runs_make_a_page_too(
     browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], methods: tuple[str, ...]
 ) -> None:
@@ -304,6 +305,7 @@ def test_few_runs_make_a_page_too(
     found.page.context.close()
 
 
+@pytest.mark.slow
 def test_on_paper_every_chart_is_drawn(browser: Any, path: Path) -> None:
     """And from a dark screen, on white, no wider than the paper."""
     found = Opened(browser, path, viewport={"width": 1900, "height": 800}, color_scheme="dark")
@@ -347,6 +349,7 @@ def test_conversations_have_their_tables(browser: Any, tmp_path: Path) -> None:
     found.page.context.close()
 
 
+@pytest.mark.slow
 def test_many_runs_are_still_told_apart(browser: Any, tmp_path: Path) -> None:
     """Of one length: needles and recall share a map, a line each; no two lines of costs look alike."""
     write_run(tmp_path, lines(SIZE, 1.0, 0.3, lengths=1))
@@ -409,6 +412,7 @@ def test_a_folder_without_records_makes_an_empty_page(browser: Any, tmp_path: Pa
     found.page.context.close()
 
 
+@pytest.mark.slow
 def test_scores_fill_their_charts_however_low(browser: Any, tmp_path: Path) -> None:
     """Such as 1/perplexity: 4 of 100."""
     for method, score in (("full", 0.043), ("quest", 0.041), ("h2o", 0.028)):

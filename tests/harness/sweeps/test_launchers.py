@@ -65,7 +65,7 @@ def events(sweep: Sweep, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("launcher", "jobs", "kills"),
     [
-        ("joblib", 2, False),
+        pytest.param("joblib", 2, False, marks=pytest.mark.slow),
         *(pytest.param(one, 2, True, marks=pytest.mark.slow) for one in ("joblib", "submitit_local")),
         pytest.param("ray", 12, True, marks=pytest.mark.slow),
     ],

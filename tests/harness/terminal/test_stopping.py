@@ -14,6 +14,7 @@ from harness.results.store import load
 from tests import forks, signals
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
+from tests.quick import mostly_slow
 from tests.talks import configured
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
@@ -69,7 +70,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune", "harness.serve"))
 def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None:
     root, out = f"results.root={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}"
     talks = ["method=full", "task=talks", f"--config-dir={configured(tmp_path / 'conf')}"]
