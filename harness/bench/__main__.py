@@ -23,12 +23,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _bench(kind: str, *words: str) -> int:
+    module = import_module(f"harness.bench.{kind}")
     try:
-        code: int = import_module(f"harness.bench.{kind}").main(list(words))
+        module.main(module.parser().parse_args(words))
     except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
         complain(error)
         return 2
-    return code
+    return 0
 
 
 if __name__ == "__main__":

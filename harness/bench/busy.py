@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import sleep
@@ -87,18 +87,16 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("busy", __doc__, tokens=[131072], budget=2048, **shared | {"methods": usual})
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     shape = arguments.shape(options)
     title = f"One decode step of one layer alone and beside a busy process, on {torch.get_num_threads()} threads"
     report = output.Report("busy", title, options, TABLE)
     with busy_process() as switch:
 
-        def behind(tokens: int) -> methods.Measure:
+        def behind(tokens: int) -> methods.MeasureMethod:
             return lambda method: measure(
                 LayerDecoding(method, shape, tokens, options, 3 * STEPS * options.rounds), options.rounds, switch
             )
 
         methods.measured(options, report, behind, lambda row: f"{row['ratio']:.2f} times as long")
     report.finish()
-    return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from harness.bench.common import arguments, output
-from harness.bench.common.measure import DTYPES, Seconds, marks, own_seconds
+from harness.bench.common.measure import DTYPES, MarkedSeconds, marks, own_seconds
 from harness.bench.common.output import Cell
 from harness.terminal.notices import say
 
@@ -25,13 +25,13 @@ class Limits(TypedDict):
     matmul_gflop_s: dict[str, float]
 
 
-class Speed(NamedTuple):
+class Limit(NamedTuple):
     """The best of many tries, since the limit is asked for."""
 
     what: str
     unit: str
     value: float
-    tries: list[Seconds]
+    tries: list[MarkedSeconds]
 
 
 def calibrate(device: torch.device, budget_s: float = 5.0) -> Limits:
@@ -42,17 +42,17 @@ def calibrate(device: torch.device, budget_s: float = 5.0) -> Limits:
     return {"read_gb_s": found[best], "read_by": best, "matmul_gflop_s": products}
 
 
-def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[Speed]:
+def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[Limit]:
     """Of every way to read, then of products in every dtype."""
     readers = _readers(device)
     share, side = budget_s / (len(readers) + len(DTYPES)), SIDE[device.type]
     memory = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.int32, device=device)
     for what, read in readers.items():
         tries = _tries(partial(read, memory), device, share)
-        yield Speed(what, "GB/s", memory.nbytes / min(tries) / 1e9, tries)
+        yield Limit(what, "GB/s", memory.nbytes / min(tries) / 1e9, tries)
     for what, dtype in DTYPES.items():
         tries = _tries(_product(side, dtype, device), device, share)
-        yield Speed(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
+        yield Limit(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
 
 
 def told(device: str) -> Limits:
@@ -80,7 +80,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
     return lambda: a @ b
 
 
-def _tries(call: Callable[[], Any], device: torch.device, budget_s: float) -> list[Seconds]:
+def _tries(call: Callable[[], Any], device: torch.device, budget_s: float) -> list[MarkedSeconds]:
     call()
     until, tries = perf_counter() + budget_s, [own_seconds(call, device)]
     while perf_counter() < until:
@@ -95,11 +95,9 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("calibrate", __doc__, device="cpu", seconds=5.0, out=None)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, TABLE)
     for what, unit, value, tries in speeds(arguments.current(options.device), options.seconds):
         row = {"what": what, "unit": unit, "value": value, **marks(tries)}
         report.add(row, f"{what}: {value:,.1f} {unit}")
     report.finish()
-    return 0

@@ -8,7 +8,6 @@ values are random, as prefill is not the question.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, models, output
-from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.load import LoadWatch
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
@@ -58,20 +57,20 @@ class ModelDecoding:
             self.cache, self.logits, self.question, began=perf_counter(), max_new_tokens=self.new
         )
 
-    def timed_turn(self) -> Seconds:
+    def timed_turn(self) -> MarkedSeconds:
         """Of a token behind the second."""
         traffic = self.cache.traffic
-        before, watch = traffic.total_bytes, Watch()
+        before, watch = traffic.total_bytes, LoadWatch()
         self.last = self.turn()
         disturbed = watch.disturbed()
         self.moved.append((traffic.total_bytes - before) / (self.new - 1))
         times = self.last.token_s
-        return Seconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
+        return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
 
-def _shape(kv: Attachment) -> Shape:
+def _shape(kv: Attachment) -> LayerShape:
     spec = kv.specs[0]
-    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device)
+    return LayerShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device)
 
 
 def measure(
@@ -123,7 +122,7 @@ def run(
 ) -> None:
     full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
 
-    def behind(tokens: int) -> methods.Measure:
+    def behind(tokens: int) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         return lambda method: measure(
             _attachment(method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
@@ -171,8 +170,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
     if options.graphs and not options.device.startswith("cuda"):
         raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
@@ -193,4 +191,3 @@ def main(words: Sequence[str] | None = None) -> int:
     run(options, loaded, text, limits["read_gb_s"], report)
     labels = ("prompt tokens", "seconds per output token")
     report.finish(partial(output.lines, x="tokens", y="tpot_s", series="method", labels=labels))
-    return 0

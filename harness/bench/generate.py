@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, models, output
-from harness.bench.common.load import Watch
-from harness.bench.common.measure import Call, Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.load import LoadWatch
+from harness.bench.common.measure import Call, MarkedSeconds, estimate, marks, ratios
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
@@ -30,10 +30,10 @@ from harness.prompts.teacher import Forced
 from methods.full import Full
 
 TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared
-Runs = Mapping[tuple[str, str], Sequence["Timed"]]  # by whose run and dtype, a value per round
+RunsBySide = Mapping[tuple[str, str], Sequence["TimedRun"]]  # by whose run and dtype, a value per round
 
 
-class Timed(NamedTuple):
+class TimedRun(NamedTuple):
     tokens: list[int]
     ttft_s: float
     tpot_s: float  # (t_n - t_2) / (n - 2)
@@ -43,7 +43,7 @@ class _Clock(BaseStreamer):
     """Notes when each token reaches the host."""
 
     def __init__(self) -> None:
-        self.watch, self.began = Watch(), perf_counter()
+        self.watch, self.began = LoadWatch(), perf_counter()
         self.token_s: list[float] = []
         self.prompt_seen = False
 
@@ -57,13 +57,13 @@ class _Clock(BaseStreamer):
         """Nothing to flush."""
 
 
-def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> Timed:
+def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> TimedRun:
     tpot_s = (token_s[-1] - token_s[1]) / (len(token_s) - 2)
-    return Timed(tokens, Seconds(token_s[0], disturbed), Seconds(tpot_s, disturbed))
+    return TimedRun(tokens, MarkedSeconds(token_s[0], disturbed), MarkedSeconds(tpot_s, disturbed))
 
 
 @torch.inference_mode()
-def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
+def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
     """transformers' own loop, as a user calls it."""
     clock = _Clock()
     model: Any = loaded.model
@@ -78,8 +78,8 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
     return timed(out[0, prompt.shape[1] :].tolist(), clock.token_s, clock.watch.disturbed())
 
 
-def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> Timed:
-    watch = Watch()
+def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
+    watch = LoadWatch()
     with attached(loaded.model, Full()) as kv:
         made = Engine(kv).generate(prompt, max_new_tokens=new)
     return timed(made.tokens[0], made.token_s, watch.disturbed())
@@ -95,23 +95,22 @@ def warmed_up(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) ->
     return calls
 
 
-def compare(
-    runs: Runs, dtypes: Sequence[str], prompt_tokens: int, eos: set[int], agree: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def compare(runs: RunsBySide, prompt_tokens: int, eos: set[int], agree: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row per dtype, with its agreement, and one of the best dtype of each side."""
-    rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in Timed._fields[1:]}) for dtype in dtypes]
+    dtypes = list(agree)
+    rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in TimedRun._fields[1:]}) for dtype in dtypes]
     for row, dtype in zip(rows, dtypes, strict=True):
         pairs = zip(runs["ours", dtype], runs["generate", dtype], strict=True)
         row["agreement"] = agree[dtype]
         row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
     if len(dtypes) > 1:
         sides = ("ours", "generate")
-        best = {key: tuple(_best(runs, side, dtypes, key) for side in sides) for key in Timed._fields[1:]}
+        best = {key: tuple(_best(runs, side, dtypes, key) for side in sides) for key in TimedRun._fields[1:]}
         rows.append(_row(runs, prompt_tokens, "best of each", best))
     return rows
 
 
-def _row(runs: Runs, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def _row(runs: RunsBySide, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt_tokens": prompt_tokens, "dtype": name}
     for key, (own, other) in chosen.items():
         a, b = _times(runs, "ours", own, key), _times(runs, "generate", other, key)
@@ -120,11 +119,11 @@ def _row(runs: Runs, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[s
     return row
 
 
-def _times(runs: Runs, whose: str, dtype: str, key: str) -> list[float]:
+def _times(runs: RunsBySide, whose: str, dtype: str, key: str) -> list[float]:
     return [getattr(run, key) for run in runs[whose, dtype]]
 
 
-def _best(runs: Runs, whose: str, dtypes: Sequence[str], key: str) -> str:
+def _best(runs: RunsBySide, whose: str, dtypes: Sequence[str], key: str) -> str:
     return min(dtypes, key=lambda dtype: estimate(_times(runs, whose, dtype, key)).median)
 
 
@@ -176,8 +175,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("generate", __doc__, tokens=[4096], new=64, **model, **arguments.OUT)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     source = models.source(options.shape)
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     exact = loaded_as.get("fp32") or source.load("fp32", options.device)
@@ -189,22 +187,18 @@ def main(words: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
-        before: list[output.Row] = report.rows
-        for runs in rounds_of(warmed_up(loaded_as, text[:, :tokens], options.new), options.rounds):
-            rows = compare(runs, options.dtypes, tokens, set(exact.eos_ids), agree)
-            report.show([*before, *rows], _progress(rows[-1], runs))
+        calls = warmed_up(loaded_as, text[:, :tokens], options.new)
+        compared = partial(compare, prompt_tokens=tokens, eos=set(exact.eos_ids), agree=agree)
+        report.measure(f"{tokens} tokens", calls, options.rounds, compared, _told)
     report.finish(_draw)
-    return 0
 
 
-def _progress(row: output.Row, runs: Runs) -> str:
-    """Of the best dtypes so far."""
+def _told(row: output.BenchRow) -> str:
     times = (f"{name} {row[key]['ratio'].median:.3f}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))
-    done = len(next(iter(runs.values())))
-    return f"{row['prompt_tokens']} tokens, round {done}: ours / generate, {row['dtype']}: {', '.join(times)}"
+    return f"ours / generate, {row['dtype']}: {', '.join(times)}"
 
 
-def _draw(path: Path, rows: Sequence[output.Row], title: str) -> None:
+def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
     shown = [
         {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
         for row in rows

@@ -20,22 +20,20 @@ import torch
 
 from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.history import SESSION, History, forget
-from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.load import LoadWatch
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios
+from harness.bench.common.output import Cell
 from harness.conversations.conversation import Conversation
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
-from harness.engine.attach import Attachment, attached
+from harness.engine.attach import attached
 from harness.history.store import HistoryStore
-from harness.models.base import LoadedModel
-from harness.prompts.calibration import calibration_text
-from harness.terminal.tables import Column
 from kernels.temporary import TemporaryFolder
 from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 RECOMPUTE, STAYED = "recompute", "device_prefix"
 
 
-class Timed(NamedTuple):
+class TimedTurn(NamedTuple):
     ttft_s: float
     load_s: float  # of it, waiting for layers
     hidden_s: float  # in which layers came beside the computing
@@ -43,7 +41,7 @@ class Timed(NamedTuple):
     storage_bytes: int  # read from there meanwhile, by this process
 
 
-class Turn:
+class TurnBehind:
     """A turn behind a history, in every way."""
 
     def __init__(self, behind: History, folder: Path, closing: ExitStack) -> None:
@@ -64,18 +62,18 @@ class Turn:
             forget(self.folder)
 
     @torch.inference_mode()
-    def run(self, way: str) -> Timed:
+    def run(self, way: str) -> TimedTurn:
         self.prepare(way)
         read, talk = from_storage(), Conversation(self.ways[way], SESSION, len(self.behind.text), turns=1)
         talk.ask(self.behind.text)
-        watch, began = Watch(), perf_counter()
+        watch, began = LoadWatch(), perf_counter()
         talk.resume()
         token = self.behind.first_token(talk)
-        seconds = Seconds(perf_counter() - began, watch.disturbed())
+        seconds = MarkedSeconds(perf_counter() - began, watch.disturbed())
         found, expected = talk.found, {RECOMPUTE: None, STAYED: DEVICE}.get(way, way)
         if found.tier != expected:
             raise ValueError(f"{way}: the history was found in {found.tier}; give the store more room.")
-        return Timed(seconds, found.load_s, found.hidden_s, token, from_storage() - read)
+        return TimedTurn(seconds, found.load_s, found.hidden_s, token, from_storage() - read)
 
     def stored_bytes(self, way: str) -> int | None:
         return sum(self.stores[way].bytes_by_tier().values()) if way in self.stores else None
@@ -91,7 +89,7 @@ def from_storage() -> int:
     return 0
 
 
-def rows_of(method: str, turn: Turn, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
+def rows_of(method: str, turn: TurnBehind, done: Mapping[str, Sequence[TimedTurn]]) -> list[dict[str, Any]]:
     """One for each way."""
     again = done[RECOMPUTE]
     return [
@@ -113,65 +111,49 @@ def rows_of(method: str, turn: Turn, done: Mapping[str, Sequence[Timed]]) -> lis
     ]
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("method", "", rows, lambda row: row["method"], left=True),
-        output.column("history", "tokens", rows, lambda row: str(row["tokens"])),
-        output.column("comes from", "", rows, lambda row: row["way"], left=True),
-        output.column("TTFT", "ms", rows, output.scaled("ttft_s", 1e3)),
-        output.column("waiting for rows", "ms", rows, output.scaled("load_s", 1e3)),
-        output.column("hidden", "ms", rows, output.scaled("hidden_s", 1e3)),
-        output.column("recompute / this", "", rows, lambda row: row["speedup"]),
-        output.column("stored", "MB", rows, lambda row: row["stored_bytes"] and row["stored_bytes"] / 1e6),
-        output.column("read from storage", "MB", rows, lambda row: row["storage_bytes"] / 1e6 or None),
-        output.column("first token", "", rows, lambda row: "same" if row["same_token"] else "other", left=True),
-    ]
+TABLE = output.table(
+    Cell("method", "method", left=True),
+    Cell("history", "tokens", "tokens"),
+    Cell("comes from", "way", left=True),
+    Cell("TTFT", "ttft_s", "ms", 1e3),
+    Cell("waiting for rows", "load_s", "ms", 1e3),
+    Cell("hidden", "hidden_s", "ms", 1e3),
+    Cell("recompute / this", "speedup"),
+    Cell("stored", "stored_bytes", "MB", 1e-6),
+    Cell("read from storage", output.some("storage_bytes"), "MB", 1e-6),
+    Cell("first token", lambda row: "same" if row["same_token"] else "other", left=True),
+)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
-    source = models.source(options.shape)
-    loaded = source.load(options.dtype, options.device)
-    models.check_window(loaded, max(options.tokens), options.new)
-    text = calibration_text(source.tokenizer(), max(options.tokens) + options.new)
+def parser() -> argparse.ArgumentParser:
+    shared = {"methods": ["full"], "budget": 0.2, "shape": None} | arguments.RUN
+    return arguments.parser("history", __doc__, tokens=[512, 1024, 2048, 4096], new=32, **shared)
+
+
+def main(options: argparse.Namespace) -> None:
     chosen = methods.chosen(options.methods)
+    loaded, text = models.opened(options, max(options.tokens) + options.new, 0)
     title = f"A further turn of {options.new} tokens: {loaded.name}, {options.dtype}, {options.device}"
-    report = output.Report("history", title, options, table, model=loaded.name)
+    report = output.Report("history", title, options, TABLE, model=loaded.name)
     for name, method in chosen.items():
         with attached(loaded.model, method, budget=options.budget, calibration=torch.tensor([text])) as kv:
             for tokens in options.tokens:
                 if not report.out_of_time(f"{name} behind {tokens} tokens"):
-                    _measure(report, name, kv, loaded, text[: tokens + options.new], tokens, options.rounds)
-    shown = report.finish()
-    if not options.no_plot:
-        labels = ("tokens of history", "seconds to the first token")
-        axes: dict[str, Any] = {"x": "tokens", "y": "ttft_s", "series": "series", "labels": labels}
-        output.lines(report.folder / "plot.png", shown, title=title, **axes)
-    return 0
+                    behind = History(kv, loaded, text[: tokens + options.new], tokens)
+                    _measure(report, name, behind, options.rounds)
+    labels = ("tokens of history", "seconds to the first token")
+    report.finish(partial(output.lines, x="tokens", y="ttft_s", series="series", labels=labels))
 
 
-def _measure(
-    report: output.Report, name: str, kv: Attachment, loaded: LoadedModel, text: Sequence[int], tokens: int, rounds: int
-) -> None:
-    before = report.rows
+def _measure(report: output.Report, method: str, behind: History, rounds: int) -> None:
     with TemporaryFolder("store-", report.folder) as folder, ExitStack() as closing:
-        turn = Turn(History(kv, loaded, text, tokens), folder, closing)
+        turn = TurnBehind(behind, folder, closing)
         for way in (STAYED, *TIERS):
             turn.run(way)
         calls = {way: partial(turn.run, way) for way in turn.ways}
-        for number, done in enumerate(rounds_of(calls, rounds), start=1):
-            rows = rows_of(name, turn, done)
-            told = (f"{row['way']} {1e3 * row['ttft_s'].median:.0f} ms" for row in rows)
-            report.show([*before, *rows], f"{name} behind {tokens} tokens, round {number}: {', '.join(told)}")
+        what = f"{method} behind {behind.count} tokens"
+        report.measure(what, calls, rounds, partial(rows_of, method, turn), _told)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench history", description=__doc__)
-    made.add_argument(
-        "--tokens", nargs="+", type=arguments.count, default=[512, 1024, 2048, 4096], help="lengths of the history"
-    )
-    made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
-    made.add_argument("--methods", nargs="*", default=["full"], help="names, or quest:select_per=kv_head")
-    made.add_argument("--budget", type=arguments.budget, default=0.2)
-    models.add_run(made)
-    return made
+def _told(row: output.BenchRow) -> str:
+    return f"{row['way']} {1e3 * row['ttft_s'].median:.0f} ms"

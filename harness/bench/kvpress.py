@@ -26,8 +26,8 @@ import yaml
 
 from evals.base import Task
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios, turned
+from harness.bench.common.load import LoadWatch
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios, turned
 from harness.bench.common.output import Cell
 from harness.config import plugins
 from harness.config.catalogue import CONF
@@ -63,13 +63,13 @@ PRESSES = {
 
 
 class Sample(NamedTuple):
-    seconds: Seconds
+    seconds: MarkedSeconds
     score: float
     tokens: int
 
 
-Key = tuple[str, str]  # press, dtype
-Run = Callable[[Item, int], Sample]  # an example and its new tokens
+PressKey = tuple[str, str]  # press, dtype
+Answering = Callable[[Item, int], Sample]  # an example and its new tokens
 
 
 class Peer:
@@ -78,13 +78,13 @@ class Peer:
     def __init__(self, process: subprocess.Popen[str], task: Task, budget: float, eos: Sequence[int]) -> None:
         self.process, self.task, self.budget, self.eos = process, task, budget, list(eos)
 
-    def run(self, key: Key, item: Item, new: int) -> Sample:
+    def run(self, key: PressKey, item: Item, new: int) -> Sample:
         press, ids = PRESSES[key[0]], list(item.prompt.ids)
         options = press.options | ({"compression_ratio": 1 - self.budget} if press.name else {})
         asked = {"press": press.name, "options": options, "attention": press.attention, "dtype": DTYPES[key[1]]}
-        watch = Watch(self.process.pid)
+        watch = LoadWatch(self.process.pid)
         made = self._answer(asked | {"context": ids[:-1], "rest": ids[-1:], "new": new, "eos": self.eos})
-        seconds = Seconds(made["seconds"], watch.disturbed())
+        seconds = MarkedSeconds(made["seconds"], watch.disturbed())
         return Sample(seconds, self.task.score(item.example, made["text"]).value, made["tokens"])
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -121,23 +121,23 @@ def _started(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
         ) from error
 
 
-def ours(job: Job, loaded: LoadedModel) -> Run:
+def ours(job: Job, loaded: LoadedModel) -> Answering:
     attachment = Attachment(loaded.model, job.method, job.budget)
     runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
 
     def run(item: Item, new: int) -> Sample:
-        watch, began = Watch(), perf_counter()
+        watch, began = LoadWatch(), perf_counter()
         with routed(loaded.model):
             record = runner.record(*runner.answers([replace(item, new_tokens=new)]))
-        return Sample(Seconds(perf_counter() - began, watch.disturbed()), record.score, len(record.tokens))
+        return Sample(MarkedSeconds(perf_counter() - began, watch.disturbed()), record.score, len(record.tokens))
 
     return run
 
 
 def runs_of(
     options: argparse.Namespace, loaded: dict[str, LoadedModel], full: Job, other: Peer
-) -> dict[tuple[str, Key], Run]:
-    runs: dict[tuple[str, Key], Run] = {}
+) -> dict[tuple[str, PressKey], Answering]:
+    runs: dict[tuple[str, PressKey], Answering] = {}
     for name in options.presses:
         method = methods.parsed(PRESSES[name].method)[1]
         for dtype, model in loaded.items():
@@ -148,10 +148,10 @@ def runs_of(
     return runs
 
 
-Samples = dict[tuple[str, Key], list[Sample]]
+Samples = dict[tuple[str, PressKey], list[Sample]]
 
 
-def interleaved(runs: dict[tuple[str, Key], Run], items: Sequence[Item]) -> Iterator[tuple[Item, Samples]]:
+def interleaved(runs: dict[tuple[str, PressKey], Answering], items: Sequence[Item]) -> Iterator[tuple[Item, Samples]]:
     """Every example through everything, in an order that turns round; one short warm-up each. After each example: all
     samples so far."""
     for run in runs.values():
@@ -225,8 +225,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("kvpress", __doc__, python=None, presses=presses, **shared)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     source, task = SmolLM2(), ruler(options)
     loaded = {dtype: source.load(dtype, "cpu") for dtype in options.dtypes}
     length = GenerationSettings(max_new_tokens=options.new, force_length=options.new is not None)
@@ -244,4 +243,3 @@ def main(words: Sequence[str] | None = None) -> int:
             if report.out_of_time(f"the examples behind {item.example.id}"):
                 break
     report.finish(partial(output.bars, label="label", y="ratio", unit="times kvpress's speed"))
-    return 0

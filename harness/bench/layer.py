@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.measure import Seconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.output import Cell
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.bench.common.traffic import bytes_read
 from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
@@ -37,7 +37,9 @@ TRACED = 5  # steps with a clock in each operation
 class LayerDecoding:
     """A sealed layer of a method that takes one new random token per step."""
 
-    def __init__(self, method: Method, shape: Shape, tokens: int, options: argparse.Namespace, steps: int = 0) -> None:
+    def __init__(
+        self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace, steps: int = 0
+    ) -> None:
         """`steps`: how many there is room for; as many as rounds take where it is left out."""
         specs = shape.specs()
         request = Request(
@@ -79,7 +81,7 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
     full.rewind(tokens)
     own = LayerDecoding(method, full.shape, tokens, options)
 
-    def next_step(decoding: LayerDecoding) -> Seconds:
+    def next_step(decoding: LayerDecoding) -> MarkedSeconds:
         decoding.advance()
         return own_seconds(decoding.step, decoding.shape.device)
 
@@ -103,7 +105,7 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
 
 
 def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
-    """Seconds of each phase and bytes that its operations read, medians over steps."""
+    """MarkedSeconds of each phase and bytes that its operations read, medians over steps."""
     phases: dict[str, list[float]] = defaultdict(list)
     read = []
     for _ in range(TRACED):
@@ -117,7 +119,7 @@ def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
 
 
 def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]:
-    """Seconds of the step, and of each phase in it; bytes read."""
+    """MarkedSeconds of the step, and of each phase in it; bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
     with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
         whole = own_seconds(decoding.step, decoding.shape.device)
@@ -127,7 +129,7 @@ def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]
 def run(options: argparse.Namespace, report: output.Report) -> None:
     shape = arguments.shape(options)
 
-    def behind(tokens: int) -> methods.Measure:
+    def behind(tokens: int) -> methods.MeasureMethod:
         full = LayerDecoding(Full(), shape, tokens, options)
         return lambda method: measure(method, full, tokens, options)
 
@@ -158,8 +160,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("layer", __doc__, tokens=lengths, budget=2048, **shared)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     methods.chosen(options.methods), arguments.shape(options)  # what is wrong is found now
     limits = calibrate.told(options.device)
     title = (
@@ -170,4 +171,3 @@ def main(words: Sequence[str] | None = None) -> int:
     run(options, report)
     labels = ("prompt tokens", "times faster than Full")
     report.finish(partial(output.lines, x="tokens", y="speedup", series="method", labels=labels))
-    return 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.reference import Segment
 
@@ -44,7 +44,7 @@ class OpCase(NamedTuple):
 class Inputs:
     """Random inputs; views as stores hand them out."""
 
-    shape: Shape
+    shape: LayerShape
     tokens: int
     budget: int
     prefill: int  # tokens of a prompt: its attention grows with their square

@@ -8,7 +8,7 @@ calls of an operation run in turn, with nothing of their inputs in a cache; rati
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.bench import calibrate
 from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
 from harness.bench.common.output import Cell
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.bench.common.traffic import bytes_read
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
@@ -32,7 +32,7 @@ RIVAL = "rival"
 
 @torch.inference_mode()
 def measure(
-    case: OpCase, shape: Shape, limits: calibrate.Limits, rounds: int, compiled: bool = False
+    case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: int, compiled: bool = False
 ) -> list[dict[str, Any]]:
     """A row per backend; the one that methods get comes first."""
     op, beside = OPS[case.op], rival(case, compiled)
@@ -60,8 +60,8 @@ def measure(
     ]
 
 
-def limit_s(case: OpCase, shape: Shape, limits: calibrate.Limits) -> float:
-    """Seconds that this machine needs at least."""
+def limit_s(case: OpCase, shape: LayerShape, limits: calibrate.Limits) -> float:
+    """MarkedSeconds that this machine needs at least."""
     read = bytes_read(case.op, case.args) / limits["read_gb_s"]
     return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
@@ -108,8 +108,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("ops", __doc__, ops=ops, **sizes, compile=False, **shared)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     list(wanted(options))  # what is wrong is found now
     limits = calibrate.told(options.device)
     title = (
@@ -119,4 +118,3 @@ def main(words: Sequence[str] | None = None) -> int:
     report = output.Report("ops", title, options, TABLE, limits=limits, synthetic=True)
     run(options, limits, report)
     report.finish(partial(output.bars, label="label", y="reference", unit="times as fast as plain torch"))
-    return 0

@@ -132,10 +132,10 @@ def row(name: str, read: Sequence[Read], recomputed: Sequence[Read]) -> dict[str
     }
 
 
-def _told(key: str, places: int, change: Callable[[float], float] = float) -> Callable[[output.Row], str | None]:
+def _told(key: str, places: int, change: Callable[[float], float] = float) -> Callable[[output.BenchRow], str | None]:
     """A mean and its interval; None where there is none."""
 
-    def told(row: output.Row) -> str | None:
+    def told(row: output.BenchRow) -> str | None:
         if row[key] is None:
             return None
         mean, low, high = (f"{change(value):.{places}f}" for value in row[key])
@@ -162,8 +162,7 @@ def texts(task: Task, source: ModelSource, settings: Settings, tokens: int) -> I
         yield torch.tensor([[*item.prompt.ids, *item.forced][:tokens]])
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     if options.turn > options.window:
         raise ValueError(f"--turn {options.turn} does not fit into --window {options.window}: choose a shorter one.")
     if not 0 < options.ratio < 1 or int(options.window * options.ratio) + options.turn > options.window:
@@ -192,7 +191,6 @@ def main(words: Sequence[str] | None = None) -> int:
             line = ", ".join(f"{one['way']} {exp(one['ln_perplexity'][0]):.2f}" for one in rows)
             report.show(rows, f"text {number}: perplexity {line}")
     report.finish(partial(output.bars, label="way", y="ln_perplexity", unit="ln perplexity"))
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:

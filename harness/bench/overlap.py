@@ -24,12 +24,11 @@ import torch
 
 from harness.bench.common import arguments, models, output
 from harness.bench.common.history import ROOM, SESSION, History, forget
-from harness.bench.common.load import Watch
-from harness.bench.common.measure import Seconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.load import LoadWatch
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios
+from harness.bench.common.output import Cell
 from harness.conversations.conversation import Conversation
 from harness.engine.attach import attached
-from harness.prompts.calibration import calibration_text
-from harness.terminal.tables import Column
 from kernels.temporary import TemporaryFolder
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
@@ -37,8 +36,8 @@ from methods.tiers.tier import DEVICE, TIERS
 OFF, FORMULA = "off", "formula"
 
 
-class Timed(NamedTuple):
-    """Seconds."""
+class TimedWay(NamedTuple):
+    """MarkedSeconds."""
 
     turn_s: float  # until the first token, of a save, or of a turn with its save
     beside_s: float  # of the job before the turn, or behind the save
@@ -74,7 +73,7 @@ class Load:
         self.ways[FORMULA] = None
         self.tokens: set[int] = set()  # the first of every answer
 
-    def run(self, way: str) -> Timed:
+    def run(self, way: str) -> TimedWay:
         behind = self.jobs.behind
         talk = Conversation(self.histories, SESSION, len(behind.text), turns=1)
         forget(self.folder)
@@ -82,16 +81,16 @@ class Load:
         talk.ahead(behind.text)
         beside_s = self.jobs.beside()
         talk.ask(behind.text)
-        watch, began = Watch(), perf_counter()
+        watch, began = LoadWatch(), perf_counter()
         talk.resume()
         loading = talk.found.loading
         assert loading is not None
         if way == OFF:
             talk.found.cache.await_layers()
         self.tokens.add(behind.first_token(talk))
-        turn_s = Seconds(perf_counter() - began, watch.disturbed())
+        turn_s = MarkedSeconds(perf_counter() - began, watch.disturbed())
         assert len(self.tokens) == 1
-        return Timed(turn_s, beside_s, talk.found.load_s, talk.found.hidden_s, loading.overlap.read_buffer)
+        return TimedWay(turn_s, beside_s, talk.found.load_s, talk.found.hidden_s, loading.overlap.read_buffer)
 
 
 class Save:
@@ -105,19 +104,19 @@ class Save:
             way: jobs.behind.opened(closing, folder=folder / way, **size, **settings) for way, settings in ways.items()
         }
 
-    def run(self, way: str) -> Timed:
+    def run(self, way: str) -> TimedWay:
         behind, histories = self.jobs.behind, self.ways[way]
         before = histories.store.statistics.saving_s
-        watch = Watch()
+        watch = LoadWatch()
         saved = histories.save(str(next(self._names)), behind.tokens, behind.cache)
-        turn_s = Seconds(saved.save_s, watch.disturbed())
+        turn_s = MarkedSeconds(saved.save_s, watch.disturbed())
         beside_s = self.jobs.beside()
         histories.store.flush()
         saving_s = histories.store.statistics.saving_s - before
-        return Timed(turn_s, beside_s, None, 0.0 if way == OFF else saving_s, None)
+        return TimedWay(turn_s, beside_s, None, 0.0 if way == OFF else saving_s, None)
 
 
-class Turn:
+class SavedTurn:
     """A turn with its answer and its save (CachedAttention, figure 20)."""
 
     def __init__(self, jobs: Jobs, prompt: Sequence[int], steps: int, closing: ExitStack) -> None:
@@ -125,27 +124,27 @@ class Turn:
         ways = {OFF: {"io_threads": 0}, "asynchronous": {}}
         self.ways = {way: jobs.behind.opened(closing, host=ROOM, **settings) for way, settings in ways.items()}
 
-    def run(self, way: str) -> Timed:
+    def run(self, way: str) -> TimedWay:
         behind, histories, prompt = self.jobs.behind, self.ways[way], self._prompt
         talk = Conversation(histories, SESSION, len(prompt) + self._steps, turns=2)
         talk.ask(prompt)
-        watch, began = Watch(), perf_counter()
+        watch, began = LoadWatch(), perf_counter()
         cache = behind.start(talk.capacity)
         logits = behind.prefill(cache, prompt)
         talk.begin(cache)
         talk.answered(behind.decode(cache, logits, self._steps), "length")
         saved = talk.save()
-        turn_s = Seconds(perf_counter() - began, watch.disturbed())
+        turn_s = MarkedSeconds(perf_counter() - began, watch.disturbed())
         beside_s = self.jobs.beside()
         hidden_s = saved.hidden_s()
         histories.store.truncate(SESSION, 0.0)
-        return Timed(turn_s, beside_s, talk.save_ahead_s + saved.save_s, hidden_s, None)
+        return TimedWay(turn_s, beside_s, talk.save_ahead_s + saved.save_s, hidden_s, None)
 
 
-Measured = Load | Save | Turn
+Measured = Load | Save | SavedTurn
 
 
-def rows_of(measured: Measured, done: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
+def rows_of(measured: Measured, done: Mapping[str, Sequence[TimedWay]]) -> list[dict[str, Any]]:
     """One for each way."""
     off = done[OFF]
     return [
@@ -166,36 +165,37 @@ def rows_of(measured: Measured, done: Mapping[str, Sequence[Timed]]) -> list[dic
     ]
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [
-        output.column("", "", rows, lambda row: row["what"], left=True),
-        output.column("history or prompt", "tokens", rows, lambda row: str(row["tokens"])),
-        output.column("way", "", rows, lambda row: row["way"], left=True),
-        output.column("read buffer", "layers", rows, lambda row: row["layers"]),
-        output.column("TTFT, save or turn", "ms", rows, output.scaled("turn_s", 1e3)),
-        output.column("waiting", "ms", rows, output.scaled("waited_s", 1e3)),
-        output.column("hidden", "ms", rows, output.scaled("hidden_s", 1e3)),
-        output.column("job beside", "ms", rows, output.scaled("beside_s", 1e3)),
-        output.column("off / this", "", rows, lambda row: row["speedup"]),
-        output.column("with the job beside", "", rows, lambda row: row["both"]),
-    ]
+TABLE = output.table(
+    Cell("", "what", left=True),
+    Cell("history or prompt", "tokens", "tokens"),
+    Cell("way", "way", left=True),
+    Cell("read buffer", "layers", "layers"),
+    Cell("TTFT, save or turn", "turn_s", "ms", 1e3),
+    Cell("waiting", "waited_s", "ms", 1e3),
+    Cell("hidden", "hidden_s", "ms", 1e3),
+    Cell("job beside", "beside_s", "ms", 1e3),
+    Cell("off / this", "speedup"),
+    Cell("with the job beside", "both"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    tokens = {"nargs": "*", "default": [4096]}
+    turns = {"new": 32, "beside": 256, "prompts": [1024, 1312, 1600], "steps": 20, "buffers": [5, 10, 15, 30]}
+    return arguments.parser("overlap", __doc__, tokens=tokens, **turns, shape=None, **arguments.RUN)
 
 
 @torch.inference_mode()
-def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+def main(options: argparse.Namespace) -> None:
     if not (options.tokens or options.prompts):
         raise ValueError("There is nothing to measure: give --tokens or --prompts a length.")
-    source = models.source(options.shape)
-    loaded = source.load(options.dtype, options.device)
     longest = max([*(tokens + options.new for tokens in options.tokens), *options.prompts])
-    models.check_window(loaded, longest, options.steps)
-    text = calibration_text(source.tokenizer(), longest)
+    loaded, text = models.opened(options, longest, options.steps)
     title = (
         f"Loading and saving beside computing: turns of {options.new} tokens, a job of {options.beside} beside them, "
         f"{loaded.name}, {options.dtype}, {options.device}"
     )
-    report = output.Report("overlap", title, options, table, model=loaded.name)
+    report = output.Report("overlap", title, options, TABLE, model=loaded.name)
     with attached(loaded.model, Full()) as kv:
         for tokens in options.tokens:
             if not report.out_of_time(f"{tokens} tokens"):
@@ -205,9 +205,8 @@ def main(words: Sequence[str] | None = None) -> int:
             jobs = Jobs(History(kv, loaded, text, options.beside), options.beside)
             for prompt in options.prompts:
                 if not report.out_of_time(f"prompts of {prompt} tokens"):
-                    _measure(report, Turn(jobs, text[:prompt], options.steps, closing), options.rounds)
+                    _measure(report, SavedTurn(jobs, text[:prompt], options.steps, closing), options.rounds)
     report.finish()
-    return 0
 
 
 def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
@@ -218,28 +217,11 @@ def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], 
 
 
 def _measure(report: output.Report, measured: Measured, rounds: int) -> None:
-    before, calls = report.rows, {way: partial(measured.run, way) for way in measured.ways}
+    calls = {way: partial(measured.run, way) for way in measured.ways}
     for call in calls.values():
         call()
-    for number, done in enumerate(rounds_of(calls, rounds), start=1):
-        rows = rows_of(measured, done)
-        told = (f"{row['way']} {1e3 * row['turn_s'].median:.0f} ms" for row in rows)
-        report.show([*before, *rows], f"{measured.name}, {measured.count}, round {number}: {', '.join(told)}")
+    report.measure(f"{measured.name}, {measured.count}", calls, rounds, partial(rows_of, measured), _told)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bench overlap", description=__doc__)
-    made.add_argument("--tokens", nargs="*", type=arguments.count, default=[4096], help="lengths of the history")
-    made.add_argument("--new", type=arguments.count, default=32, help="tokens of the turn")
-    made.add_argument(
-        "--beside", type=arguments.count, default=256, help="tokens of the job before a turn, behind a save"
-    )
-    made.add_argument(
-        "--prompts", nargs="*", type=arguments.count, default=[1024, 1312, 1600], help="lengths of a turn's prompt"
-    )
-    made.add_argument("--steps", type=arguments.count, default=20, help="tokens that such a turn decodes")
-    made.add_argument(
-        "--buffers", nargs="*", type=arguments.natural, default=[5, 10, 15, 30], help="layers of the read buffer"
-    )
-    models.add_run(made)
-    return made
+def _told(row: output.BenchRow) -> str:
+    return f"{row['way']} {1e3 * row['turn_s'].median:.0f} ms"

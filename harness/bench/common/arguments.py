@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.bench.common import measure
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from methods.budget import is_budget
@@ -122,7 +122,7 @@ def current(name: str) -> torch.device:
     return chosen
 
 
-def shape(options: Namespace) -> Shape:
+def shape(options: Namespace) -> LayerShape:
     """The attention layer that LAYER's options ask for."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
     if heads % kv_heads:
@@ -134,4 +134,6 @@ def shape(options: Namespace) -> Shape:
         raise ValueError(
             f"--head-dim {dim}: a rotation turns the channels of a head in pairs, so choose an even number."
         )
-    return Shape(heads, kv_heads, dim, measure.DTYPES[options.dtype], torch.device(vars(options).get("device", "cpu")))
+    return LayerShape(
+        heads, kv_heads, dim, measure.DTYPES[options.dtype], torch.device(vars(options).get("device", "cpu"))
+    )

@@ -20,7 +20,7 @@ class Counts(NamedTuple):
     waited_s: float  # ready to run, without a CPU
 
 
-class Watch:
+class LoadWatch:
     """Over this process, or another one of this machine, from its making on."""
 
     def __init__(self, process: int | None = None) -> None:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from harness.bench.common.load import Watch
+from harness.bench.common.load import LoadWatch
 from harness.engine.wait import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
-Key = TypeVar("Key")
+CallKey = TypeVar("CallKey")
 Result = TypeVar("Result")
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
@@ -42,13 +42,13 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(above, below, strict=True)])
 
 
-class Seconds(float):
+class MarkedSeconds(float):
     """A measured time, and what it holds besides: a moment in which other processes had our CPU; on a GPU, launches."""
 
     disturbed: bool
     launches: bool
 
-    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> Seconds:
+    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
         made = super().__new__(cls, value)
         made.disturbed, made.launches = disturbed, launches
         return made
@@ -64,23 +64,23 @@ def marks(*samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def seconds(call: Call, device: torch.device) -> Seconds:
+def seconds(call: Call, device: torch.device) -> MarkedSeconds:
     """As a user waits for it: launches, and until the device is done."""
     wait_for(device)
-    watch, began = Watch(), perf_counter()
+    watch, began = LoadWatch(), perf_counter()
     call()
     wait_for(device)
-    return Seconds(perf_counter() - began, watch.disturbed())
+    return MarkedSeconds(perf_counter() - began, watch.disturbed())
 
 
-def own_seconds(call: Call, device: torch.device) -> Seconds:
+def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:
     """The device's own time. On a GPU by CUDA events, behind a pause of the device in which the host launches all of
     `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
     if device.type != "cuda":
         return seconds(call, device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     wait_for(device)
-    watch = Watch()
+    watch = LoadWatch()
     with torch.cuda.device(device):
         torch.cuda._sleep(PAUSE_CYCLES)
         began.record()
@@ -88,7 +88,7 @@ def own_seconds(call: Call, device: torch.device) -> Seconds:
         late = began.query()
         ended.record()
     wait_for(device)
-    return Seconds(began.elapsed_time(ended) / 1e3, late and watch.disturbed(), late)
+    return MarkedSeconds(began.elapsed_time(ended) / 1e3, late and watch.disturbed(), late)
 
 
 class Cold:
@@ -99,7 +99,7 @@ class Cold:
         self.device = device
         self.other = torch.zeros(CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Call) -> Seconds:
+    def __call__(self, call: Call) -> MarkedSeconds:
         self.other.add_(1)
         return own_seconds(call, self.device)
 
@@ -115,15 +115,15 @@ def interleaved(
     return times
 
 
-def rounds_of(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> Iterator[dict[Key, list[Result]]]:
+def rounds_of(calls: Mapping[CallKey, Callable[[], Result]], rounds: int) -> Iterator[dict[CallKey, list[Result]]]:
     """Each call `rounds` times, in turn: all results so far, after each round."""
-    done: dict[Key, list[Result]] = {key: [] for key in calls}
+    done: dict[CallKey, list[Result]] = {key: [] for key in calls}
     for place in range(rounds):
         for key in turned(calls, place):
             done[key].append(calls[key]())
         yield done
 
 
-def turned(keys: Collection[Key], place: int) -> list[Key]:
+def turned(keys: Collection[CallKey], place: int) -> list[CallKey]:
     """Of round `place`: the order turns round from round to round, so that nothing always comes first."""
     return list(keys)[:: -1 if place % 2 else 1]

@@ -14,7 +14,7 @@ from harness.config.catalogue import entries
 from harness.config.plugins import build
 from methods.base import BudgetError, Method
 
-Measure = Callable[[Method], dict[str, Any]]  # -> a row's numbers
+MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 
 def names() -> list[str]:
@@ -44,7 +44,7 @@ def chosen(specs: Sequence[str]) -> dict[str, Method]:
 
 
 def measured(
-    options: Namespace, report: Report, behind: Callable[[int], Measure], told: Callable[[dict[str, Any]], str]
+    options: Namespace, report: Report, behind: Callable[[int], MeasureMethod], told: Callable[[dict[str, Any]], str]
 ) -> None:
     """A row for every method behind a prompt of every length. `behind`: that length -> what measures a method there.
     A budget that is too small for a method, or a lack of memory, is a row that says so."""

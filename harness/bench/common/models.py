@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import Namespace
 
-from harness.bench.common import arguments
-from harness.models.base import DTYPES, LoadedModel
+from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
-
-
-def add_run(parser: ArgumentParser) -> None:
-    """What is measured on a whole model, turn by turn."""
-    parser.add_argument("--rounds", type=arguments.count, default=5)
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
-    parser.add_argument("--device", default="cpu", type=arguments.device)
-    for name, default in {"shape": None, **arguments.OUT}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **arguments.OPTIONS[name])
+from harness.prompts.calibration import calibration_text
 
 
 def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
     """`layers` of the random weights; None for all."""
     return Random(shape, layers, 0, "auto") if shape else SmolLM2()
+
+
+def opened(options: Namespace, tokens: int, new: int) -> tuple[LoadedModel, list[int]]:
+    """The model, and so many tokens of a text; `new` ones may come behind it."""
+    chosen = source(options.shape)
+    loaded = chosen.load(options.dtype, options.device)
+    check_window(loaded, tokens, new)
+    return loaded, calibration_text(chosen.tokenizer(), tokens)
 
 
 def check_window(loaded: LoadedModel, tokens: int, new: int) -> None:

@@ -13,7 +13,7 @@ from textwrap import fill
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from harness.bench.common.measure import Estimate
+from harness.bench.common.measure import CallKey, Estimate, Result, rounds_of
 from harness.results.files import write_atomically
 from harness.results.provenance import now, provenance
 from harness.terminal.notices import say
@@ -22,8 +22,8 @@ from kernels.temporary import remove_abandoned
 
 ROOT = Path("results/runs/bench")
 PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
-Row = Mapping[str, Any]
-Table = Callable[[Sequence[Row]], list[Column]]  # of rows without an error
+BenchRow = Mapping[str, Any]
+Table = Callable[[Sequence[BenchRow]], list[Column]]  # of rows without an error
 Picture = Callable[..., None]  # of a path and such rows, and a title
 
 
@@ -35,7 +35,7 @@ class Report:
         self.title, self.table = title, table
         self.minutes, self.no_plot = getattr(options, "minutes", None), getattr(options, "no_plot", False)
         self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
         self.left_out: list[str] = []
         asked = {name: value for name, value in vars(options).items() if name not in PLACES}
         stamp = provenance(str(asked.get("device", "cpu")))
@@ -46,15 +46,29 @@ class Report:
         self.folder.mkdir(parents=True, exist_ok=True)
         say(f"{title}\nEach row goes to {self.folder} as it comes.")
 
-    def add(self, row: Row, line: str) -> None:
+    def add(self, row: BenchRow, line: str) -> None:
         """`line`: the row as the screen shows it."""
         self.show([*self.rows, row], line)
 
-    def show(self, rows: Sequence[Row], line: str) -> None:
+    def show(self, rows: Sequence[BenchRow], line: str) -> None:
         """In place of the rows so far, for those that grow with every round."""
         self.rows = list(rows)
         self._write("partial")
         say(line + (f" ({mark} samples disturbed)" if (mark := _marked("disturbed")(self.rows[-1])) else ""))
+
+    def measure(
+        self,
+        what: str,
+        calls: Mapping[CallKey, Callable[[], Result]],
+        rounds: int,
+        rows_of: Callable[[Mapping[CallKey, Sequence[Result]]], Sequence[BenchRow]],
+        told: Callable[[BenchRow], str],
+    ) -> None:
+        """The rows of `what`, anew after each round of its calls."""
+        before = self.rows
+        for number, done in enumerate(rounds_of(calls, rounds), start=1):
+            rows = rows_of(done)
+            self.show([*before, *rows], f"{what}, round {number}: {', '.join(map(told, rows))}")
 
     def out_of_time(self, what: str) -> bool:
         """Whether --minutes are over, so that `what` is left out."""
@@ -63,7 +77,7 @@ class Report:
             self.left_out.append(what)
         return over
 
-    def finish(self, picture: Picture | None = None) -> list[Row]:
+    def finish(self, picture: Picture | None = None) -> list[BenchRow]:
         """Prints the table and draws the rows without an error, where matplotlib is there and a picture is asked for;
         returns them."""
         good = self._good()
@@ -77,7 +91,7 @@ class Report:
                 picture(self.folder / "plot.png", good, title=fill(self.title, 90))
         return good
 
-    def _good(self) -> list[Row]:
+    def _good(self) -> list[BenchRow]:
         return [row for row in self.rows if "error" not in row]
 
     def _columns(self) -> list[Column]:
@@ -112,12 +126,12 @@ class Cell(NamedTuple):
     """One column of a table. `of`: the key of a row, with a dot for a key within it, or what a row is told as."""
 
     head: str
-    of: str | Callable[[Row], Any]
+    of: str | Callable[[BenchRow], Any]
     unit: str = ""
     factor: float = 1
     left: bool = False
 
-    def value(self, row: Row) -> Any:
+    def value(self, row: BenchRow) -> Any:
         """None, and what a row lacks, is empty; of an estimate each of its three values is scaled."""
         value: Any = self.of(row) if callable(self.of) else row
         for key in [] if callable(self.of) else self.of.split("."):
@@ -133,17 +147,19 @@ def table(*cells: Cell) -> Table:
     ]
 
 
-def some(key: str) -> Callable[[Row], Any]:
+def some(key: str) -> Callable[[BenchRow], Any]:
     """A number of the row, empty where it is 0."""
     return lambda row: row[key] or None
 
 
-def _marked(kind: str) -> Callable[[Row], str | None]:
+def _marked(kind: str) -> Callable[[BenchRow], str | None]:
     """How many of a row's samples have that mark; None where none has."""
     return lambda row: f"{row[kind]} of {row['samples']}" if row.get(kind) else None
 
 
-def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, labels: tuple[str, str], title: str) -> None:
+def lines(
+    path: Path, rows: Sequence[BenchRow], *, x: str, y: str, series: str, labels: tuple[str, str], title: str
+) -> None:
     """One line per series over x, both axes logarithmic, intervals as bands."""
     figure, axes = _axes(5)
     names = list(dict.fromkeys(row[series] for row in rows))
@@ -163,7 +179,7 @@ def lines(path: Path, rows: Sequence[Row], *, x: str, y: str, series: str, label
     figure.savefig(path, dpi=120)
 
 
-def bars(path: Path, rows: Sequence[Row], *, label: str, y: str, unit: str, title: str) -> None:
+def bars(path: Path, rows: Sequence[BenchRow], *, label: str, y: str, unit: str, title: str) -> None:
     """One bar per row with its interval."""
     shown = [row for row in rows if row[y]]
     figure, axes = _axes(0.3 * len(shown) + 1.2)
@@ -198,11 +214,3 @@ def _text(value: Any) -> str:
         middle, low, high = Estimate(*value)
         return f"{digits(middle)} {digits(low)}-{digits(high)}"
     return str(value) if isinstance(value, str | int) else digits(value)
-
-
-def column(head: str, unit: str, rows: Sequence[Row], cell: Callable[[Row], Any], left: bool = False) -> Column:
-    return table(Cell(head, cell, unit, left=left))(rows)[0]
-
-
-def scaled(key: str, factor: float) -> Callable[[Row], Any]:
-    return Cell(key, key, factor=factor).value

@@ -18,7 +18,7 @@ Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """One attention layer of a model."""
 
     heads: int
@@ -76,6 +76,6 @@ class Shape:
         return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
 
 
-def _random(seed: int, shape: tuple[int, ...], like: Shape) -> Tensor:
+def _random(seed: int, shape: tuple[int, ...], like: LayerShape) -> Tensor:
     draw = torch.Generator(like.device).manual_seed(seed)
     return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)

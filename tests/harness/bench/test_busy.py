@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.bench import __main__ as bench
 from harness.bench import busy
 
 
@@ -14,7 +15,7 @@ def test_a_row_holds_both_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(busy, "SETTLE_S", 0.0)
     monkeypatch.setattr(busy, "STEPS", 2)
     words = "--tokens 300 --budget 40 --heads 4 --kv-heads 2 --head-dim 64 --rounds 2 --methods full sparq --out"
-    assert busy.main([*words.split(), str(tmp_path)]) == 0
+    assert bench.main(["busy", *words.split(), str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["full", "sparq"]
     assert all(row["alone_s"][0] > 0 and row["beside_s"][0] > 0 for row in rows)

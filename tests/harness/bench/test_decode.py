@@ -17,7 +17,7 @@ from harness.bench import decode
 from harness.bench.calibrate import Limits
 from harness.bench.common import methods
 from harness.bench.common.arguments import budget
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.hf import layer_specs, routed
 from methods.base import CacheState
@@ -98,7 +98,7 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     assert decoding.cache.num_tokens == 100 + 4
     assert decoding.first.measured["attended_prompt"] == 40
     spec = layer_specs(model)[0]
-    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))
+    shape = LayerShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))
     seen: list[Any] = []
 
     class Seen(Layer):

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from harness.bench import __main__ as bench
-from harness.bench.generate import FOLLOWED, Timed, agreement, compare
+from harness.bench.generate import FOLLOWED, TimedRun, agreement, compare
 from harness.models.random import Random
 
 
 def test_best_of_each_may_be_different_dtypes() -> None:
     runs = {
-        ("ours", "fp32"): [Timed([1, 2], 4.0, 2.0)] * 3,
-        ("ours", "bf16"): [Timed([1, 2], 2.0, 1.0)] * 3,
-        ("generate", "fp32"): [Timed([1, 2], 5.0, 4.0)] * 3,
-        ("generate", "bf16"): [Timed([1, 3], 4.0, 8.0)] * 3,
+        ("ours", "fp32"): [TimedRun([1, 2], 4.0, 2.0)] * 3,
+        ("ours", "bf16"): [TimedRun([1, 2], 2.0, 1.0)] * 3,
+        ("generate", "fp32"): [TimedRun([1, 2], 5.0, 4.0)] * 3,
+        ("generate", "bf16"): [TimedRun([1, 3], 4.0, 8.0)] * 3,
     }
-    fp32, bf16, best = compare(runs, ["fp32", "bf16"], 100, eos={9}, agree={"fp32": 1.0, "bf16": 0.9})
+    fp32, bf16, best = compare(runs, 100, eos={9}, agree={"fp32": 1.0, "bf16": 0.9})
     assert fp32["same_tokens"]
     assert not bf16["same_tokens"]
     assert best["ttft_s"]["dtypes"] == ["bf16", "bf16"]
@@ -31,8 +31,8 @@ def test_best_of_each_may_be_different_dtypes() -> None:
 
 
 def test_tokens_behind_the_first_eos_are_not_compared() -> None:
-    runs = {("ours", "fp32"): [Timed([1, 9, 3], 1.0, 1.0)], ("generate", "fp32"): [Timed([1, 9, 4], 1.0, 1.0)]}
-    (row,) = compare(runs, ["fp32"], 100, eos={9}, agree={"fp32": 1.0})
+    runs = {("ours", "fp32"): [TimedRun([1, 9, 3], 1.0, 1.0)], ("generate", "fp32"): [TimedRun([1, 9, 4], 1.0, 1.0)]}
+    (row,) = compare(runs, 100, eos={9}, agree={"fp32": 1.0})
     assert row["same_tokens"]
 
 

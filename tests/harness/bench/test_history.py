@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.bench import __main__ as bench
-from harness.bench.history import Timed, rows_of
+from harness.bench.history import TimedTurn, rows_of
 
 
 @pytest.mark.tokens
@@ -37,8 +37,8 @@ def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
 
 
 def test_a_way_that_says_another_first_token_is_told() -> None:
-    def runs(token: int, seconds: float) -> list[Timed]:
-        return [Timed(seconds, 0.1, 0.0, token, 0)] * 3
+    def runs(token: int, seconds: float) -> list[TimedTurn]:
+        return [TimedTurn(seconds, 0.1, 0.0, token, 0)] * 3
 
     turn: Any = SimpleNamespace(behind=SimpleNamespace(count=9), stored_bytes=lambda way: None)
     done = {"recompute": runs(7, 4.0), "device_prefix": runs(7, 2.0), "disk": runs(8, 1.0)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.bench import kvpress
-from harness.bench.common.measure import Seconds
+from harness.bench.common.measure import MarkedSeconds
 from harness.bench.kvpress import PRESSES, Peer, Sample
 from harness.config.settings import GenerationSettings, Settings
 from harness.jobs.job import Job
@@ -81,7 +81,7 @@ def test_both_sides_answer_the_same_prompt(folder: Path, monkeypatch: pytest.Mon
 
 def test_the_best_dtype_of_each_side_is_held_against_the_other_s() -> None:
     def times(*seconds: float) -> list[Sample]:
-        return [Sample(Seconds(one), 0.5, 3) for one in seconds]
+        return [Sample(MarkedSeconds(one), 0.5, 3) for one in seconds]
 
     samples = {
         ("ours", ("h2o", "fp32")): times(2, 2),

@@ -17,7 +17,7 @@ from harness.bench import layer
 from harness.bench.calibrate import Limits
 from harness.bench.common import methods
 from harness.bench.common.measure import Estimate, ratios
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.bench.common.traffic import bytes_read
 from harness.bench.layer import LayerDecoding
 from harness.engine.step_parts import PHASES
@@ -27,7 +27,7 @@ from kernels.reference import Segment
 from methods.full import Full
 
 LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
-SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--budget", "128", "--dtype", "fp32", "--rounds", "2"]
 TOKENS = 600
 

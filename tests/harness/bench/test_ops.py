@@ -16,14 +16,14 @@ from harness.bench import ops as bench_ops
 from harness.bench.calibrate import Limits
 from harness.bench.common.arguments import current
 from harness.bench.common.measure import Cold, interleaved
-from harness.bench.common.synthetic import Shape
+from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import FaissSearch, faiss_kmeans, rival
 from kernels import ops, reference
 from kernels.dispatch import use_backend
 
 CPU = torch.device("cpu")
-SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
+SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
 INPUTS = Inputs(SHAPE, tokens=600, budget=128, prefill=40)
 LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "600", "--budget", "128", "--prefill", "40"]

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,19 @@ import torch
 
 from harness.bench import __main__ as bench
 from harness.bench.common import load, measure, output
-from harness.bench.common.load import Counts, Watch
-from harness.bench.common.measure import Seconds, marks, own_seconds
-from harness.terminal.tables import Column
+from harness.bench.common.load import Counts, LoadWatch
+from harness.bench.common.measure import MarkedSeconds, marks, own_seconds
 from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]
 CLEAN = {"samples": 3, "disturbed": 0, "with_launches": 0}
 
 
-def table(rows: Sequence[output.Row]) -> list[Column]:
-    return [output.column("what", "", rows, lambda row: row["what"], left=True)]
+TABLE = output.table(output.Cell("what", "what", left=True))
 
 
 def report(folder: Path | None, **options: Any) -> output.Report:
-    return output.Report("ops", "A title", argparse.Namespace(out=folder, device="cpu", **options), table, limits={})
+    return output.Report("ops", "A title", argparse.Namespace(out=folder, device="cpu", **options), TABLE, limits={})
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -117,8 +115,8 @@ def test_an_interrupted_benchmark_says_where_it_is(
 
 def test_disturbed_samples_are_marked_in_row_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = report(tmp_path)
-    made.add({"what": "calm", **marks([Seconds(1.0), Seconds(2.0)])}, "calm")
-    made.add({"what": "held up", **marks([Seconds(1.0, disturbed=True)], [Seconds(2.0)])}, "held up")
+    made.add({"what": "calm", **marks([MarkedSeconds(1.0), MarkedSeconds(2.0)])}, "calm")
+    made.add({"what": "held up", **marks([MarkedSeconds(1.0, disturbed=True)], [MarkedSeconds(2.0)])}, "held up")
     made.finish()
     printed = capsys.readouterr().out
     assert "held up (1 of 2 samples disturbed)\n" in printed
@@ -153,7 +151,7 @@ def test_a_sample_is_disturbed_where_threads_lost_their_cpu_for_long(
     clock, found = iter([10.0, 11.0]), iter([Counts(5, 2.0), Counts(5 + switches, 2.0 + waited_s)])
     monkeypatch.setattr(load, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(load, "counts", lambda process: next(found))
-    assert Watch().disturbed() == disturbed
+    assert LoadWatch().disturbed() == disturbed
 
 
 BUSY = "import os; os.sched_setaffinity(0, {%d})\nprint('on', flush=True)\nwhile True: pass"
@@ -169,7 +167,7 @@ def test_a_neighbour_on_our_cpu_is_seen() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         os.sched_setaffinity(0, {cpu})
-        watch = Watch()
+        watch = LoadWatch()
         while not watch.disturbed():  # else the suite's own limit ends this
             sum(range(100_000))
     finally:
@@ -245,4 +243,4 @@ def test_limits_are_a_benchmark_of_their_own(tmp_path: Path, monkeypatch: pytest
 
 def test_marks_of_plain_numbers_are_none() -> None:
     assert marks([1.0, 2.0], []) == {"samples": 2, "disturbed": 0, "with_launches": 0}
-    assert measure.estimate([Seconds(1.0), Seconds(3.0)]).median == 2.0
+    assert measure.estimate([MarkedSeconds(1.0), MarkedSeconds(3.0)]).median == 2.0
