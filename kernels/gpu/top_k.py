@@ -1,7 +1,8 @@
 """Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by bit.
 
-torch.topk launches some twenty kernels for a long row. A row longer than a program holds is cut, and a second launch
-chooses among the best of its pieces; a large k of a very long row is left to torch.
+torch.topk launches some twenty kernels for a long row. A row longer than a program holds is cut, and a further launch
+chooses among the best of its pieces, which are cut again as long as that leaves fewer; a k of which every piece is full
+is left to torch.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     rows = (scores if scores.stride(-1) == 1 else scores.contiguous()).flatten(0, -2)
     if not (count and len(rows)):
         return torch.empty((*scores.shape[:-1], count), dtype=torch.int64, device=scores.device)
-    out, keys = _select(rows, None, count, _pieces(scores))
-    if keys is not None:
-        out, _ = _select(keys, out, count, 1)
+    first, *further = _cuts(scores.shape[-1], count)
+    out, keys = _select(rows, None, count, first)
+    for pieces in further:
+        out, keys = _select(keys, out, count, pieces)
     return out.view(*scores.shape[:-1], count)
 
 
@@ -35,24 +37,41 @@ def top_k_refuses(scores: Tensor, count: int) -> str | None:
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
     if count > scores.shape[-1]:
         return "leaves the error for too large a count to torch"
-    if (pieces := _pieces(scores)) > 1 and pieces * count > _HELD:
-        return f"chooses up to {_HELD // pieces} of {scores.shape[-1]}, got {count}"
+    if not _cuts(scores.shape[-1], count):
+        return f"cannot narrow {scores.shape[-1]} down to {count} in pieces of {_HELD}"
     return unfit(scores)
 
 
-def _pieces(scores: Tensor) -> int:
-    return triton.cdiv(scores.shape[-1], _HELD)
+def _cuts(size: int, count: int) -> list[int]:
+    """Return into how many pieces each launch cuts what the one before it left; none where that would not end."""
+    cuts = [triton.cdiv(size, _HELD)]
+    while cuts[-1] > 1:
+        left = cuts[-1] * count
+        if left >= size:
+            return []
+        size = left
+        cuts.append(triton.cdiv(size, _HELD))
+    return cuts
 
 
-def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[Tensor, Tensor | None]:
-    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S]; for several pieces their
-    keys as well."""
+def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with several pieces
+    their keys; with one nobody reads those, and the tensor is empty."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
-    keys = torch.empty((rows, pieces * count), dtype=torch.int32, device=x.device) if pieces > 1 else None
+    keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
     wide = padded(triton.cdiv(size, pieces))
     _best[(rows, pieces)](
-        x, names, out, keys, x.stride(0), size, count, wide, min(wide, _PLACED), num_warps=min(32, max(1, wide // 256))
+        x,
+        names,
+        out,
+        keys if pieces > 1 else None,
+        x.stride(0),
+        size,
+        count,
+        wide,
+        min(wide, _PLACED),
+        num_warps=min(32, max(1, wide // 256)),
     )
     return out, keys
 
