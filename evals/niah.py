@@ -125,7 +125,7 @@ class Niah(Task):
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Count the tokens that everything but the haystack needs."""
+        """Return the tokens that are kept free for everything but the haystack: `buffer`, or as many as that needs."""
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)

@@ -1,5 +1,4 @@
-"""Ada-KV: SnapKV with one budget for all KV heads of a layer, of which each gets what its votes are worth (arXiv
-2407.11550).
+"""Ada-KV: evicts as SnapKV does, under one budget that the KV heads of a layer share by their votes (arXiv 2407.11550).
 
 The votes of all heads of a layer are ranked together, and the best are kept, as many as all heads may keep: a head's
 share is how many of its tokens are among them. A floor gives every head a part of the even share, since a head with low

@@ -19,7 +19,7 @@ class BudgetError(ValueError):
 
 
 def is_budget(asked: object) -> bool:
-    """Whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
+    """Say whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
     if isinstance(asked, bool):
         return False
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)

@@ -30,8 +30,8 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: what is kept beyond it, as the module
-    says."""
+    """Holds the parameters. sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: what is kept
+    beyond it, as the module says."""
 
     selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(

@@ -1,4 +1,4 @@
-"""InfLLM: a local window and retrieved blocks of the far context, at prefill too (arXiv 2402.04617).
+"""InfLLM: reads a local window and retrieved blocks of the far context, at prefill too (arXiv 2402.04617).
 
 Tokens that leave the window fill blocks. A block's representative is, per query head, the mean key of the tokens that
 drew the most attention while they were in the window. An execution block of queries (a single one when decoding) reads

@@ -22,7 +22,8 @@ from methods.tiers.integers import IntCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens are quantised together."""
+    """Holds the parameters. bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens are
+    quantised together."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True

@@ -29,7 +29,8 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
-    """n_init: how many first tokens are always read; 10 and 100 gave the paper's authors the same."""
+    """Holds the parameter n_init: how many first tokens are always read; 10 and 100 gave the paper's authors the
+    same."""
 
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False

@@ -23,7 +23,7 @@ from methods.parts.windows import Windowed
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Windowed):
-    """sinks, recent_ratio: how the budget is split, see `Windowed`."""
+    """Holds the parameters sinks and recent_ratio, which split the budget (see `Windowed`)."""
 
     rows_stay: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV with more of the budget in the lower layers (arXiv 2406.02069).
+"""PyramidKV: evicts as SnapKV does, with more of the budget in the lower layers (arXiv 2406.02069).
 
 As in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms the pyramid:
 these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their mean. Together the

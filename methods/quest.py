@@ -46,8 +46,8 @@ from methods.parts.hit_cache import token_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
-    """page_size: tokens of a page. min_pages: how many pages a budget must hold. dense_layers: those that read
-    everything."""
+    """Holds the parameters. page_size: tokens of a page. min_pages: how many pages a budget must hold. dense_layers:
+    those that read everything. select_per and last_page: as the module says."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True

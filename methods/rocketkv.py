@@ -89,7 +89,7 @@ class RocketKV(SnapKV):
 
     @property
     def smallest_budget(self) -> int:
-        """Return room for half of what is kept at least: the window and one token more."""
+        """Return half of what must be kept, the window and one token, since twice the budget is kept at least."""
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:

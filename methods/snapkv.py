@@ -29,8 +29,8 @@ from methods.pools import KVStore
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """window: how many last queries vote, whose tokens are kept too. kernel: over how many tokens votes are pooled, an
-    odd number (1: none)."""
+    """Holds the parameters. window: how many last queries vote, whose tokens are kept too. kernel: over how many tokens
+    votes are pooled, an odd number (1: none)."""
 
     selects: ClassVar[bool] = False
     card: ClassVar[Card | None] = Card(

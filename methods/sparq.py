@@ -34,8 +34,8 @@ from methods.tiers.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """r: channels of a key that are read. mean_value, channel_copy: as the module says. The budget is split as in
-    `Windowed`."""
+    """Holds the parameters. r: channels of a key that are read. mean_value, channel_copy: as the module says. The
+    budget is split as in `Windowed`."""
 
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True

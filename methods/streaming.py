@@ -22,8 +22,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """sinks: how many first tokens are kept. positions: `cache` (the paper: places in the cache) or `original` (true
-    positions)."""
+    """Holds the parameters. sinks: how many first tokens are kept. positions: `cache` (the paper: places in the cache)
+    or `original` (true positions)."""
 
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}

@@ -61,7 +61,7 @@ class Generator(ABC):
         return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
 
     def largest(self, tokens_per_unit: float) -> int:
-        """Return the size at which the official search ends."""
+        """Return the size up to which the official search goes."""
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:

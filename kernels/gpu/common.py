@@ -75,7 +75,8 @@ def _device() -> Any:
 
 
 def _programs_wanted() -> int:
-    """Return four programs per multiprocessor; few under the interpreter, but enough to cut even small inputs."""
+    """Return how many programs to aim for: four per multiprocessor; few under the interpreter, but enough to cut even
+    small inputs."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 

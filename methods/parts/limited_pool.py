@@ -45,10 +45,10 @@ class LimitedPool:
     def take(self, fetches: Iterable[Fetched]) -> None:
         """Let the prompt enter token by token. `fetches` holds what each token but the first fetches before that, where
         the policy looks at it; they may be made one by one from what the pool then holds."""
-        left = iter(fetches)
+        remaining = iter(fetches)
         for column in range(self.columns):
             if column and self.policy != "fifo":
-                self.fetched(*next(left))
+                self.fetched(*next(remaining))
             self.enter(column)
 
     def fetched(self, rows: Tensor, counts: Counts) -> None:
