@@ -162,9 +162,11 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
     rows = rows_of(content, "task.source").rows
     for number, row in enumerate(rows, 1):
         if not {"conversations", "turns"} & row.keys():
-            raise TaskError(f"row {number} of {file} lacks 'conversations' or 'turns': it should be {LAYOUTS}")
+            raise TaskError(
+                f"task.source: row {number} of {file} lacks 'conversations' or 'turns': it should be {LAYOUTS}"
+            )
         said = law.SHAREGPT if "conversations" in row else {"turns": ["text"]}
-        check(row, said | NAMES, f"row {number} of {file}")
+        check(row, said | NAMES, f"task.source: row {number} of {file}")
     for number, row in enumerate(rows, 1):
         if turns := _turns(row):
             known = [row[name] for name in ("id", "question_id") if row.get(name) is not None]

@@ -14,7 +14,7 @@ from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import require
 from evals.needles import leading_digits, scored_digits
 from evals.ruler import official, qa, scoring
-from evals.ruler.factory import Factory
+from evals.ruler.factory import DoesNotFit, Factory
 from evals.ruler.fitting import SMALLEST
 from evals.ruler.niah import KINDS, Needles, asked
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
@@ -92,19 +92,23 @@ class Ruler(Task):
         """Yield examples by length, then by task, then by sample. Missing data and lengths too short are refused before
         the first one."""
         if self.source is not None:
-            files = official.find(Path(self.source), self.tasks, self.lengths)
+            files = official.find(Path(self.source).expanduser(), self.tasks, self.lengths)
             return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
         self._check(env)
         factory = Factory(env, self.tasks, self.haystack, self.questions)
         self._provenance.update(factory.provenance())
-        groups: list[Group] = []
+        groups, unfit = list[Group](), list[str]()
         for length in self.lengths:
             for task in self.tasks:
                 make = partial(factory.prompts, task, length, self.samples)
                 if length <= EAGER:
-                    prompts = make()
-                    make = partial(list, prompts)
+                    try:
+                        make = partial(list, make())
+                    except DoesNotFit as error:
+                        unfit.append(str(error))
                 groups.append((task, length, make))
+        if unfit:
+            raise TaskError(f"{', '.join(unfit)}: raise task.lengths, or leave them out of task.tasks")
         return self._examples(groups)
 
     def score(self, example: Example, output: str) -> Score:

@@ -25,6 +25,13 @@ FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they 
 GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached ones are then made again
 
 
+class DoesNotFit(TaskError):
+    """A prompt of `task` is longer than `length`; from `works` tokens on none is."""
+
+    def __init__(self, task: str, length: int, works: int) -> None:
+        super().__init__(f"{task} does not fit {length} tokens (from {works} on it is sure to)")
+
+
 class Factory:
     """Makes the prompts of one run. It reads data sets at once, and only those that the run's tasks need."""
 
@@ -54,7 +61,7 @@ class Factory:
         try:
             prompts = self._generator(task, length).prompts(samples)
         except TooShort as error:
-            raise TaskError(self._advice(task, length, samples)) from error
+            raise DoesNotFit(task, length, self._works(task, length, samples)) from error
         stamp = {"generator": OFFICIAL if length >= OFFICIAL_FROM else FINE, "haystack": self._haystack_name(task)}
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
 
@@ -95,13 +102,13 @@ class Factory:
             case _:
                 return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
 
-    def _advice(self, task: str, length: int, samples: int) -> str:
-        """Name the smallest length that works. From `OFFICIAL_FROM` tokens on a task may need more, since the official
+    def _works(self, task: str, length: int, samples: int) -> int:
+        """The smallest length that is sure to. From `OFFICIAL_FROM` tokens on a task may need more, since the official
         units are coarser."""
         works = self._generator(task, length).smallest_length(samples)
         if length < OFFICIAL_FROM <= works:
             works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))
-        return f"{task} does not fit {length} tokens: the smallest length that is sure to work is {works}"
+        return works
 
     @cached_property
     def _essay(self) -> list[str]:

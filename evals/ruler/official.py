@@ -27,15 +27,16 @@ class OfficialFile:
     def prompts(self, samples: int) -> list[FilledTemplate]:
         """Read the first `samples` records."""
         content = self.path.read_bytes()
-        lines = text_of(content, str(self.path)).split("\n")  # other line separators may stand inside a record
+        lines = text_of(content, self._place).split("\n")  # other line separators may stand inside a record
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        if samples > len(numbered):
-            raise too_few(str(self.path), "records", len(numbered), samples)
         stamp = f"official file {hashlib.sha256(content).hexdigest()[:16]}"
-        return [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
+        prompts = [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
+        if samples > len(numbered):
+            raise too_few(self._place, "records", len(numbered), samples)
+        return prompts
 
     def _prompt(self, line: str, number: int, stamp: str) -> FilledTemplate:
-        record = value_of(line, RECORD, f"{self.path}, line {number}")
+        record = value_of(line, RECORD, f"{self._place}, line {number}")
         template = TEMPLATES[FAMILIES[self.task]]
         user, prefix = record["input"], record.get("answer_prefix")
         if prefix is None:
@@ -52,7 +53,11 @@ class OfficialFile:
         return FilledTemplate(user[:start], user[start:], prefix, tuple(record["outputs"]), data)
 
     def _error(self, number: int, what: str) -> TaskError:
-        return TaskError(f"{self.path}, line {number}: {what}")
+        return TaskError(f"{self._place}, line {number}: {what}")
+
+    @property
+    def _place(self) -> str:
+        return f"task.source: {self.path}"
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:

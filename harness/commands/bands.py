@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.results import bands
 from harness.results.records import StoreError
 from harness.results.store import find, load
+from harness.terminal.paths import typed
 from harness.terminal.tables import Column, percent, text_table
 
 
@@ -63,8 +63,8 @@ def _conditions(about: bands.About) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.bands", description=__doc__)
-    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="folder of a run, or any above it")
-    parser.add_argument("--file", type=Path, default=bands.FILE, help="where bands are kept (default: %(default)s)")
+    parser.add_argument("folders", nargs="*", type=typed, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("--file", type=typed, default=bands.FILE, help="where bands are kept (default: %(default)s)")
     return parser
 
 

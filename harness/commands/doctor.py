@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -130,7 +131,8 @@ def _free_memory() -> float:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    argparse.ArgumentParser(prog="python -m harness.doctor", description=__doc__).parse_args(arguments)
     found = list(checks())
     for check in found:
         print(f"{check.level:<5} {check.subject:<13} {check.text}")
@@ -144,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

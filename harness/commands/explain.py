@@ -20,6 +20,7 @@ from harness.results import files, triage
 from harness.results.records import StoreError
 from harness.results.store import find, load_all
 from harness.results.summary_file import Neighbours
+from harness.terminal.paths import typed
 from harness.terminal.tables import text_table
 from harness.terminal.visible import visible
 
@@ -77,7 +78,7 @@ def _draw(one: Subject) -> Iterator[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.explain", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or any above it")
+    parser.add_argument("folders", nargs="+", type=typed, metavar="RUN", help="folder of a run, or any above it")
     parser.add_argument("--plots", action="store_true", help="draw where needles were lost, into plots beside RUN")
     return parser
 

@@ -27,6 +27,7 @@ from harness.jobs.planning.effective import (
     without_effect_here,
 )
 from harness.jobs.planning.items import Item, prepare
+from harness.terminal.paths import typed
 from harness.terminal.visible import visible
 
 OF_RUNS = (  # keys, or what they begin with
@@ -37,7 +38,10 @@ OF_RUNS = (  # keys, or what they begin with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.show < 0:
+        parser.error(f"--show {options.show} should be a number of prompts, from 0 on")
     try:
         return _lint(options.overrides, options.config_dir, options.show)
     except Exception as error:
@@ -99,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.lint", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for python -m harness")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N prompts whole")
-    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 
 

@@ -21,6 +21,7 @@ from harness.terminal.markup import aligned, code, table
 USAGE = (
     "usage: python -m harness.list [method|task|model|experiment][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
 )
+FLAGS = ("--config-dir", "-cd", "--markdown")
 KINDS = (*GROUPS, EXPERIMENT)
 
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
@@ -53,6 +54,9 @@ def _main(arguments: Sequence[str]) -> int:
     if "--markdown" in arguments:
         print(markdown(entries("method", folders)), end="")
         return 0
+    if strange := [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in FLAGS]:
+        print(f"error: there is no flag {strange[0]}{suggestion(strange[0], FLAGS)}\n{USAGE}", file=sys.stderr)
+        return 2
     unknown = [a for a in arguments if a not in asked and not a.startswith("-") and not _is_value(a, arguments)]
     if unknown:
         print(f"error: there is no kind {unknown[0]!r}{suggestion(unknown[0], KINDS)}\n{USAGE}", file=sys.stderr)

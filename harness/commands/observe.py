@@ -22,6 +22,7 @@ from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
 from harness.terminal.lasting import lasting_output
+from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 from harness.terminal.tables import Column, text_table
 
@@ -101,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.observe", description=__doc__)
     parser.add_argument("what", metavar="WHAT", help=", ".join(OBSERVATIONS))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="task, model, ... and the observation's own")
-    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 
 

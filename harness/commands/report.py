@@ -20,6 +20,7 @@ from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
+from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 from harness.terminal.visible import visible
 from methods.tiers.tier import TIERS, bytes_key
@@ -46,8 +47,8 @@ MOST_PLACES = 5
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.html and options.html.suffix == ".html":
-        parser.error(f"--html takes a folder, and writes index.html there: --html {options.html.with_suffix('')}")
+    if options.html and (options.html.suffix == ".html" or options.html.is_file()):
+        parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
     with Stoppable("the same command begins anew") as stop:
         return _reported(options)
     return stop.code
@@ -71,7 +72,9 @@ def _reported(options: argparse.Namespace) -> int:
         print(visible(f"error: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        print(
+            f"error: cannot write {error.filename}: {files.reason(error)}; name another file or folder", file=sys.stderr
+        )
         return 2
     for message in unreadable:
         print(visible(f"left out: {message}"), file=sys.stderr)
@@ -144,11 +147,11 @@ def _sorted(table: Comparison, sort: str | None) -> Comparison:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="all of every summary, raw numbers")
-    parser.add_argument("--md", type=Path, metavar="FILE", help="the same tables in Markdown")
-    parser.add_argument("--tex", type=Path, metavar="FILE", help="the same tables in LaTeX (booktabs)")
-    parser.add_argument("--html", type=Path, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
+    parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers")
+    parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
+    parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
+    parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
     parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     return parser

@@ -26,10 +26,14 @@ from harness.results.pairs import mean_score
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
 from harness.results.store import StoredRun, find, load, write_rescored
+from harness.terminal.paths import typed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.data_root is not None and not options.data_root.is_dir():
+        parser.error(f"--data-root {options.data_root} is not a folder: give the one that holds the data sets")
     failed = False
     try:
         folders = find(options.folders)
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if failed else 0
 
 
-def rescore(folder: Path, data_root: str | None = None) -> str:
+def rescore(folder: Path, data_root: Path | None = None) -> str:
     """One sentence on what became of the run's scores. `data_root` in place of the run's own."""
     run = load(folder, first_scores=True)
     if run.status != "complete":
@@ -78,13 +82,13 @@ def first_scores(folder: Path) -> str:
     return f"{folder.name}: the scores are the first ones, of task version {load(folder).scorer}"
 
 
-def _regenerated(config: Mapping[str, Any], data_root: str | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
+def _regenerated(config: Mapping[str, Any], data_root: Path | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
     """The run's task, and its examples with the hash of their prompts, by id."""
     task: Task = plugins.build(config["task"], "task")
     model: ModelSource = plugins.build(config["model"], "model")
     settings = settings_of(config)
     if data_root is not None:
-        settings = replace(settings, data=Data(data_root))
+        settings = replace(settings, data=Data(str(data_root)))
     return task, {item.example.id: (item.sha256, item.example) for item in prepare(task, model, settings, strict=False)}
 
 
@@ -126,8 +130,10 @@ def _alone(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or any above it")
-    parser.add_argument("--data-root", metavar="FOLDER", help="where the data sets are now, if not where they were")
+    parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument(
+        "--data-root", type=typed, metavar="FOLDER", help="where the data sets are now, if not where they were"
+    )
     parser.add_argument("--first", action="store_true", help="drop later scores: the run's own are shown again")
     return parser
 

@@ -99,11 +99,13 @@ class Command:
                 self.failed.append(Failure(number, labels[number], trouble.sentence))
 
     def _sweep(self, jobs: Sequence[JobConfig], words: Overrides, root: Path) -> None:
+        if words.launcher:
+            from harness.sweeps.launch import check, launch
+
+            check(words.launcher, config_dirs(self.arguments))
         self.jobs, self.ledger = len(jobs), root
         sweep = Sweep.create(root, jobs, words.partial)
         if words.launcher:
-            from harness.sweeps.launch import launch
-
             session = launch(sweep, self.line, words.launcher, config_dirs(self.arguments))
         else:
             session = work_here(sweep, self.line)

@@ -18,6 +18,7 @@ from harness.diagnosis.quality import failure
 from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
+from harness.terminal.paths import typed
 from harness.terminal.tables import digits
 from harness.terminal.visible import visible
 
@@ -104,7 +105,7 @@ def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
 def _chosen(records: Iterable[Record], name: str | None, folder: Path) -> list[Record]:
     chosen = [record for record in records if name in (None, record.id)]
     if name is not None and not chosen:
-        raise StoreError(f"no example {name!r} in {folder}")
+        raise StoreError(f"no example --id {name} in {folder}: without --id all are shown")
     return chosen
 
 
@@ -137,8 +138,8 @@ def _wrapped(text: str, width: int, indent: str = "") -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.show", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--diff", type=Path, metavar="RUN2", help="show side by side what this run put out otherwise")
+    parser.add_argument("run", type=typed, metavar="RUN", help="folder of a run")
+    parser.add_argument("--diff", type=typed, metavar="RUN2", help="show side by side what this run put out otherwise")
     parser.add_argument("--id", metavar="ID", help="this example only")
     parser.add_argument("--all", action="store_true", help=f"all examples, not the first {FIRST}; equal ones as well")
     return parser

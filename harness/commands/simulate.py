@@ -19,6 +19,7 @@ from harness.config.errors import is_known, sentence
 from harness.config.settings import SettingsError
 from harness.results.files import canonical, write_atomically, write_json
 from harness.terminal.lasting import lasting_output
+from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--figure", metavar="N", help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, its numbers beside"
     )
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="yaml in place of the paper's costs")
+    parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml in place of the paper's costs")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"for all files (default: a folder in {ROOT} for each command)"
+        "--out", type=typed, metavar="DIR", help=f"for all files (default: a folder in {ROOT} for each command)"
     )
     return parser
 

@@ -21,6 +21,7 @@ from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
 from harness.sweeps.state import STATES, JobState, duration, each_once, estimate, other_runs, states_of
+from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
 NOT_FINISHED = 3
@@ -56,7 +57,10 @@ class Part(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.watch is not None and not options.watch > 0:
+        parser.error(f"--watch {options.watch:g} should be a number of seconds above 0")
     try:
         while True:
             parts = look(options.folder)
@@ -141,7 +145,7 @@ def _plain(part: Part) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(Results().root), metavar="DIR", help="results.root"
+        "folder", nargs="?", type=typed, default=Path(Results().root), metavar="DIR", help="results.root"
     )
     parser.add_argument(
         "--watch",

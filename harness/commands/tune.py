@@ -21,6 +21,7 @@ from harness.config.errors import is_known, one_sentence
 from harness.config.settings import Results
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
+from harness.terminal.paths import typed
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 
@@ -85,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"for preset and pictures, else results.root ({ROOT})")
+    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for preset and pictures, else results.root ({ROOT})")
     parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
-    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 
 

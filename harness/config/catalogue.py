@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from harness.terminal.paths import typed
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("method", "task", "model")
 
@@ -164,7 +166,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            found.append(Path(value if equals else [*arguments, ""][place + 1]))
+            found.append(typed(value if equals else [*arguments, ""][place + 1]))
     return found
 
 

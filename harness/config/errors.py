@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -44,7 +44,8 @@ def _sentence(error: BaseException, data_root: str) -> str:
             "batch, prefill_chunk=2048, or dtype=bf16; `dry_run=true` predicts the bytes."
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"The disk is full ({error.filename or 'results.root'}): free some space and run the same command again."
+        where = f" ({error.filename})" if error.filename else ""
+        return f"The disk is full{where}: free some space and run the same command again."
     if isinstance(error, yaml.MarkedYAMLError):
         return not_yaml(error)
     return " ".join(str(error).split()).replace(NO_DATA_ROOT, f"(none is set: {data_root} names one)")
@@ -94,11 +95,24 @@ def explain(error: HydraException) -> str:
         shown = merging[1].lstrip("+")
         key, _, value = shown.partition("=")
         return (
-            f"{shown} has the wrong type{_share(key, value) or _wanted(key)}."
+            f"{shown} has the wrong type{_share(key, value) or _wanted(key)}{_listed(key, value)}."
             if value
             else f"{key} is empty{_wanted(key)}."
         )
+    if unknown := re.match(r"Could not override '([^']+)'", str(error)):
+        return f"There is no setting {unknown[1]}{_near(unknown[1], error)}"
     return sentence(error)
+
+
+def _near(key: str, error: BaseException) -> str:
+    """What there is beside `key`, as OmegaConf knows it."""
+    beside = getattr(error.__cause__, "parent_node", None) or ()
+    return suggestion(key.rpartition(".")[2], [name for name in map(str, beside) if not name.startswith("_")])
+
+
+def _listed(key: str, value: str) -> str:
+    """How to write a single value where a list is wanted."""
+    return f", as in {key}=[{value}]" if get_origin(_hint(key)) is list and not value.startswith("[") else ""
 
 
 def _share(key: str, value: str) -> str:

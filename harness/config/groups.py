@@ -153,7 +153,7 @@ class Data:
     root: str | None = None
 
     def folder(self) -> Path | None:
-        root = Path(self.root).expanduser() if self.root else None
+        root = Path(self.root) if self.root else None
         if root is not None and not root.is_dir():
             raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
         return root

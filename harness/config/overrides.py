@@ -25,12 +25,15 @@ from harness.config.plugins import suggestion
 from harness.config.renamed import refuse_renamed
 from harness.config.rivals import refuse_two_budgets
 from harness.config.settings import SettingsError
+from harness.terminal.paths import typed
 
 SWEEP = ("-m", "--multirun")
 VALUED = (  # Hydra's flags that take the next word
     "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
 )  # fmt: skip
 HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
+FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help", "--experimental-rerun")
+OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
 COUNTS = ("samples", "rounds", "conversations")  # how tasks name how many examples they have
 Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
 Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
@@ -59,11 +62,20 @@ def read(arguments: Sequence[str]) -> Overrides:
     flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
     behind = [place + 1 for place in flags if arguments[place] in VALUED]
     first = sorted({*flags, *behind} & set(range(len(arguments))))
+    _refuse_flags(arguments, flags)
     overrides = [word for place, word in enumerate(arguments) if place not in first]
     found = checked(overrides, config_dirs(arguments), any(flag in arguments for flag in SWEEP))
     if found.experiment and "run" in found.experiment.facts:
         raise SettingsError(f"{GROUP}={found.experiment.name} is no run: use `{found.experiment.command}`.")
     return replace(found, words=[*(arguments[place] for place in first), *found.words])
+
+
+def _refuse_flags(arguments: Sequence[str], places: Sequence[int]) -> None:
+    for place in places:
+        flag, equals, value = arguments[place].partition("=")
+        if flag not in FLAGS:
+            value = value if equals else [*arguments, "VALUE"][place + 1]
+            raise SettingsError(f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}.")
 
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
@@ -91,7 +103,7 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
 
 def parse(overrides: Sequence[str]) -> Iterator[Override]:
     """One by one; raises `SettingsError` on a word that is no `key=value`."""
-    for word in overrides:
+    for word in map(_from_home, overrides):
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
@@ -101,9 +113,20 @@ def parse(overrides: Sequence[str]) -> Iterator[Override]:
         yield override
 
 
+def _from_home(word: str) -> str:
+    """With the home of a path spelled out: Hydra knows no ~ in a value."""
+    key, _, value = word.partition("=")
+    return f"{key}={typed(value, f'{key}=')}" if value.startswith("~") else word
+
+
 def _unread(word: str) -> str:
-    first = f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
-    return first if word in commands() else f"Cannot read {word!r}: {HOW}."
+    if word in commands():
+        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+    if word.isalpha() and word not in settings():
+        near = get_close_matches(word, commands(), n=1)
+        instead = f"did you mean {near[0]}?" if near else "a run needs none, its words are key=value."
+        return f"There is no command {word!r}; {instead}"
+    return f"Cannot read {word!r}: {HOW}."
 
 
 def _refuse_folders(config_dirs: Sequence[Path]) -> None:
@@ -172,6 +195,8 @@ def _refuse_sweeps(typed: Sequence[Override], experiment: Experiment | None) -> 
 def _chosen(group: str, said: Sequence[Override], known: Mapping[str, Entry]) -> list[Entry]:
     asked = [override for override in said if override.key_or_group == group and not _dicts(override)]
     names = _values(asked[-1], list(known)) if asked else [_defaults()[group]]
+    if not names:
+        raise SettingsError(f"{asked[-1].input_line} names no {group}: there is {', '.join(sorted(known))}.")
     for name in names:
         if name not in known:
             own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
@@ -181,7 +206,8 @@ def _chosen(group: str, said: Sequence[Override], known: Mapping[str, Entry]) ->
 
 def _dicts(override: Override) -> list[dict[str, Any]]:
     """Parameters that are set together, as in method={m:1,b:12},{m:2,b:6}."""
-    values = list(override.sweep_iterator()) if override.is_choice_sweep() else [override.value()]
+    chosen = override.is_choice_sweep() and not isinstance(override.value(), Glob)
+    values = list(override.sweep_iterator()) if chosen else [override.value()]
     return [{str(key): value for key, value in item.items()} for item in values if isinstance(item, dict)]
 
 
@@ -215,6 +241,8 @@ def _checked(
     if key.startswith("hydra.sweep."):
         raise SettingsError(f"{key} would set nothing: the ledger of a sweep lies in results.root/sweeps.")
     if override.is_hydra_override() or key.partition(".")[0] == "hydra":
+        if key not in OF_HYDRA:
+            raise SettingsError(f"{line} is Hydra's own and would change nothing of a run: leave it out.")
         return line
     if override.is_delete():
         raise SettingsError(f"{line} would remove a setting: set it instead, as in {key}=VALUE.")
@@ -247,6 +275,8 @@ def _require(override: Override, chosen: Chosen, groups: Known) -> None:
 def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Mapping[str, Entry]) -> None:
     if any(name in entry.settable for entry in chosen):
         return
+    if name in settings():
+        raise SettingsError(f"{group} has no parameter {name}, which is a setting of its own: write {name}=VALUE.")
     names = ",".join(entry.name for entry in chosen)
     subject = f"{group}={names} has no parameter {name}" if len(chosen) == 1 else f"None of {names} has {group}.{name}"
     others = [entry.name for entry in known.values() if name in entry.settable]

@@ -6,8 +6,10 @@ The dataclass is the schema: it fills in what the yaml leaves out. Types are che
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -46,7 +48,21 @@ def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -
         if not fits(value, known[name]):
             key = f"{kind}.{name}"
             raise PluginError(f"{key}={plain(value)} should be {spell(known[name])}{_listed(key, value, known[name])}.")
-    return cls(**values)
+    with naming(kind, known):
+        return cls(**values)
+
+
+@contextmanager
+def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
+    """A plug-in says its own parameters in its errors: they get the `kind` before them, as the command line wants."""
+    try:
+        yield
+    except ValueError as error:
+        names = "|".join(map(re.escape, parameters))
+        found = rf"(?<![\w.])(?:{names})(?==)|^(?:{names})(?=:)"
+        text = re.sub(found, rf"{kind}.\g<0>", str(error)) if names else str(error)
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def required(cls: Any) -> list[str]:

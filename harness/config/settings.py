@@ -28,7 +28,7 @@ from harness.config.groups import (
     check_codec,
 )
 from harness.config.plugins import suggestion
-from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, size
+from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
 from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -81,6 +81,7 @@ RANGES = {
     "generation.top_p": Range(above=0, most=1),
     "generation.max_new_tokens": FROM_1,
 }
+PATHS = ("data.root", "results.root", "store.folder", "tensorboard.folder", "disk")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
     "results",
@@ -180,6 +181,7 @@ class Settings:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
         _check_asked(self.budget)
         check_values(self, RANGES)
+        expand_paths(self, PATHS)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self._check_budgets()
         if self.budget_generated is not None and not self.says_budget:
@@ -215,7 +217,7 @@ class Settings:
 
     def disk_folder(self) -> Path | None:
         """Where placement=disk keeps its files; None for the system's own place."""
-        folder = Path(self.disk).expanduser() if self.disk else None
+        folder = Path(self.disk) if self.disk else None
         if folder is not None and not folder.is_dir():
             raise SettingsError(f"disk={self.disk} is not a folder: make it, or leave disk out for a temporary one.")
         return folder

@@ -4,13 +4,14 @@ server and a simulation, and the error that all settings raise. Imports neither 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
 from harness.config.catalogue import plain
 from harness.config.plugins import fits, is_size, spell
+from harness.terminal.paths import typed
 
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -67,6 +68,15 @@ def check_values(section: Any, ranges: Ranges, prefix: str = "") -> None:
         number = size(key, value) if is_size(hint) and value is not None else value
         if number is not None and key in ranges and not ranges[key].holds(number):
             raise SettingsError(f"{key}={plain(value)} must be {ranges[key]}.")
+
+
+def expand_paths(settings: Any, keys: Iterable[str]) -> None:
+    """Put the user's home in place of ~ in these fields of a dataclass and of those in it."""
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        owner = getattr(settings, section) if section else settings
+        if (given := getattr(owner, name)) is not None and given.startswith("~"):
+            setattr(owner, name, str(typed(given, f"{key}=")))
 
 
 @cache

@@ -59,21 +59,32 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
     for spec in attachment.model_specs:
         codec.check(spec.head_dim)
     with TemporaryFolder("kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
-        folder = made if made else Path(settings.folder).expanduser() / run if settings.folder else None
-        with HistoryStore(
-            whose if settings.codec is None else replace(whose, codec=settings.codec),
-            **sizes,
-            folder=folder,
-            policy=POLICIES[settings.policy](),
-            block_tokens=settings.block_tokens,
-            ttl_s=settings.seconds_to_live,
-            durable=settings.durable,
-            copies=settings.copies,
-            on=str(attachment.model.device),
-            codec=codec,
-            dtype=attachment.model.dtype,
-            share=settings.share,
-            io_threads=settings.io_threads,
-            write_buffer=settings.write_bytes,
-        ) as store:
+        folder = made if made else Path(settings.folder) / run if settings.folder else None
+        with _naming_the_folder():
+            store = HistoryStore(
+                whose if settings.codec is None else replace(whose, codec=settings.codec),
+                **sizes,
+                folder=folder,
+                policy=POLICIES[settings.policy](),
+                block_tokens=settings.block_tokens,
+                ttl_s=settings.seconds_to_live,
+                durable=settings.durable,
+                copies=settings.copies,
+                on=str(attachment.model.device),
+                codec=codec,
+                dtype=attachment.model.dtype,
+                share=settings.share,
+                io_threads=settings.io_threads,
+                write_buffer=settings.write_bytes,
+            )
+        with store:
             yield store
+
+
+@contextmanager
+def _naming_the_folder() -> Iterator[None]:
+    """What a store says of its folder, with the setting that names it."""
+    try:
+        yield
+    except HistoryError as error:
+        raise SettingsError(f"store.folder: {error}.") from error

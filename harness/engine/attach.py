@@ -27,7 +27,7 @@ from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Checks, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
-from methods.tiers.tier import DEVICE
+from methods.tiers.tier import DEVICE, TIERS
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
@@ -48,6 +48,7 @@ class Attachment:
         disk: Path | None = None,
     ) -> None:
         refuse_other_than_method(method)
+        _refuse(model, placement, reuse_steps, codec, disk)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -84,6 +85,8 @@ class Attachment:
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1) -> AnyCache:
         """A fresh cache for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
+        for key, number in {"capacity": capacity, "batch": batch}.items():
+            _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
         state = CacheState(self.request(capacity=capacity, batch=batch), checks=Checks(self._unchecked))
         return kind(start_layers(self.model_specs, state, self.method.start), state)
@@ -119,6 +122,24 @@ class Attachment:
             wait_for(self.model.device)
             known[self.method] = made, perf_counter() - before
         return known[self.method]
+
+
+def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
+    """Raise `ValueError` for what an attachment cannot be made of."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model={model!r} is no model: pass one that is loaded, as from_pretrained gives it.")
+    if placement not in TIERS:
+        raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(TIERS)}.")
+    _refuse_number("reuse_steps", reuse_steps, least=0)
+    if not isinstance(codec, Codec | None):
+        raise ValueError(f"codec={codec!r} is no codec: pass one, as codec_of({str(codec)!r}) of methods.tiers.codecs.")
+    if disk is not None and not Path(disk).is_dir():
+        raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
+
+
+def _refuse_number(key: str, number: object, *, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ValueError(f"{key}={number!r} should be a whole number, at least {least}.")
 
 
 @contextmanager

@@ -25,6 +25,10 @@ class UnsupportedError(NotImplementedError):
     """A model or call that this engine would compute wrongly; the message names what and why."""
 
 
+class RoomError(ValueError):
+    """More sequences or tokens than a cache was made for; the message says what to make it with."""
+
+
 class Watch(Protocol):
     """Looks on at one generation, without a part in it: every attention call behind its layer, every decode forward."""
 
@@ -153,6 +157,7 @@ class KVCache(Cache):
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""
         if not self._arriving:
+            self._check_room(x.k.shape[0], x.k.shape[2])
             self._arrive(x.k.shape[2])
         if not self.sealed:
             if layer in self._awaited:  # a sealed cache waits for none
@@ -187,6 +192,21 @@ class KVCache(Cache):
     def _arrive(self, tokens: int) -> None:
         """The first layer of a forward has been reached."""
         self._arriving = tokens
+
+    def _check_room(self, sequences: int, tokens: int) -> None:
+        """Raise `RoomError` where more arrives than the cache was made for."""
+        held, needed = self.state.request.batch, self.num_tokens + tokens
+        if sequences != held:
+            raise RoomError(
+                f"The cache is for batch={held} and {sequences} sequences arrive: make it with cache(..., batch="
+                f"{sequences}); beams are refused, for KV methods cannot follow them: use num_beams=1."
+            )
+        if needed > self.capacity:
+            raise RoomError(
+                f"The cache is full: capacity={self.capacity} and {needed} tokens are needed, {self.num_tokens} before "
+                f"and {tokens} that arrive; make it with cache(capacity={needed}) or more, the prompts and "
+                "answers of all turns together."
+            )
 
     # What transformers asks of a cache:
 

@@ -25,7 +25,7 @@ from harness.history.index import Entry, Index
 from harness.history.levels import Files
 from harness.history.policies import EvictionPolicy
 from harness.results.files import unwritable
-from harness.results.lock import FolderInUse, FolderLock
+from harness.results.lock import FolderInUse, FolderLock, owner
 from harness.terminal.stopping import whole
 from methods.tiers.tier import DISK, TIERS
 
@@ -85,7 +85,7 @@ class Disk:
                 self._lock = FolderLock(folder, wait=wait)
         except FolderInUse as error:
             raise HistoryError(
-                f"{folder} is in use by another store: name another folder, or wait until that is closed (wait=True)"
+                f"{folder} is in use by another store, of {owner(folder)}: wait until that ends, or name another folder"
             ) from error
         try:
             self._index, self.entries = self._opened()

@@ -187,7 +187,7 @@ class Job:
         """Removes what processes that were killed left where this job keeps its temporary files: one that is complete
         makes none any more, and would not come there."""
         store = self.settings.store.folder
-        named = self.settings.disk_folder(), Path(store).expanduser() if store else None
+        named = self.settings.disk_folder(), Path(store) if store else None
         for folder in {one or Path(gettempdir()) for one in named}:
             remove_abandoned(folder)
 

@@ -43,7 +43,7 @@ class FolderLock:
                 else:
                     os.close(self.fd)
                     raise FolderInUse(
-                        f"{folder} is being written by {_named(folder)}: wait until it ends, or stop it, and start "
+                        f"{folder} is being written by {owner(folder)}: wait until it ends, or stop it, and start "
                         "again to resume"
                     ) from None
         _held.add(self.folder)
@@ -53,7 +53,7 @@ class FolderLock:
 
     def _wait(self) -> None:
         """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
-        say_once(f"waiting for {_named(self.folder)}, which is writing {self.of}; what it finishes is not run again")
+        say_once(f"waiting for {owner(self.folder)}, which is writing {self.of}; what it finishes is not run again")
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX)
         except BaseException:  # Ctrl-C
@@ -83,6 +83,7 @@ def holder(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _named(folder: Path) -> str:
+def owner(folder: Path) -> str:
+    """Who holds the lock, in words."""
     known = holder(folder)
     return f"process {known['pid']} on {known['host']}" if known else "another process"

@@ -17,6 +17,7 @@ from pathlib import Path
 from harness.config.errors import is_known, one_sentence
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
+from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 
 OUT = Path("results/runs/serving")
@@ -41,11 +42,15 @@ def _serve_or_say_why(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    from harness.config.settings import SettingsError
     from harness.history.simulation import costs
+    from harness.results.files import unwritable
     from harness.serve.runs import Runs
     from harness.serve.search import Limit
     from harness.serve.traffic import points
 
+    if why := unwritable(options.out):
+        raise SettingsError(f"--out {options.out} cannot be written, for {why}: name another folder.")
     limit = Limit.read(options.limit) if options.limit is not None else None
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
@@ -60,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/serving.md; a key may have several values"
     )
     parser.add_argument("--limit", metavar="p90=2s", help="of TTFT: search the highest rate that keeps it")
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="yaml with prices, in place of the paper's")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="for all files (default: %(default)s)")
-    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], help="more yaml files")
+    parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's")
+    parser.add_argument("--out", type=typed, default=OUT, metavar="DIR", help="for all files (default: %(default)s)")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 
 

@@ -16,6 +16,7 @@ from harness.results.files import canonical
 from harness.serve import trace
 from harness.serve.trace import Session
 from harness.serve.traffic import Point
+from harness.terminal.paths import typed
 
 VERSION = 2  # of the loop: goes up when its times mean something else
 
@@ -31,7 +32,7 @@ class Plan:
     def of(cls, point: Point, config_dirs: Sequence[Path] = ()) -> Plan:
         traffic = point.traffic
         config = composed(point.words, config_dirs)
-        recorded = trace.read(Path(traffic.replay)) if traffic.replay else None
+        recorded = trace.read(typed(traffic.replay, "replay=")) if traffic.replay else None
         method, task, model, settings = built(config | ({"task": recorded.task} if recorded else {}))
         if task.fills is not None:
             raise SettingsError(
@@ -86,6 +87,11 @@ class Plan:
 
 def _check(point: Point, job: Job) -> None:
     traffic, settings = point.traffic, job.settings
+    if any(turn.forced for item in job.items for turn in item.turns):
+        raise SettingsError(
+            "A server goes on with its own answers, and those of this task are fed: choose another, as task=multiturn "
+            "with task.replies=own."
+        )
     if any(turn.prompt.replaces_answer for item in job.items for turn in item.turns):
         raise SettingsError(
             "A server goes on with its own answers, and this task puts others in their place: set task.replies=own, or "

@@ -81,7 +81,7 @@ def _fresh(settings: Settings) -> Iterator[Settings]:
     if settings.store.folder is None:
         yield settings
         return
-    parent = Path(settings.store.folder).expanduser()
+    parent = Path(settings.store.folder)
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryFolder("kv-serve-", parent) as folder:
         yield replace(settings, store=replace(settings.store, folder=str(folder)))

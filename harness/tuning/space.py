@@ -160,6 +160,6 @@ def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
 def _nothing(start: Method, left_out: Sequence[str] = ()) -> str:
     name = type(start).__name__
     if not (_parameters(start) if start.tunable is None else start.tunable):
-        return f"{name} has no parameter that changes its answers, so there is nothing to tune."
+        return f"{name} has no parameter that changes its answers, so there is nothing to tune: choose another method."
     why = f" ({'; '.join(left_out)})" if left_out else ""
     return f"{name} has no parameter with a second value to try{why}: name values, as in method.PARAMETER=A,B."

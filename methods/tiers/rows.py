@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from tempfile import mkstemp
+from tempfile import gettempdir, mkstemp
 from typing import ClassVar
 from weakref import WeakValueDictionary, finalize
 
@@ -30,6 +32,10 @@ class Place:
 
     device: torch.device
     folder: Path | None = None
+
+
+class PlaceError(ValueError):
+    """A folder does not take the rows that are to be kept in files."""
 
 
 class Rows(ABC):
@@ -143,20 +149,23 @@ class DiskRows(Rows):
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)
-        folder = _folder_in(place.folder)
+        with _writing(place.folder):
+            folder = _folder_in(place.folder)
+        self.folder = place.folder
         self.file = self.room(shape, dtype, place)
         finalize(self, _delete, self.file, folder)
 
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Path:
-        handle, name = mkstemp(".rows", "", _folder_in(place.folder).path)
-        os.truncate(handle, prod(shape) * dtype.itemsize)
-        os.close(handle)
+        with _writing(place.folder):
+            handle, name = mkstemp(".rows", "", _folder_in(place.folder).path)
+            os.truncate(handle, prod(shape) * dtype.itemsize)
+            os.close(handle)
         return Path(name)
 
     def take(self, x: Tensor, start: int) -> None:
         row_bytes = self.shape[3] * self.dtype.itemsize
-        with self.file.open("r+b") as file:
+        with _writing(self.folder), self.file.open("r+b") as file:
             for head, rows in enumerate(x.flatten(0, 1).cpu()):
                 file.seek((head * self.shape[2] + start) * row_bytes)
                 file.write(rows.contiguous().view(torch.uint8).numpy())
@@ -170,6 +179,17 @@ class DiskRows(Rows):
         traffic.from_disk_bytes += x.nbytes
         traffic.to_device_bytes += x.nbytes
         return x.to(self.device, copy=True)
+
+
+@contextmanager
+def _writing(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PlaceError(
+            f"placement=disk cannot keep its files in {folder or gettempdir()} ({error.strerror}): free some space "
+            "there, or name another folder with disk=FOLDER."
+        ) from error
 
 
 def _delete(file: Path, folder: TemporaryFolder) -> None:

@@ -142,6 +142,20 @@ WRONG = {
     "a name like no other": (["method.nope=3"], "method=pqcache has no parameter nope; there is b, cache_block"),
     "method of one's own": (["method=spread"], "needs --config-dir=FOLDER, and its file FOLDER/method/spread.yaml."),
     "no data root": (["task.haystack=essays"], "in the data root (none is set: data.root=FOLDER names one)"),
+    "too few bytes": (["budget_bytes=10"], "budget_bytes=10: with placement=device PQCache holds on the device, of "),
+    "folder that takes no files": (["placement=disk", "disk=/proc"], "disk=/proc cannot be written ("),
+    "launcher's misspelt setting": (
+        ["-m", "hydra/launcher=joblib", "hydra.launcher.nope=1", "budget=0.1,0.2"],
+        "There is no setting hydra.launcher.nope; there is ",
+    ),
+    "file of another kind": (
+        ["task=ruler", "task.tasks=[vt]", "task.source=/etc/passwd"],
+        "task.source: /etc/passwd, line 1",
+    ),
+    "RULER's lengths that are too short": (
+        ["task=ruler", "task.tasks=[vt,niah_single_1,cwe]", "task.lengths=[300,400]", "task.haystack=pydoc"],
+        "cwe does not fit 400 tokens (from ",
+    ),
     "broken syntax": (["budget=[1"], "Cannot read"),
 }
 

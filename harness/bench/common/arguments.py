@@ -15,6 +15,7 @@ from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
+from harness.terminal.paths import typed
 from methods.budget import is_budget
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -96,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "seconds": {"type": positive},
     "minutes": {"type": positive, "help": "begin no further row after that long"},
     "no_plot": {"action": "store_true", "help": "the table and the figures alone"},
-    "out": {"type": Path, "help": "folder for the table, the figures and the picture"},
+    "out": {"type": typed, "help": "folder for the table, the figures and the picture"},
 }
 OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
 RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}

@@ -26,7 +26,7 @@ def load(name: str, **changes: Any) -> Method:
     """`changes`: parameters in place of the yaml's."""
     known = {entry.name: entry for entry in entries("method")}
     if name not in known:
-        raise ValueError(f"method={name} is unknown: choose from {', '.join(known)}.")
+        raise ValueError(f"--methods {name} is unknown: choose from {', '.join(known)}.")
     method: Method = build(known[name].values() | changes, "method")
     return method
 

@@ -11,6 +11,7 @@ from evals.data import check
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.results.files import read_yaml
+from harness.results.records import StoreError
 
 FILE = Path(__file__).with_name("costs.yaml")
 KINDS = {"float": "a number above 0", "int": "a whole number above 0", "bool": "true or false"}
@@ -66,9 +67,12 @@ class Costs:
 
 
 def load(path: Path = FILE) -> Costs:
-    plain = read_yaml(path)
+    try:
+        plain = read_yaml(path)
+    except StoreError as error:
+        raise SettingsError(f"--costs: {error}.") from error
     if plain.keys() - {"hardware", "prices", "models"}:
-        raise SettingsError(f"{path} should have the keys hardware, prices and models, as {FILE.name} has.")
+        raise SettingsError(f"--costs {path} should have the keys hardware, prices and models, as {FILE.name} has.")
     check(plain, {"hardware": "an object", "prices": "an object", "models": {str: "an object"}}, str(path))
     models = {name: _made(Served, one, f"models.{name}", path) for name, one in plain["models"].items()}
     hardware = _made(Hardware, plain["hardware"], "hardware", path)

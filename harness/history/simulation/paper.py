@@ -108,7 +108,7 @@ def figure(number: str) -> Figure:
     known = read_yaml(FILE)
     if number not in known:
         where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""
-        raise SettingsError(f"Figure {number} is not simulated{where}. Those that are: {', '.join(known)}.")
+        raise SettingsError(f"--figure {number} is not simulated{where}: choose one of {', '.join(known)}.")
     plain = known[number]
     claims = [Claim(**claim) for claim in plain["claims"]]
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import product
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
@@ -17,6 +16,7 @@ from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_v
 from harness.history.placement import without_copies
 from harness.history.policies import POLICIES
 from harness.history.simulation.trace import Conversation, drawn, read
+from harness.terminal.paths import typed
 from methods.tiers.tier import DISK, HOST, TIERS
 
 RECOMPUTE = "recompute"
@@ -156,6 +156,6 @@ def _trace(
     correlation: float,
 ) -> list[Conversation]:
     if data:
-        return read(Path(data), sessions, rate, seed=seed, think_s=think_s)
+        return read(typed(data, "data="), sessions, rate, seed=seed, think_s=think_s)
     shape = {"question_share": question_share, "correlation": correlation}
     return drawn(sessions, rate, seed=seed, think_s=think_s, **shape)

@@ -33,6 +33,7 @@ class Alignment(NamedTuple):
     placement: str
     element_bytes: int
     codec: Codec | None = None
+    most_bytes: int | None = None  # as budget_bytes says it, in place of tokens
 
     def paid(self, sealed: int, tokens: int) -> int:
         """Bytes of all layers when the method reads `tokens` of `sealed`."""
@@ -69,6 +70,11 @@ class Alignment(NamedTuple):
         if least <= self.target(asked) <= most:
             return
         name = type(self.method).__name__
+        if self.most_bytes is not None:
+            raise BudgetError(
+                f"budget_bytes={self.most_bytes}: with placement={self.placement} {name} holds on the device, of "
+                f"{sealed} prompt tokens, {_bytes_of(least, most, self.target(1))}"
+            )
         raise BudgetError(
             f"align={self.measure}: with placement={self.placement} {name} {VERBS[self.measure]} "
             f"{_range_of(least / self.target(1), most / self.target(1), asked)}"
@@ -99,10 +105,11 @@ def aligned(
     dtype: str,
     placement: str,
     codec: Codec | None = None,
+    most_bytes: int | None = None,
 ) -> Budget:
-    """`budget` in bytes in place of tokens, over the layers that it rules."""
+    """`budget` in bytes in place of tokens, over the layers that it rules. `most_bytes`: what it was made of."""
     specs = tuple(spec for spec in shapes(info) if spec.index not in budget.dense_layers)
-    alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype], codec)
+    alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype], codec, most_bytes)
     return AlignedBudget(
         budget.asked,
         budget.dense_layers,
@@ -110,6 +117,14 @@ def aligned(
         alignment=alignment,
         solve=cache(alignment.solve),
     )
+
+
+def _bytes_of(least: int, most: int, token: int) -> str:
+    """What can be had in bytes, of which a budget counts whole tokens, and the way out."""
+    low, high = -(-least // token) * token, (most // token + 1) * token - 1
+    if low > high:
+        return f"{least} bytes whatever it reads: set budget in place of budget_bytes."
+    return f"{low} to {high} bytes: choose as many, or set budget in place of budget_bytes."
 
 
 def per_token(info: ModelInfo, dtype: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from evals.base import Task
+from harness.config import plugins
 from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.history.disk import HistoryError, check_folder
 from harness.jobs.planning.alignment import AlignedBudget, shapes
@@ -19,6 +20,7 @@ from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers
 from methods.tiers import codecs
+from methods.tiers.codec import Codec
 
 
 def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
@@ -29,9 +31,10 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
             f"method.calibration_tokens={method.calibration_tokens} is more than the {MOST} tokens of text to "
             f"calibrate on: set it to at most {MOST}."
         )
-    method.check_model(shapes(info)[0])
+    with plugins.naming("method", plugins.describe(method)):
+        method.check_model(shapes(info)[0])
     if method.encodes and (codec := codec_of(settings)) is not None:
-        codec.check(info.head_dim)
+        _check_codec(f"codec={settings.codec}", codec, info)
     if settings.history == "store":
         _check_stored_rows(settings, method, info)
     layers = info.num_whole_layers
@@ -65,7 +68,7 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
     _check_place(store)
     codec = None if store.codec is None else codecs.codec_of(store.codec)
     if codec is not None:
-        codec.check(info.head_dim)
+        _check_codec(f"store.codec={store.codec}", codec, info)
     if store.share and settings.overflow.window is not None:
         raise SettingsError(
             "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
@@ -90,9 +93,16 @@ def _check_place(settings: StoreSettings) -> None:
     """Refuse a folder that cannot be made or written to."""
     if settings.folder is not None:
         try:
-            check_folder(Path(settings.folder).expanduser())
+            check_folder(Path(settings.folder))
         except HistoryError as error:
             raise SettingsError(f"store.folder: {error}.") from error
+
+
+def _check_codec(word: str, codec: Codec, info: ModelInfo) -> None:
+    try:
+        codec.check(info.head_dim)
+    except ValueError as error:
+        raise SettingsError(f"{word}: {error}") from error
 
 
 def _stores_rows(settings: Settings, method: Method) -> bool:

@@ -194,5 +194,5 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
         )
     if settings.align == "tokens":
         return budget
-    how = (settings.dtype, settings.placement, codec_of(settings))
+    how = (settings.dtype, settings.placement, codec_of(settings), settings.most_bytes)
     return aligned(budget, settings.align, method, info, *how)  # type: ignore[arg-type]

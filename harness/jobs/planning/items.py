@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from evals.base import Example, Task, TaskEnv
+from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
 from harness.models.base import ModelSource
 from harness.models.embedded import cache_root
@@ -88,8 +89,9 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
     """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
-    examples = task.examples(_task_env(settings, tokenizer, info.limit))
-    return itemised(examples, tokenizer, settings, info.limit, strict=strict)
+    with plugins.naming("task", plugins.describe(task)):
+        examples = task.examples(_task_env(settings, tokenizer, info.limit))
+        return itemised(examples, tokenizer, settings, info.limit, strict=strict)
 
 
 def itemised(

@@ -27,7 +27,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
             raise StoreError(f"no such folder: {path}{instead(path)}")
         below = list(runs_below(path))
         if not below:
-            raise StoreError(f"no runs in {path}: the folder of a run holds {INFO}")
+            raise StoreError(f"no runs in {path}: give the folder that results.root named; that of a run holds {INFO}")
         for folder in below:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
