@@ -59,7 +59,7 @@ HYDRA = {
     "harness/commands/run.py",
     *(
         f"harness/config/{name}.py"
-        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "rivals")
+        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "rivals", "words")
     ),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }

@@ -26,8 +26,9 @@ from yaml import MarkedYAMLError
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
 from harness.config.errors import explain, sentence
 from harness.config.keys import help_text
-from harness.config.overrides import SWEEP, Overrides, asks_hydra, read
+from harness.config.overrides import Overrides, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
+from harness.config.words import SWEEP, asks_hydra
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.group import Group
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores

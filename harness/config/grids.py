@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from hydra.core.override_parser.types import Override, QuotedString
 
 from harness.config.catalogue import GROUPS, Entry
-from harness.config.overrides import checked, parse
+from harness.config.overrides import checked
 from harness.config.settings import SettingsError
+from harness.config.words import parse
 
 SETS_ITSELF = {  # setting -> why a search has no choice
     "seed": "it chooses on examples that no table is about",

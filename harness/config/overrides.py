@@ -14,25 +14,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException
 
-from harness.config.catalogue import CONF, GROUPS, Entry, commands, config_dirs, entries, load
+from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.renamed import refuse_renamed
 from harness.config.rivals import refuse_two_budgets
 from harness.config.settings import SettingsError
-from harness.terminal.paths import typed
+from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
-SWEEP = ("-m", "--multirun")
-VALUED = (  # Hydra's flags that take the next word
-    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-)  # fmt: skip
-HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
-FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help", "--experimental-rerun")
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
 COUNTS = ("samples", "rounds", "conversations")  # how tasks name how many examples they have
 Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
@@ -52,30 +44,17 @@ class Overrides:
     experiment: Experiment | None = None
 
 
-def asks_hydra(arguments: Sequence[str]) -> bool:
-    """Whether the command line is about Hydra itself, so that its words are no settings."""
-    return any(flag in arguments for flag in ("-sc", "--shell-completion"))
-
-
 def read(arguments: Sequence[str]) -> Overrides:
     """The words behind `python -m harness`: flags may stand anywhere, Hydra gets them first."""
     flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
     behind = [place + 1 for place in flags if arguments[place] in VALUED]
     first = sorted({*flags, *behind} & set(range(len(arguments))))
-    _refuse_flags(arguments, flags)
+    refuse_flags(arguments, flags)
     overrides = [word for place, word in enumerate(arguments) if place not in first]
     found = checked(overrides, config_dirs(arguments), any(flag in arguments for flag in SWEEP))
     if found.experiment and "run" in found.experiment.facts:
         raise SettingsError(f"{GROUP}={found.experiment.name} is no run: use `{found.experiment.command}`.")
     return replace(found, words=[*(arguments[place] for place in first), *found.words])
-
-
-def _refuse_flags(arguments: Sequence[str], places: Sequence[int]) -> None:
-    for place in places:
-        flag, equals, value = arguments[place].partition("=")
-        if flag not in FLAGS:
-            value = value if equals else [*arguments, "VALUE"][place + 1]
-            raise SettingsError(f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}.")
 
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
@@ -99,34 +78,6 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
     partial = {group: _partial(group, said, chosen) for group in GROUPS}
     return Overrides(words, prod(swept.values()), partial, launcher, chosen, experiment)
-
-
-def parse(overrides: Sequence[str]) -> Iterator[Override]:
-    """One by one; raises `SettingsError` on a word that is no `key=value`."""
-    for word in map(_from_home, overrides):
-        try:
-            override = OverridesParser.create().parse_override(word)
-        except HydraException as error:
-            raise SettingsError(_unread(word)) from error
-        if not override.key_or_group:
-            raise SettingsError(_unread(word))
-        yield override
-
-
-def _from_home(word: str) -> str:
-    """With the home of a path spelled out: Hydra knows no ~ in a value."""
-    key, _, value = word.partition("=")
-    return f"{key}={typed(value, f'{key}=')}" if value.startswith("~") else word
-
-
-def _unread(word: str) -> str:
-    if word in commands():
-        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
-    if word.isalpha() and word not in settings():
-        near = get_close_matches(word, commands(), n=1)
-        instead = f"did you mean {near[0]}?" if near else "a run needs none, its words are key=value."
-        return f"There is no command {word!r}; {instead}"
-    return f"Cannot read {word!r}: {HOW}."
 
 
 def _refuse_folders(config_dirs: Sequence[Path]) -> None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.settings import Settings, StoreSettings
+from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.history.disk import HistoryError
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import HistoryStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import json
+import re
 from pathlib import Path
 from typing import Any
 

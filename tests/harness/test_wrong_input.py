@@ -153,8 +153,8 @@ WRONG = {
         "task.source: /etc/passwd, line 1",
     ),
     "RULER's lengths that are too short": (
-        ["task=ruler", "task.tasks=[vt,niah_single_1,cwe]", "task.lengths=[300,400]", "task.haystack=pydoc"],
-        "cwe does not fit 400 tokens (from ",
+        ["task=ruler", "task.tasks=[vt,niah_single_1,cwe]", "task.lengths=[512]", "task.haystack=pydoc"],
+        " on it is sure to), cwe does not fit 512 tokens (from ",
     ),
     "broken syntax": (["budget=[1"], "Cannot read"),
 }
