@@ -35,6 +35,17 @@ def test_a_wrong_input_gets_one_sentence_and_leaves_nothing(text: str, files: Fi
     assert list(answer.faults(ALL[text])) == [], answer.err
 
 
+def test_a_full_disk_names_the_folder_of_its_rows(tmp_path: Path) -> None:
+    import torch
+
+    from methods.tiers.rows import DiskRows, Place
+
+    rows = DiskRows((1, 1, 4, 2), torch.float32, Place(torch.device("cpu"), tmp_path))
+    rows.file = Path("/dev/full")
+    with pytest.raises(ValueError, match=rf"{tmp_path} \(No space left on device\): .* disk=FOLDER"):
+        rows.take(torch.ones(1, 1, 4, 2), 0)
+
+
 def test_paths_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a shell leaves ~ as it is: behind an equals sign."""
     from harness.commands import report

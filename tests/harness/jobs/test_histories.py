@@ -22,6 +22,7 @@ from harness.reports.compare import comparisons
 from harness.reports.document import BESIDE, as_text
 from harness.reports.stamps import meanings, stamps
 from harness.results.files import read_json
+from harness.results.lock import FolderLock
 from harness.results.store import load
 from harness.sweeps.jobs import JobConfig, with_own_stores
 from harness.terminal.notices import say_once
@@ -220,6 +221,17 @@ def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -
     moved = replace(store, folder=str(tmp_path / "elsewhere"))
     assert talked(tmp_path, Full(), history="store", store=moved).folder == first.folder
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_store_that_another_command_uses_is_named_with_its_setting(tmp_path: Path) -> None:
+    store = StoreSettings(host="1GB", disk="1GB", folder=str(tmp_path / "store"))
+    first = talked(tmp_path / "first", Full(), history="store", store=store)
+    lock = FolderLock(tmp_path / "store" / first.folder.name)
+    with pytest.raises(
+        SettingsError, match=r"store\.folder: .* of process \d+ on .*: wait until that ends, or name anot"
+    ):
+        talked(tmp_path / "second", Full(), history="store", store=store)
+    lock.release()
 
 
 def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path: Path) -> None:

@@ -208,6 +208,15 @@ def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_task_whose_answers_are_given_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ppl").mkdir()
+    (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text("a quiet line of text\n" * 20)
+    words = ["task=wikitext2", "task.window=64", "task.stride=32", f"data.root={tmp_path}"]
+    assert main([*MODEL_ARGS, *words, "--out", str(tmp_path / "out")]) == 2
+    assert "choose another, as task=multiturn with task.replies=own." in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_rates_vary_slowest_and_the_last_word_wins() -> None:
     made = points(["history=store,recompute", "rate=9", "method=full", "rate=0.5,1"])
     assert [(one.traffic.rate, one.named["history"]) for one in made] == [
