@@ -135,7 +135,7 @@ class InfLLMRead(Select, capturable=True):
         spec, request = self.spec, self.request
         shape = (request.batch, spec.num_heads)
         self.sparse = not request.covers(request.capacity, spec.index)
-        self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # drawn, local
+        self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # what each drew
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def state(self) -> dict[str, Tensor]:

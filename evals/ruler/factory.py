@@ -26,7 +26,7 @@ GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached one
 
 
 class DoesNotFit(TaskError):
-    """A prompt of `task` is longer than `length`; from `works` tokens on none is."""
+    """Says that a prompt of `task` is longer than `length`, and from how many tokens on, `works`, none is."""
 
     def __init__(self, task: str, length: int, works: int) -> None:
         super().__init__(f"{task} does not fit {length} tokens (from {works} on it is sure to)")
@@ -103,8 +103,8 @@ class Factory:
                 return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
 
     def _works(self, task: str, length: int, samples: int) -> int:
-        """The smallest length that is sure to. From `OFFICIAL_FROM` tokens on a task may need more, since the official
-        units are coarser."""
+        """Return the smallest length that is sure to work. From `OFFICIAL_FROM` tokens on a task may need more, since
+        the official units are coarser."""
         works = self._generator(task, length).smallest_length(samples)
         if length < OFFICIAL_FROM <= works:
             works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))

@@ -19,7 +19,7 @@ class PrefillAttention(Struct):
     v = elements(strides="batch group token", optional=True)  # None, as is `out`, where only the sums are wanted
     out = elements(strides="batch head token", optional=True, written=True)
     sums = floats("batch * groups * heads * stored", optional=True, written=True)
-    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # of each query
+    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # log-sum-exp of each query
     given = floats("batch * groups * heads * fresh", optional=True)  # divides the weights in place of `lse`
     batch = groups = heads = fresh = stored = dim = integer()  # heads: query heads of a KV head; fresh: queries
     first = integer(None)

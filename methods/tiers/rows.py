@@ -35,7 +35,7 @@ class Place:
 
 
 class PlaceError(ValueError):
-    """A folder does not take the rows that are to be kept in files."""
+    """Says that a folder does not take the rows that are to be kept in files, and why."""
 
 
 class Rows(ABC):
@@ -183,6 +183,7 @@ class DiskRows(Rows):
 
 @contextmanager
 def _writing(folder: Path | None) -> Iterator[None]:
+    """Turn an error of writing rows into one that names the folder and what to do."""
     try:
         yield
     except OSError as error:
