@@ -63,9 +63,10 @@ def files(pattern: str, work: Path = Path()) -> list[Path]:
     return [path for path in below if path.is_file() and not path.name.startswith(".") and path.suffix != ".partial"]
 
 
-def to_some_file(kind: str, pattern: str, draw: random.Random, work: Path = Path()) -> Path | None:
-    """The file that was harmed, if there is one."""
-    if not (found := files(pattern, work)):
-        return None
-    TO_FILES[kind](file := draw.choice(found), draw)
-    return file
+def to_files(kind: str, pattern: str, draw: random.Random, work: Path = Path()) -> list[Path]:
+    """One of them, or all. Those that were harmed."""
+    found = files(pattern, work)
+    harmed = draw.choice([found, [draw.choice(found)]]) if found else []
+    for file in harmed:
+        TO_FILES[kind](file, draw)
+    return harmed

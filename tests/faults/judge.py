@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,14 @@ def _is_no_block(name: str) -> bool:
 
 
 def _orphans(work: Path) -> Iterator[str]:
-    """Blocks that no index names."""
+    """Blocks that no index names. A damaged index, and one that names a block that is gone, may lie there until the
+    store is opened again, which a run that is complete does not do."""
     for database in work.glob(f"store/**/{index.NAME}"):
-        with closing(sqlite3.connect(f"file:{database}?immutable=1", uri=True)) as connection:
+        with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{database}?immutable=1", uri=True)) as connection:
             named = {name for (name,) in connection.execute("select name from blocks")}
-        there = {path.stem for path in (database.parent / "blocks").rglob("*.safetensors")}
-        if there != named:
-            yield f"{database}: {len(there - named)} blocks are left, {len(named - there)} are missing"
+            there = {path.stem for path in (database.parent / "blocks").rglob("*.safetensors")}
+            if more := there - named:
+                yield f"{len(more)} blocks are left beside {database.relative_to(work)}"
 
 
 def _content(path: Path) -> bytes:

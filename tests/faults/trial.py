@@ -71,7 +71,7 @@ class Bench:
                 return None
         harmed = told.read_text() if told.exists() else ""
         if fault.moment in (ENDED, KILLED):
-            harmed = str(harm.to_some_file(fault.kind, target.pattern, draw, work))
+            harmed = " ".join(map(str, harm.to_files(fault.kind, target.pattern, draw, work)))
         (work / harm.BALLAST).unlink(missing_ok=True)
         wrong = [*judge.of_end(kind, said[0].code)] if said else []
         wrong += judge.of_reading(sound.end, work)
