@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from harness.bench.common import arguments, output
-from harness.bench.common.measure import DTYPES, MarkedSeconds, marks, own_seconds
+from harness.bench.common.load import MarkedSeconds
+from harness.bench.common.measure import DTYPES, marks, own_seconds
 from harness.bench.common.output import Cell
 from harness.terminal.notices import say
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, models, output
-from harness.bench.common.load import LoadWatch
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.load import LoadWatch, MarkedSeconds
+from harness.bench.common.measure import estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, models, output
-from harness.bench.common.load import LoadWatch
-from harness.bench.common.measure import Call, MarkedSeconds, estimate, marks, ratios
+from harness.bench.common.load import LoadWatch, MarkedSeconds
+from harness.bench.common.measure import Call, estimate, marks, ratios
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine

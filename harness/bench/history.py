@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.history import SESSION, History, forget
 from harness.bench.common.load import LoadWatch
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios
+from harness.bench.common.measure import estimate, marks, ratios
 from harness.bench.common.output import Cell
 from harness.conversations.conversation import Conversation
 from harness.conversations.histories import DevicePrefix, Histories, Recompute
@@ -66,10 +65,10 @@ class TurnBehind:
         self.prepare(way)
         read, talk = from_storage(), Conversation(self.ways[way], SESSION, len(self.behind.text), turns=1)
         talk.ask(self.behind.text)
-        watch, began = LoadWatch(), perf_counter()
+        watch = LoadWatch()
         talk.resume()
         token = self.behind.first_token(talk)
-        seconds = MarkedSeconds(perf_counter() - began, watch.disturbed())
+        seconds = watch.seconds()
         found, expected = talk.found, {RECOMPUTE: None, STAYED: DEVICE}.get(way, way)
         if found.tier != expected:
             raise ValueError(f"{way}: the history was found in {found.tier}; give the store more room.")

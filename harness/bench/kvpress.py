@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,8 @@ import yaml
 
 from evals.base import Task
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.load import LoadWatch
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios, turned
+from harness.bench.common.load import LoadWatch, MarkedSeconds
+from harness.bench.common.measure import estimate, marks, ratios, turned
 from harness.bench.common.output import Cell
 from harness.config import plugins
 from harness.config.catalogue import CONF
@@ -103,22 +102,17 @@ class Peer:
 def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Started in an empty folder: transformers would take ours, `kernels`, for a package of that name."""
     words = [python, "-c", WORKER.read_text(), str(folder), str(torch.get_num_threads())]
-    with (
-        TemporaryFolder("kv-kvpress-") as empty,
-        _started(words, empty) as process,
-    ):
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def _started(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
-    except OSError as error:
-        raise ValueError(
-            f"--python {words[0]} cannot be started ({error.strerror}): name one beside kvpress."
-        ) from error
+    with TemporaryFolder("kv-kvpress-") as empty:
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=empty)
+        except OSError as error:
+            raise ValueError(
+                f"--python {python} cannot be started ({error.strerror}): name one beside kvpress."
+            ) from error
+        with process:
+            yield process
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def ours(job: Job, loaded: LoadedModel) -> Answering:
@@ -126,10 +120,10 @@ def ours(job: Job, loaded: LoadedModel) -> Answering:
     runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
 
     def run(item: Item, new: int) -> Sample:
-        watch, began = LoadWatch(), perf_counter()
+        watch = LoadWatch()
         with routed(loaded.model):
             record = runner.record(*runner.answers([replace(item, new_tokens=new)]))
-        return Sample(MarkedSeconds(perf_counter() - began, watch.disturbed()), record.score, len(record.tokens))
+        return Sample(watch.seconds(), record.score, len(record.tokens))
 
     return run
 

@@ -18,7 +18,8 @@ import torch
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.load import MarkedSeconds
+from harness.bench.common.measure import estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.common.traffic import bytes_read

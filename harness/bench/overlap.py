@@ -24,8 +24,8 @@ import torch
 
 from harness.bench.common import arguments, models, output
 from harness.bench.common.history import ROOM, SESSION, History, forget
-from harness.bench.common.load import LoadWatch
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, ratios
+from harness.bench.common.load import LoadWatch, MarkedSeconds
+from harness.bench.common.measure import estimate, marks, ratios
 from harness.bench.common.output import Cell
 from harness.conversations.conversation import Conversation
 from harness.engine.attach import attached
@@ -81,14 +81,14 @@ class Load:
         talk.ahead(behind.text)
         beside_s = self.jobs.beside()
         talk.ask(behind.text)
-        watch, began = LoadWatch(), perf_counter()
+        watch = LoadWatch()
         talk.resume()
         loading = talk.found.loading
         assert loading is not None
         if way == OFF:
             talk.found.cache.await_layers()
         self.tokens.add(behind.first_token(talk))
-        turn_s = MarkedSeconds(perf_counter() - began, watch.disturbed())
+        turn_s = watch.seconds()
         assert len(self.tokens) == 1
         return TimedWay(turn_s, beside_s, talk.found.load_s, talk.found.hidden_s, loading.overlap.read_buffer)
 
@@ -128,13 +128,13 @@ class SavedTurn:
         behind, histories, prompt = self.jobs.behind, self.ways[way], self._prompt
         talk = Conversation(histories, SESSION, len(prompt) + self._steps, turns=2)
         talk.ask(prompt)
-        watch, began = LoadWatch(), perf_counter()
+        watch = LoadWatch()
         cache = behind.start(talk.capacity)
         logits = behind.prefill(cache, prompt)
         talk.begin(cache)
         talk.answered(behind.decode(cache, logits, self._steps), "length")
         saved = talk.save()
-        turn_s = MarkedSeconds(perf_counter() - began, watch.disturbed())
+        turn_s = watch.seconds()
         beside_s = self.jobs.beside()
         hidden_s = saved.hidden_s()
         histories.store.truncate(SESSION, 0.0)

@@ -17,37 +17,29 @@ selector is blamed only where the needle's tokens alone would have helped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from harness.diagnosis.probe import Reads
 
 ScoreUnder = Callable[[Reads], float]  # reads -> score of the answer
 
 
-@dataclass(frozen=True, slots=True)
-class Rungs:
-    """What the ladder needs to know. Scores 0-1."""
-
-    own: float  # as recorded
-    full: float
-    evicts: bool
-    dense_prefill: bool
-
-
-def cause(rungs: Rungs, answer: ScoreUnder) -> tuple[str, dict[str, float]]:
-    """The cause of a wrong answer, and the score on each rung that was climbed. Full is `all` of a dense prefill."""
-    if rungs.full <= rungs.own:
+def cause(
+    own: float, full: float, answer: ScoreUnder, *, evicts: bool, dense_prefill: bool
+) -> tuple[str, dict[str, float]]:
+    """The cause of a wrong answer, and the score on each rung that was climbed. `own` and `full`: the recorded scores
+    (0-1) of the method and of Full, which is `all` of a dense prefill."""
+    if full <= own:
         return "model", {}
     causes: dict[Reads, str] = {
         "own": "not_repeated",
         "exact": "approximation",
-        "needle": "evicted" if rungs.evicts else "not_selected",
+        "needle": "evicted" if evicts else "not_selected",
     }
-    if not rungs.dense_prefill:
+    if not dense_prefill:
         causes["all"] = "context"
     scores: dict[str, float] = {}
     for reads, name in causes.items():
         scores[reads] = answer(reads)
-        if scores[reads] >= rungs.full:
+        if scores[reads] >= full:
             return name, scores
-    return ("context" if rungs.dense_prefill else "prefill"), scores
+    return ("context" if dense_prefill else "prefill"), scores

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from harness.diagnosis.ladder import Rungs, cause
+from harness.diagnosis.ladder import cause
 from harness.diagnosis.needles import Needle, missing, needles, plain
 from harness.diagnosis.probe import Reads
 from harness.diagnosis.replay import Replay, Replayed
@@ -140,8 +140,8 @@ class Case:
             made = own if reads == "own" else sealed.answer(reads)
             return self._score(made.tokens[:count])
 
-        rungs = Rungs(self.record.score, full_score, own.evicts, attachment.method.dense_prefill)
-        name, scores = cause(rungs, answer)
+        kind = {"evicts": own.evicts, "dense_prefill": attachment.method.dense_prefill}
+        name, scores = cause(self.record.score, full_score, answer, **kind)
         return {"cause": name, "scores": scores} | found
 
     @property

@@ -1,4 +1,4 @@
-"""Whether other processes held one up while something was timed."""
+"""Seconds that know whether other processes held one up while they passed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from typing import NamedTuple
 
 TOLERATED = 0.02  # share of a measured time that its threads may wait for a CPU
 SLICE_S = 0.004  # a thread that was put off waits about that long, where the system does not count it
+
+
+class MarkedSeconds(float):
+    """A measured time, and what it holds besides: a moment in which other processes had our CPU; on a GPU, launches."""
+
+    disturbed: bool
+    launches: bool
+
+    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
+        made = super().__new__(cls, value)
+        made.disturbed, made.launches = disturbed, launches
+        return made
 
 
 class Counts(NamedTuple):
@@ -26,6 +38,9 @@ class LoadWatch:
     def __init__(self, process: int | None = None) -> None:
         self.process = process
         self._before, self._began = counts(process), perf_counter()
+
+    def seconds(self) -> MarkedSeconds:
+        return MarkedSeconds(perf_counter() - self._began, self.disturbed())
 
     def disturbed(self) -> bool:
         """A thread lost its CPU to somebody, and all together waited a noticeable share of the time.

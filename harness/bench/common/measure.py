@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import sqrt
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from harness.bench.common.load import LoadWatch
+from harness.bench.common.load import LoadWatch, MarkedSeconds
 from harness.engine.wait import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,18 +41,6 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(above, below, strict=True)])
 
 
-class MarkedSeconds(float):
-    """A measured time, and what it holds besides: a moment in which other processes had our CPU; on a GPU, launches."""
-
-    disturbed: bool
-    launches: bool
-
-    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
-        made = super().__new__(cls, value)
-        made.disturbed, made.launches = disturbed, launches
-        return made
-
-
 def marks(*samples: Sequence[float]) -> dict[str, Any]:
     """For a row: of how many samples other load disturbed some, and how many hold launches."""
     flat = [one for some in samples for one in some]
@@ -67,10 +54,10 @@ def marks(*samples: Sequence[float]) -> dict[str, Any]:
 def seconds(call: Call, device: torch.device) -> MarkedSeconds:
     """As a user waits for it: launches, and until the device is done."""
     wait_for(device)
-    watch, began = LoadWatch(), perf_counter()
+    watch = LoadWatch()
     call()
     wait_for(device)
-    return MarkedSeconds(perf_counter() - began, watch.disturbed())
+    return watch.seconds()
 
 
 def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:

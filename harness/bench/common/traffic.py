@@ -33,20 +33,11 @@ _READ: dict[str, Callable[..., int]] = {
     "segment_attention_with_lse": _segments,
     "merge_attention": lambda outs, lses: _whole(*outs),
     **INDEX_BYTES,
-    "group_weights": lambda logits, scale, reduce: _whole(logits),
-    "group_margins": lambda logits, candidates, reach: _whole(logits),
-    "kmeans": lambda x, initial, iterations, tolerance: _whole(x),
-    "top_k": lambda scores, count: _whole(scores),
     "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
     "put_rows": lambda x, rows, values: _whole(values),
     "rebuild_keys": lambda u, basis, positions, cos, sin: (
         positions.numel() * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
     ),
-    "column_sums": lambda q, k, scale: _whole(k),
-    "prefill_attention": lambda q, k, v, scale: _whole(k, v),
-    "prefill_attention_with_column_sums": lambda q, k, v, scale: _whole(k, v),
-    "windowed_attention": lambda q, k, v, scale, first, window: _whole(k, v),
-    "windowed_sums": lambda q, k, lse, scale, first, window: _whole(k),
     "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
     "block_output": lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
     "token_logits": lambda x, head: _weights(head.linear),
@@ -54,5 +45,6 @@ _READ: dict[str, Callable[..., int]] = {
 
 
 def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
-    """By the arguments' sizes; nothing that a cache may save is taken off."""
-    return _READ[name](*arguments)
+    """By the arguments' sizes: every tensor once, unless `_READ` knows better. What a cache may save still counts."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    return _READ[name](*arguments) if name in _READ else _whole(*tensors)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.bench import kvpress
-from harness.bench.common.measure import MarkedSeconds
+from harness.bench.common.load import MarkedSeconds
 from harness.bench.kvpress import PRESSES, Peer, Sample
 from harness.config.settings import GenerationSettings, Settings
 from harness.jobs.job import Job

@@ -18,8 +18,8 @@ import torch
 
 from harness.bench import __main__ as bench
 from harness.bench.common import load, measure, output
-from harness.bench.common.load import Counts, LoadWatch
-from harness.bench.common.measure import MarkedSeconds, marks, own_seconds
+from harness.bench.common.load import Counts, LoadWatch, MarkedSeconds
+from harness.bench.common.measure import marks, own_seconds
 from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ import pytest
 from evals.base import Example, Score, Task, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
-from harness.diagnosis.ladder import Rungs, cause
+from harness.diagnosis.ladder import cause
 from harness.engine import attach
 from harness.jobs import runner
 from harness.jobs import triage as triage_job
@@ -169,12 +169,12 @@ def test_an_answer_that_the_scorer_does_not_see() -> None:
 def test_the_first_rung_that_helps_names_the_cause(
     scores: dict[Any, float], evicts: bool, dense: bool, name: str
 ) -> None:
-    assert cause(Rungs(0, 1, evicts, dense), scores.__getitem__) == (name, scores)
+    assert cause(0, 1, scores.__getitem__, evicts=evicts, dense_prefill=dense) == (name, scores)
     assert name in triage.CAUSES
 
 
 def test_full_that_is_no_better_is_not_climbed_for() -> None:
-    assert cause(Rungs(0.5, 0.5, True, True), {}.__getitem__) == ("model", {})
+    assert cause(0.5, 0.5, {}.__getitem__, evicts=True, dense_prefill=True) == ("model", {})
 
 
 def test_triage_changes_no_record_and_is_taken_up_again(tmp_path: Path) -> None:
