@@ -218,8 +218,10 @@ class Asked:
         self._files, self._before = files, _names(files.folder)
         for name in ("here", "tmp"):
             (Path(self._folder.name) / name).mkdir()
-        target = (_python, text) if text in PYTHON else (_command, files.words(text))
-        self._process = Forked(*target, str(self._tmp), cwd=self._here)
+        if text in PYTHON:
+            self._process = Forked(_python, text, str(self._tmp), cwd=self._here)
+        else:
+            self._process = Forked(_command, files.words(text), str(self._tmp), cwd=self._here)
 
     @property
     def _here(self) -> Path:

@@ -110,7 +110,7 @@ def test_control_characters_are_shown_not_obeyed(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_shown(pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = write_run(tmp_path, [record("z")], "h2o")
     for arguments, complaint in [
-        ([pair[0], "--id", "x"], "no example 'x'"),
+        ([pair[0], "--id", "x"], "no example --id x"),
         ([pair[0], "--diff", str(alone)], "no example in common"),
         ([str(tmp_path)], "not the folder of a run"),
     ]:
