@@ -41,19 +41,26 @@ class BlockForward:
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
-        start = cache.num_tokens
         cache.begin()
         x = embedding(ids, self.embedding)
         cos, sin = self.decoder.rotary_emb(x, cache.positions(ids.shape[1], ids.device))
-        for index, block in enumerate(self.blocks):
-            normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
-            attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
-            if index == len(self.blocks) - 1:  # only the last token's logits are wanted
-                x, attended = x[:, -1:], attended[:, :, -1:]
-            x = ops.block_output(x, attended, block)
+        for index in range(len(self.blocks)):
+            x = self._layer(index, x, cos, sin, cache)
         cache.end()
         logits: Tensor = ops.token_logits(x, self.head)
         return logits[:, -1]
+
+    def _layer(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+        """x [B T hidden] -> [B T hidden], of the last layer [B 1 hidden]: only the last token's logits are wanted."""
+        attended = self._attended(index, x, cos, sin, cache)
+        if index == len(self.blocks) - 1:
+            x, attended = x[:, -1:], attended[:, :, -1:]
+        return ops.block_output(x, attended, self.blocks[index])
+
+    def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+        """A function of its own, so that nothing but its result [B H T D] is alive beside the MLP."""
+        normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
+        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, cache.num_tokens))
 
 
 def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:

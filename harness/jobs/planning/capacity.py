@@ -21,7 +21,7 @@ from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, TIERS
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-STREAMS = 3  # of hidden states that live together in a prefill: the residual, its norm, what is added
+STREAMS = 2  # of hidden states that live together in a prefill: the residual and its norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def needed(
     kv = caches([settings, *beside]) * side_by_side(info, settings, items) + stores
     prompt = max(len(item.prompt.ids) for item in items)
     rows = min(prompt, settings.prefill_chunk or prompt)
-    width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads) * info.head_dim
+    width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads + 1) * info.head_dim
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     return Need(weights, kv, rows * width * DTYPE_BYTES[settings.dtype])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import methods
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.jobs.job import Job
@@ -19,7 +20,7 @@ from harness.jobs.run import evaluate
 from harness.results import meaning
 from harness.results.files import read_json
 from harness.results.identity import identity, not_continued
-from harness.results.meaning import code_of
+from harness.results.meaning import CORE, code_of
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -72,6 +73,11 @@ def test_a_change_in_one_method_reruns_that_method_alone(monkeypatch: pytest.Mon
         after = [made(method) for method in (H2O(), PQ, Full())]
         assert after[1:] == before[1:]
         assert (after[0] == before[0]) is same
+
+
+def test_every_room_of_the_methods_is_shared_by_plug_ins() -> None:
+    rooms = {f"methods.{path.name}" for path in Path(methods.__path__[0]).iterdir() if (path / "__init__.py").is_file()}
+    assert rooms <= {*CORE}
 
 
 def test_a_plug_ins_modules_are_those_outside_the_core() -> None:
