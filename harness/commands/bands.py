@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from harness.results import bands
 from harness.results.records import StoreError
 from harness.results.store import find, load
+from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.tables import Column, percent, text_table
 
@@ -25,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not made:
                 raise StoreError("no finished run of Full in these folders: run one with method=full")
             bands.write(made, options.file)
-            print(f"{len(made)} band{'s' * (len(made) > 1)} written to {options.file}")
-        print(_table(bands.stored(options.file)))
+            say(f"{len(made)} band{'s' * (len(made) > 1)} written to {options.file}")
+        say(_table(bands.stored(options.file)))
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        complain(f"cannot write {error.filename}: {error.strerror}")
         return 2
     return 0
 

@@ -15,6 +15,7 @@ from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
 from harness.terminal.lasting import lasting_output
+from harness.terminal.notices import complain, say
 from harness.terminal.stopping import Stoppable
 from kernels.temporary import TemporaryFolder
 
@@ -34,7 +35,7 @@ def _checked(record: bool) -> int:
     try:
         find_gguf()
     except ModelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     from harness.canonical_checks import checks  # torch and transformers
 
@@ -42,7 +43,7 @@ def _checked(record: bool) -> int:
         subject = checks.CheckedModel(SmolLM2(), folder)
         if record:
             files.write_json(checks.EXPECTED, checks.measured(subject))
-            print(f"recorded in {checks.EXPECTED}")
+            say(f"recorded in {checks.EXPECTED}")
             return 0
         return _report(checks.verdicts(subject, checks.expected()))
 
@@ -51,12 +52,11 @@ def _report(verdicts: Iterable[Verdict]) -> int:
     """Prints a line per check as it is done; 1 where one failed."""
     began, failed = perf_counter(), 0
     for one in verdicts:
-        print(f"{'PASS' if one.passed else 'FAIL'}  {one.name:<19}  expected {one.expected:<24}  found {one.found}")
+        say(f"{'PASS' if one.passed else 'FAIL'}  {one.name:<19}  expected {one.expected:<24}  found {one.found}")
         if not one.passed:
             failed += 1
-            print(f"      {one.advice}.")
-        sys.stdout.flush()
-    print(f"\n{failed or 'no'} check{'s' * (failed != 1)} failed, {perf_counter() - began:.0f} s")
+            say(f"      {one.advice}.")
+    say(f"\n{failed or 'no'} check{'s' * (failed != 1)} failed, {perf_counter() - began:.0f} s")
     return 1 if failed else 0
 
 

@@ -20,9 +20,9 @@ from harness.results import files, triage
 from harness.results.records import StoreError
 from harness.results.store import find, load_all
 from harness.results.summary_file import Neighbours
+from harness.terminal.notices import complain, say, warn
 from harness.terminal.paths import typed
 from harness.terminal.tables import text_table
-from harness.terminal.visible import visible
 
 WIDTH = 100
 
@@ -32,20 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs, damage = load_all(find(options.folders))
         for text in damage:
-            print(visible(f"left out: {text}"), file=sys.stderr)
+            warn(f"left out: {text}")
         neighbours = Neighbours(runs)
         subjects = [subject(run, neighbours) for run in runs]
-        print(visible("\n\n".join(explanation(one) for one in subjects)))
+        say("\n\n".join(explanation(one) for one in subjects))
         for table in comparisons([one.run for one in subjects]):
             if columns := cause_table(table):
-                print(visible(f"\n{table.title}\n\n{text_table(columns)}"))
+                say(f"\n{table.title}\n\n{text_table(columns)}")
         if options.plots:
             print(*(f"drew {path}" for one in subjects for path in _draw(one)), sep="\n")
     except StoreError as error:
-        print(visible(f"error: {error}"), file=sys.stderr)
+        complain(error)
         return 2
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {files.reason(error)}", file=sys.stderr)
+        complain(f"cannot write {error.filename}: {files.reason(error)}")
         return 2
     return 2 if damage else 0
 

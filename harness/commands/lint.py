@@ -27,8 +27,8 @@ from harness.jobs.planning.effective import (
     without_effect_here,
 )
 from harness.jobs.planning.items import Item, prepare
+from harness.terminal.notices import complain, say, warn
 from harness.terminal.paths import typed
-from harness.terminal.visible import visible
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs", "disk",
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not is_known(error):
             raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        complain(sentence(error))
         return 2
 
 
@@ -60,11 +60,11 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     settings = effective(wanted, method, info)
     items = prepare(task, model, settings, strict=False)
     for words in (*without_effect(wanted, method), *without_effect_here(settings, task, items), *_of_runs(wanted)):
-        print(f"note: {words}", file=sys.stderr)
+        warn(f"note: {words}")
     for item in items[:shown]:
-        print(visible(f"--- {item.example.id}\n{_marked(item)}\n"))
+        say(f"--- {item.example.id}\n{_marked(item)}\n")
     lengths = [len(item.prompt.ids) for item in items]
-    print(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
+    say(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
     check_turns(items, with_contexts(settings, items))
     check_overflow(items, task, settings, info.limit)
     check_budget(items, method, budget_of(settings, method, info), settings, info.num_whole_layers)
@@ -72,9 +72,9 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     first = {(f.level, f.code): (item, f) for item in reversed(items) for f in item.findings}
     for (level, code), count in sorted(kinds.items()):
         item, finding = first[level, code]
-        print(f"{level}: {count} of {len(items)} prompts, first {item.example.id}: {finding.message}")
+        say(f"{level}: {count} of {len(items)} prompts, first {item.example.id}: {finding.message}")
     if not kinds:
-        print("nothing found")
+        say("nothing found")
     return int(any(level == "error" for level, _ in kinds))
 
 

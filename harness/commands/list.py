@@ -17,6 +17,7 @@ from harness.config.keys import parameters_of, settings_page, settings_text
 from harness.config.plugins import suggestion
 from harness.reports.papers import Published, published
 from harness.terminal.markup import aligned, code, table
+from harness.terminal.notices import complain
 
 USAGE = (
     "usage: python -m harness.list [method|task|model|experiment][=NAME] ... [settings] [--config-dir DIR] [--markdown]"
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _main(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
 
 
@@ -55,17 +56,17 @@ def _main(arguments: Sequence[str]) -> int:
         print(markdown(entries("method", folders)), end="")
         return 0
     if strange := [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in FLAGS]:
-        print(f"error: there is no flag {strange[0]}{suggestion(strange[0], FLAGS)}\n{USAGE}", file=sys.stderr)
+        complain(f"there is no flag {strange[0]}{suggestion(strange[0], FLAGS)}\n{USAGE}")
         return 2
     unknown = [a for a in arguments if a not in asked and not a.startswith("-") and not _is_value(a, arguments)]
     if unknown:
-        print(f"error: there is no kind {unknown[0]!r}{suggestion(unknown[0], KINDS)}\n{USAGE}", file=sys.stderr)
+        complain(f"there is no kind {unknown[0]!r}{suggestion(unknown[0], KINDS)}\n{USAGE}")
         return 2
     for argument in asked or KINDS:
         group, _, name = argument.partition("=")
         found = experiments(folders) if group == EXPERIMENT else {one.name: one for one in entries(group, folders)}
         if name and name not in found:
-            print(f"error: there is no {group} {name!r}{suggestion(name, found)}", file=sys.stderr)
+            complain(f"there is no {group} {name!r}{suggestion(name, found)}")
             return 2
         print(_told(group, found, name))
     return 0

@@ -22,6 +22,7 @@ from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
 from harness.terminal.lasting import lasting_output
+from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 from harness.terminal.tables import Column, text_table
@@ -49,7 +50,7 @@ def _observe_or_say_why(options: argparse.Namespace) -> int:
     except Exception as error:
         if not is_known(error):
             raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        complain(sentence(error))
         return 2
 
 
@@ -65,9 +66,9 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     result = observe(what, observation, task, model, settings)
     folder = place(Path(settings.results.root), result)
     write(folder, observation, result)
-    print(f"{observation.title}: {result['model']['name']}, {result['prompt']['tokens']} tokens\n")
-    print(text_table(_columns(observation.columns, result["layers"])))
-    print(f"\nFigures and picture: {folder}")
+    say(f"{observation.title}: {result['model']['name']}, {result['prompt']['tokens']} tokens\n")
+    say(text_table(_columns(observation.columns, result["layers"])))
+    say(f"\nFigures and picture: {folder}")
     return 0
 
 

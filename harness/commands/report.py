@@ -20,6 +20,7 @@ from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
+from harness.terminal.notices import complain, warn
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 from harness.terminal.visible import visible
@@ -61,7 +62,7 @@ def _reported(options: argparse.Namespace) -> int:
         if not runs:
             raise StoreError("; ".join(unreadable))
         if found_at := _places(found, options.folders):
-            print(visible(found_at), file=sys.stderr)
+            warn(found_at)
         shown = [run for run in runs if not run.is_empty]
         tables = [_sorted(table, options.sort) for table in comparisons(shown)]
         left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
@@ -69,7 +70,7 @@ def _reported(options: argparse.Namespace) -> int:
         for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
             print(f"wrote {path}")
     except StoreError as error:
-        print(visible(f"error: {error}"), file=sys.stderr)
+        complain(error)
         return 2
     except OSError as error:
         print(
@@ -77,7 +78,7 @@ def _reported(options: argparse.Namespace) -> int:
         )
         return 2
     for message in unreadable:
-        print(visible(f"left out: {message}"), file=sys.stderr)
+        warn(f"left out: {message}")
     return 2 if unreadable else 0
 
 
@@ -111,7 +112,7 @@ def print_report(folders: Sequence[Path]) -> None:
     runs, unreadable = load_all(folders)
     print("\n" + as_text(comparisons(runs), colour=shows_colour(sys.stdout), brief=True))
     for message in unreadable:
-        print(visible(f"left out: {message}"), file=sys.stderr)
+        warn(f"left out: {message}")
 
 
 def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]) -> Iterator[Path]:

@@ -26,6 +26,7 @@ from harness.results.pairs import mean_score
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
 from harness.results.store import StoredRun, find, load, write_rescored
+from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 
 
@@ -38,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folders = find(options.folders)
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     for folder in folders:
         try:
-            print(first_scores(folder) if options.first else rescore(folder, options.data_root))
+            say(first_scores(folder) if options.first else rescore(folder, options.data_root))
         except Exception as error:
             if not is_known(error):
                 raise
-            print(f"error: {folder}: {sentence(error, '--data-root FOLDER')}", file=sys.stderr)
+            complain(f"{folder}: {sentence(error, '--data-root FOLDER')}")
             failed = True
     return 2 if failed else 0
 

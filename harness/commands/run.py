@@ -35,7 +35,7 @@ from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import complain_once, say_once, tell_of_builds
+from harness.terminal.notices import complain, complain_once, say_once, tell_of_builds
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Trackers
@@ -195,7 +195,7 @@ def _help(arguments: Sequence[str]) -> int:
     try:
         print(help_text(arguments, config_dirs(arguments)))
     except ConfigError as error:  # a yaml file of the user's
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        complain(sentence(error))
         return 1
     return 0
 

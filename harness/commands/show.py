@@ -18,6 +18,7 @@ from harness.diagnosis.quality import failure
 from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
+from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.tables import digits
 from harness.terminal.visible import visible
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = load(options.run)
         lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
         for line in lines:
-            print(visible(line))
+            say(line)
     except StoreError as error:
-        print(visible(f"error: {error}"), file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

@@ -19,6 +19,7 @@ from harness.config.errors import is_known, sentence
 from harness.config.settings import SettingsError
 from harness.results.files import canonical, write_atomically, write_json
 from harness.terminal.lasting import lasting_output
+from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 
@@ -44,7 +45,7 @@ def _simulate_or_say_why(options: argparse.Namespace) -> int:
     except Exception as error:
         if not is_known(error):
             raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        complain(sentence(error))
         return 2
     return 0
 
@@ -62,15 +63,15 @@ def _simulate(options: argparse.Namespace) -> None:
     rows = [outcome.simulated(run, known) for run in runs]
     traces = [outcome.trace_line(row["trace"]) for row in rows]
     for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
-        print(line)
-    print(f"\n{outcome.table(rows, runs)}")
+        say(line)
+    say(f"\n{outcome.table(rows, runs)}")
     if figure:
-        print(f"\n{figure.table(rows)}")
+        say(f"\n{figure.table(rows)}")
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
     write_json(folder / "simulation.json", made | {"runs": rows})
     write_atomically(folder / "simulation.csv", outcome.spreadsheet(rows))
     drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
-    print(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
+    say(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
 
 
 def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:

@@ -21,6 +21,7 @@ from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
 from harness.sweeps.state import STATES, JobState, duration, each_once, estimate, other_runs, states_of
+from harness.terminal.notices import complain
 from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
             time.sleep(options.watch)
     except StoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -20,7 +20,7 @@ from harness.config.compose import built, composed
 from harness.config.errors import is_known, one_sentence
 from harness.config.settings import Results
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import say_once
+from harness.terminal.notices import complain, say, say_once, warn
 from harness.terminal.paths import typed
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
@@ -44,7 +44,7 @@ def _tune_or_say_why(options: argparse.Namespace, command: str) -> int:
     try:
         _tune(options, command)
     except Exception as error:
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
+        complain(one_sentence(error))
         return 2 if is_known(error) else 1
     return 0
 
@@ -66,19 +66,19 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     path = preset.place(out, name)
     preset.refuse_other(path, command)
     plan = SearchPlan.of(Wanted(method, task, model, settings, names), asked.values)
-    print("\n".join(plan.lines()), flush=True)
+    say("\n".join(plan.lines()))
     if settings.dry_run:
         return
     found = search(plan, _say)
-    print("\n" + "\n".join(found.lines()))
+    say("\n" + "\n".join(found.lines()))
     preset.write(path, asked.chosen["method"], found.method, [found.headline, command, *found.provenance()])
     drawn = curves.draw(found.curves, found.full, out / f"{name}.png", f"{names['method']}: {plan.title}")
-    print("\n".join(f"wrote {file}" for file in (path, *drawn)))
-    print(f"run it: python -m harness --config-dir {out} method={name} ...")
+    say("\n".join(f"wrote {file}" for file in (path, *drawn)))
+    say(f"run it: python -m harness --config-dir {out} method={name} ...")
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    warn(line)
 
 
 def _parser() -> argparse.ArgumentParser:

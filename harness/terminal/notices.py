@@ -17,15 +17,20 @@ def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
+def warn(text: str) -> None:
+    """What is left out or was not as asked, on stderr; the command goes on."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def complain(error: object) -> None:
     """Why a command ends without it, on stderr."""
-    print(visible(f"error: {error}"), file=sys.stderr, flush=True)
+    warn(f"error: {error}")
 
 
 @cache
 def say_once(message: str) -> None:
     """Once per process, however many jobs of a sweep it concerns."""
-    print(visible(f"note: {message}."), file=sys.stderr, flush=True)
+    warn(f"note: {message}.")
 
 
 @cache
