@@ -7,13 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.config.settings import Results, Settings, SettingsError, StoreSettings
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
 from harness.jobs.job import Job
 from harness.jobs.planning import capacity
 from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.run import Wanted, evaluate, evaluate_together
 from methods.full import Full
+from tests.allocations import Allocations
 from tests.fast import MODEL, PQ, STREAMING, niah
 
 GIB = 2**30
@@ -104,6 +108,19 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
     assert needed(info, replace(settings, batch=2), longer).kv == both
     chunked = needed(info, replace(settings, prefill_chunk=100), items)
     assert chunked.activations == pytest.approx(whole.activations / 4)
+
+
+def test_the_forecast_is_what_a_prefill_allocates() -> None:
+    from harness.jobs.planning.items import prepare
+
+    settings = Settings(device="cpu", dtype="fp32")
+    items = prepare(replace(niah(), lengths=(2000,), depths=1), MODEL, settings)
+    forecast = needed(MODEL.describe(), settings, items[:1], loaded=True)
+    ids = torch.tensor([items[0].prompt.ids])
+    with attached(MODEL.load("fp32", "cpu").model, Full()) as kv, Allocations() as counted:
+        engine = Engine(kv)
+        engine.prefill(engine.cache(ids, items[0].new_tokens), ids)
+    assert counted.peak == pytest.approx(forecast.total, rel=0.1)
 
 
 def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
