@@ -26,7 +26,8 @@ import torch
 
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
-from harness.jobs.run import Wanted, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate_together
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 from harness.reports.pareto import front
@@ -98,13 +99,13 @@ settings = Settings(shared_prefill=True, progress=not tiny, results=Results(root
 
 
 def run(methods, budgets):
-    """Evaluations of each method at each budget; all share one prefill per prompt."""
-    wanted = [
-        Wanted(method, task, model, Settings(**{**vars(settings), "budget": budget}), {"method": name})
+    """Runs of each method at each budget; all share one prefill per prompt."""
+    jobs = [
+        Job.plan(method, task, model, Settings(**{**vars(settings), "budget": budget}), presets={"method": name})
         for name, method in methods.items()
         for budget in budgets
     ]
-    return evaluate_together(wanted)
+    return evaluate_together(jobs)
 
 
 # %% [markdown]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from harness.config.settings import Results, Settings
-from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate, evaluate_together
 from harness.results.files import read_json
 from harness.results.store import load
 from tests.fast import MODEL, STREAMING, niah
@@ -42,7 +43,7 @@ def run(root: Path, shared: bool, batch: int) -> None:
     )
     task = niah(lengths=[200, 240], depths=1, max_new_tokens=3, needle="passkey")
     if shared:
-        evaluate_together([Wanted(STREAMING, task, MODEL, settings)])
+        evaluate_together([Job.plan(STREAMING, task, MODEL, settings)])
     else:
         evaluate(STREAMING, task, MODEL, settings)
 

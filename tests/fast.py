@@ -8,9 +8,9 @@ from typing import Any
 from evals.base import Task
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
-from harness.jobs.job import Evaluation
 from harness.jobs.run import evaluate
 from harness.models.random import Random
+from harness.results.store import StoredRun
 from methods.base import Method
 from methods.pqcache import PQCache
 from methods.streaming import Streaming
@@ -23,7 +23,7 @@ MODEL_ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.token
 TASK_ARGS = ["task.lengths=[400]", "task.depths=4", "task.max_new_tokens=6", "progress=false"]
 
 
-def run(root: Path, method: Method, task: Task, **changes: Any) -> Evaluation:
+def run(root: Path, method: Method, task: Task, **changes: Any) -> StoredRun:
     """Below `root`, with neither Full nor a warm-up unless they are asked for."""
     settings = Settings(results=Results(root=str(root)), progress=False, baseline="off", warmup=0)
     return evaluate(method, task, MODEL, settings, **changes)

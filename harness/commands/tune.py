@@ -55,7 +55,6 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     if settings.results.root == Results().root:
         settings = replace(settings, results=replace(settings.results, root=ROOT))
 
-    from harness.jobs.run import Wanted
     from harness.tuning import curves, preset
     from harness.tuning.findings import search
     from harness.tuning.plan import SearchPlan
@@ -65,7 +64,7 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     name = f"{names['method']}_tuned" if options.name is None else options.name
     path = preset.place(out, name)
     preset.refuse_other(path, command)
-    plan = SearchPlan.of(Wanted(method, task, model, settings, names), asked.values)
+    plan = SearchPlan.of(method, task, model, settings, names, asked.values)
     say("\n".join(plan.lines()))
     if settings.dry_run:
         return

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evals.base import Task
-from harness.config.settings import Settings
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import free_bytes, refusal, sealed, side_by_side, size
 from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured
-from harness.models.base import ModelSource
 from harness.results.alarms.run import alike
 from harness.terminal.tables import digits
 from harness.terminal.visible import visible
-from methods.base import CostError, Method
+from methods.base import CostError
 from methods.full import Full
 
 SHOWN = 2  # prompts printed
 HEAD, TAIL = 300, 300  # characters of each
 
 
-def show(method: Method, task: Task, model: ModelSource, wanted: Settings, planner: Planner) -> None:
-    """Print the plan; raises the same errors as the run itself would before its weights."""
-    _, job = planner.plan(method, task, model, wanted)
-    full = job.full(wanted)
-    planner.let_go()
+def show(job: Job, planner: Planner) -> None:
+    """Print the plan."""
+    full = job.full
     settings = job.settings
     for item in job.items[:SHOWN]:
         text = item.prompt.text
@@ -36,7 +31,7 @@ def show(method: Method, task: Task, model: ModelSource, wanted: Settings, plann
         print(visible(f"{head}\n{cut}\n"))
     lengths = [sum(len(turn.prompt.ids) for turn in item.turns) for item in job.items]
     contexts = list(by_context(job.items))
-    info = model.describe()
+    info = job.model.describe()
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -39,9 +40,8 @@ from harness.results.folder.bound import read_info
 from harness.results.folder.find import akin, is_run
 from harness.results.folder.names import INFO
 from harness.results.identity import identity, not_continued
-from harness.results.provenance import provenance
 from harness.results.records import Record, StoreError
-from harness.results.store import Run, read_records
+from harness.results.store import Run, StoredRun, read_records
 from harness.results.store import load as load_run
 from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
@@ -52,16 +52,6 @@ from methods.base import Budget, Method
 from methods.full import Full
 
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A finished run: its folder, its records, its summary (the keys of docs/results.md), and Full's folder beside."""
-
-    folder: Path
-    full_folder: Path | None
-    records: list[Record]
-    summary: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +66,7 @@ class Job:
     items: list[Item]
     config: dict[str, Any]
     identity: dict[str, Any]
+    wanted: Settings  # as they were asked for; `settings` are those that apply
     presets: Presets | None = None  # by kind; no part of the identity
 
     @classmethod
@@ -87,27 +78,15 @@ class Job:
         wanted: Settings,
         items: Sequence[Item] | None = None,
         presets: Presets | None = None,
+        *,
+        beside: bool = False,
     ) -> Job:
-        """Checks all that can be checked, and says which of the settings change nothing."""
-        job = cls._planned(method, task, model, wanted, items, presets)
-        for words in without_effect(wanted, method):
-            say_once(words)
-        return job
-
-    @classmethod
-    def _planned(
-        cls,
-        method: Method,
-        task: Task,
-        model: ModelSource,
-        wanted: Settings,
-        items: Sequence[Item] | None,
-        presets: Presets | None,
-    ) -> Job:
+        """Checks all that can be checked, and says which of the settings change nothing. `beside`: it is the Full of
+        another job, whose settings these are."""
         check_machine(wanted)
         task.require(wanted.data.folder())
         info = model.describe()
-        method = method_of(wanted, method, info)
+        given, method = method, method_of(wanted, method, info)
         check_fit(wanted, method, info)
         settings = effective(wanted, method, info)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
@@ -127,23 +106,25 @@ class Job:
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
         own = identity(config, named, revision=info.revision, prompts=[item.sha256 for item in items])
-        return cls(method, task, model, settings, budget, items, config, own, presets)
+        for words in () if beside else without_effect(wanted, given):
+            say_once(words)
+        return cls(method, task, model, settings, budget, items, config, own, wanted, presets)
 
-    def full(self, wanted: Settings) -> Job | None:
-        """Full on the same examples, to hold this job against; None where none is, or it is one. `wanted` as for
-        `plan`."""
-        if wanted.baseline == "off" or isinstance(self.method, Full):
+    @cached_property
+    def full(self) -> Job | None:
+        """Full on the same examples, to hold this job against; None where none is, or it is one."""
+        if self.settings.baseline == "off" or isinstance(self.method, Full):
             return None
-        shared = replace(self.settings, shared_prefill=wanted.shared_prefill)
+        shared = replace(self.settings, shared_prefill=self.wanted.shared_prefill)
         presets = self.presets and {**self.presets, "method": "full"}
-        return Job._planned(Full(), self.task, self.model, shared, self.items, presets)
+        return Job.plan(Full(), self.task, self.model, shared, self.items, presets, beside=True)
 
-    def finished(self) -> Evaluation | None:
+    def finished(self) -> StoredRun | None:
         """What a complete earlier run left; None where there is none, and where it is damaged, which is said."""
         if not self.folder.is_dir() or not is_run(self.folder, os.listdir(self.folder)):
             return None
         try:
-            return self.evaluation() if self._has_all(load_run(self.folder).records) else None
+            return self.stored() if self._has_all(load_run(self.folder).records) else None
         except StoreError as error:
             say_once(f"{self.label} is not there to compare with: {error}")
             return None
@@ -170,18 +151,14 @@ class Job:
         settings = [job.settings for job in beside]
         return needed(self.model.describe(), self.settings, self.items, loaded=loaded, beside=settings)
 
-    def _names(self) -> tuple[str, str]:
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of task and method, as their modules are called."""
         return _name(self.config["task"]), _name(self.config["method"])
 
     @property
     def folder(self) -> Path:
-        return Run.place(Path(self.settings.results.root), self.identity, *self._names())
-
-    def open(self) -> Run:
-        """Waits for another process that is at the same run; what it finishes need not be run again."""
-        self.remove_leftovers()
-        root = Path(self.settings.results.root)
-        return Run.open(root, self.config, self.identity, *self._names(), wait=True)
+        return Run.place(Path(self.settings.results.root), self.identity, *self.names)
 
     def remove_leftovers(self) -> None:
         """Removes what processes that were killed left where this job keeps its temporary files: one that is complete
@@ -194,20 +171,19 @@ class Job:
     def pending(self, run: Run) -> list[Item]:
         return [item for item in self.items if not run.contains(item.example.id)]
 
-    def evaluation(self, full: Evaluation | None = None) -> Evaluation:
+    def stored(self, full: StoredRun | None = None) -> StoredRun:
         """What the run's folder holds now, with its summary brought up to date."""
-        folder = self.folder
-        stored, beside = load_run(folder), load_run(full.folder) if full else None
+        stored, beside = load_run(self.folder), load_run(full.folder) if full else None
         summary = summary_of(stored, beside)
-        with writing(folder):
+        with writing(self.folder):
             write_summary(stored, beside, summary)
-        return Evaluation(folder, full.folder if full else None, stored.records, summary)
+        return replace(stored, summary=summary, full_folder=full.folder if full else None)
 
     @property
     def label(self) -> str:
         """Task, method, what of it is not the default, and the budget."""
         named = self.presets or {}
-        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self._names(), strict=True))
+        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True))
         budget, in_bytes = self.settings.budget, self.settings.most_bytes
         asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
         asked = size(in_bytes) if in_bytes else "by layer" if self.settings.layer_budgets else asked
@@ -240,10 +216,6 @@ class Job:
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",
         }
-
-    def note(self, run: Run) -> None:
-        """What run.json says of this run beside its configuration."""
-        run.note(provenance=provenance(self.settings.device), **self.facts())
 
     def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
         """`info`: run.json, which keeps what an earlier session measured of the machine. Raises `StoreError` where it

@@ -124,9 +124,8 @@ class Runner:
 
     def _asking(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Asking:
         """With a prefill of its own unless it is one of `prefilled`."""
-        context = items[0].prompt.split if self.settings.protocol == "context" else None
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Asking(self.engine, kept, items, ready, context, self.ending, self.overflow)
+        return Asking(self.engine, kept, items, ready, self._context(items[0]), self.ending, self.overflow)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -178,8 +177,12 @@ class Runner:
     def prompt(self, item: Item) -> tuple[Tensor, int]:
         """Token ids [1 S], and how many of S are prefilled."""
         ids = torch.tensor([item.prompt.ids], device=self.device)
-        split = item.prompt.split if self.settings.protocol == "context" else None
-        return ids, ids.shape[1] if split is None else split
+        context = self._context(item)
+        return ids, ids.shape[1] if context is None else context
+
+    def _context(self, item: Item) -> int | None:
+        """Tokens that are sealed before the question is read; None where it is sealed with them."""
+        return item.prompt.split if self.settings.protocol == "context" else None
 
     def ending(self, item: Item) -> dict[str, Any]:
         """How the engine picks tokens for `item`, and when it stops."""
@@ -237,7 +240,6 @@ class Runner:
     def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
         """Fields of `Reply`, turn by turn."""
         item, history = transcript.item, 0
-        context = item.prompt.split if self.settings.protocol == "context" else None
         turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
         for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
@@ -247,7 +249,7 @@ class Runner:
             yield {
                 "history_tokens": history,
                 "prompt_tokens": len(turn.prompt.ids),
-                "context_tokens": context,
+                "context_tokens": self._context(item),
                 "output": output,
                 "tokens": tokens,
                 "stop": stop,

@@ -14,7 +14,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,7 +68,7 @@ class Run:
         method: str,
         *,
         wait: bool = False,
-    ) -> Run:
+    ) -> Self:
         """The same identity finds the same folder and goes on there; another identity gets another folder.
 
         Where another process writes it: `wait` until that is done, or raise `FolderInUse`.
@@ -197,6 +197,8 @@ class StoredRun:
     status: str  # as run.json says, but `running` only while the writer lives
     triaged: Sequence[triage.Line] = ()
     digest: str | None = None  # of the lines of examples.jsonl
+    summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
+    full_folder: Path | None = None  # of the Full that such a summary holds it against
 
     @property
     def scorer(self) -> str:

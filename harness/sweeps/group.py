@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config import plugins
 from harness.config.errors import is_memory, one_sentence
 from harness.config.renamed import refuse_unknown
-from harness.config.settings import settings_of
+from harness.config.settings import Settings, settings_of
 from harness.jobs.planning.machine import check_machine, check_results
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
 from harness.terminal.notices import complain_once
 
 if TYPE_CHECKING:
-    from harness.jobs.job import Evaluation, Job
-    from harness.jobs.run import OnPlan, Wanted
+    from harness.jobs.job import Job
+    from harness.results.store import StoredRun
 
+OnPlan = Callable[[int, "Job", "Job | None"], None]  # place of the job, the job, the Full beside it
 Partial = Mapping[str, frozenset[str]]  # parameters, by kind of plug-in, that only some of the chosen have
 
 
@@ -49,9 +50,8 @@ class Group:
 
     def __init__(self, jobs: Sequence[JobConfig], partial: Partial, planner: Planner, aloud: bool = True) -> None:
         self.jobs, self.partial, self.planner, self.aloud = jobs, partial, planner, aloud
-        self.made: list[Evaluation] = []
+        self.made: list[StoredRun] = []
         self.troubles: list[Trouble] = []
-        self._unplanned: list[int] = []  # places, in the order in which they are planned
 
     @property
     def folders(self) -> list[Path]:
@@ -61,42 +61,32 @@ class Group:
 
     def run(self, on_plan: OnPlan | None = None) -> None:
         """An error fails its own job alone. A dry run shows what the job would do."""
-        wanted: dict[int, Wanted] = {}
-        for place, job in enumerate(self.jobs):
+        jobs = []
+        for place, composed in enumerate(self.jobs):
             try:
-                one = built(job, self.partial)
-                if one.settings.dry_run:
-                    self._show(one)
-                else:
-                    wanted[place] = one
+                method, task, model, settings = built(composed, self.partial)
+                job = self.planner.plan(method, task, model, settings, composed.presets)
+                full = job.full
+                if settings.dry_run:
+                    self._show(job)
+                    continue
+                if on_plan:
+                    on_plan(place, job, full)
+                jobs.append(job)
             except Exception as error:
                 self._note(error, place)
-        if wanted:
-            self._evaluate(wanted, on_plan)
+        if jobs:
+            from harness.jobs.run import evaluate_together
+
+            self.made = evaluate_together(jobs, self._note)
         self._give_back_memory()
 
-    def _show(self, wanted: Wanted) -> None:
+    def _show(self, job: Job) -> None:
         from harness.jobs.dry_run import show
 
-        show(*wanted[:4], self.planner)
+        show(job, self.planner)
 
-    def _evaluate(self, wanted: Mapping[int, Wanted], on_plan: OnPlan | None) -> None:
-        from harness.jobs.run import evaluate_together
-
-        self._unplanned = list(wanted)
-
-        def planned(_: int, job: Job, full: Job | None) -> None:
-            place = self._unplanned.pop(0)
-            if on_plan:
-                on_plan(place, job, full)
-
-        self.made = evaluate_together(list(wanted.values()), self._hear, planned, self.planner)
-
-    def _hear(self, error: Exception) -> None:
-        """All jobs are planned, one after the other, before the first of them runs."""
-        self._note(error, self._unplanned.pop(0) if self._unplanned else None)
-
-    def _note(self, error: Exception, place: int | None) -> None:
+    def _note(self, error: Exception, place: int | None = None) -> None:
         self.troubles.append(Trouble(error, one_sentence(error), place))
         if self.aloud:
             complain_once(self.troubles[-1].sentence)
@@ -113,9 +103,8 @@ class Group:
             torch.cuda.empty_cache()
 
 
-def built(job: JobConfig, partial: Partial) -> Wanted:
-    """The job with its method, task, model and settings; what the machine or its data lack is said before
-    torch is imported."""
+def built(job: JobConfig, partial: Partial) -> tuple[Any, Any, Any, Settings]:
+    """Method, task, model and settings; what the machine or its data lack is said before torch is imported."""
     config = job.config
     settings = settings_of(config)
     refuse_unknown(config)
@@ -124,6 +113,4 @@ def built(job: JobConfig, partial: Partial) -> Wanted:
     task = plugins.build(config["task"], "task", partial["task"])
     task.require(settings.data.folder())
     method, model = (plugins.build(config[kind], kind, partial[kind]) for kind in ("method", "model"))
-    from harness.jobs.run import Wanted
-
-    return Wanted(method, task, model, settings, job.presets)
+    return method, task, model, settings

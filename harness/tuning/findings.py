@@ -27,7 +27,7 @@ from methods.tiers.tier import DEVICE, TIERS
 
 def search(plan: SearchPlan, say: Say) -> Findings:
     """Runs what is not there yet; the same plan finds the same."""
-    trials, held_out = (Trials(plan.space, plan.wanted) for _ in range(2))
+    trials, held_out = (Trials(plan.space, plan.start) for _ in range(2))
     searching = Search(plan.space, plan.examples, trials, say)
     best = searching.run()
     say(f"held out: {len(plan.examples.held_out)} examples")
@@ -76,9 +76,9 @@ class Findings:
     @property
     def cautions(self) -> Iterator[str]:
         """What a run of these examples would be noted for, beside the verdict."""
-        if self.plan.wanted.model.describe().weights == "random":
+        if self.plan.start.model.describe().weights == "random":
             yield "Random weights, so scores mean nothing."
-        chance = self.plan.wanted.task.chance
+        chance = self.plan.start.task.chance
         if at_chance(self.held_out.full, chance):
             full = percent(mean_score(self.held_out.full))
             yield f"Full scores {full}, near the {percent(chance, 0)} of guessing: values cannot be told apart here."
@@ -97,7 +97,7 @@ class Findings:
 
     def provenance(self) -> Iterator[str]:
         """For the comment of the preset."""
-        info, seed = self.plan.wanted.model.describe(), self.plan.wanted.settings.seed
+        info, seed = self.plan.start.model.describe(), self.plan.start.wanted.seed
         revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
         commit = str(git()["commit"] or "unknown")[:12]
         yield f"Model {info.name}{revision}, examples of seed {seed}, commit {commit}."

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
-from harness.config.settings import TUNING_SEED, CommonWindows
+from harness.config.settings import TUNING_SEED, CommonWindows, Settings
 from harness.jobs.job import Job, Presets
 from harness.jobs.planning.effective import method_of, without_effect
-from harness.jobs.run import Wanted
+from harness.models.base import ModelSource
 from harness.terminal.notices import say_once
 from harness.tuning.examples import Examples, examples_of, refuse_unseeded
 from harness.tuning.search import KEPT, curve_points, most_combinations
@@ -27,42 +28,48 @@ FULL = {  # baseline -> what becomes of Full
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """`wanted`: the start with the tuning seed. `start`: its job on all examples, whose budget, prompts and folder are
-    checked."""
+    """`start`: the job of the start on all examples, with the tuning seed."""
 
-    wanted: Wanted
     space: Space
     examples: Examples
     start: Job
 
     @classmethod
-    def of(cls, wanted: Wanted, asked: Mapping[str, tuple[Any, ...]]) -> SearchPlan:
-        """`wanted`: the start as for one run; the seed becomes the reserved one. `asked`: grids of the command line."""
-        task, model = wanted.task, wanted.model
-        for words in without_effect(wanted.settings, wanted.method):
+    def of(
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        wanted: Settings,
+        names: Presets,
+        asked: Mapping[str, tuple[Any, ...]],
+    ) -> SearchPlan:
+        """The start as for one run; the seed becomes the reserved one. `names`: what the command line calls method,
+        task and model; `asked`: its grids."""
+        for words in without_effect(wanted, method):
             say_once(words)
-        method = method_of(wanted.settings, wanted.method, model.describe())
-        settings = replace(wanted.settings, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
+        method = method_of(wanted, method, model.describe())
+        settings = replace(wanted, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
         grids = grids_of(method, asked)
         refuse_unseeded(task)
         task.require(settings.data.folder())
         examples = examples_of(task, model, settings)
 
         def job(candidate: Method) -> Job:
-            return Job.plan(candidate, task, model, settings, examples.all, wanted.presets)
+            return Job.plan(candidate, task, model, settings, examples.all, names)
 
         start = job(method)
         space = space_of(method, grids, lambda other: _refusal(job, other), bool(asked))
-        return cls(wanted._replace(method=method, settings=settings), space, examples, start)
+        return cls(space, examples, start)
 
     @property
     def names(self) -> Presets:
         """What the command line calls method, task and model."""
-        return self.wanted.presets or {}
+        return self.start.presets or {}
 
     @property
     def title(self) -> str:
-        settings, model = self.wanted.settings, self.start.model.describe().name
+        settings, model = self.start.wanted, self.start.model.describe().name
         bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
         asked = f"budget={settings.budget}{bytes_too}"
         for name in ("budget_bytes", "layer_budgets"):
@@ -72,7 +79,7 @@ class SearchPlan:
 
     def lines(self) -> Iterator[str]:
         """What would run, at most."""
-        yield f"{self.start.label}, {self.wanted.model.describe().name}"
+        yield f"{self.start.label}, {self.start.model.describe().name}"
         width = max(map(len, self.space.grids))
         for name, values in self.space.grids.items():
             own = self.space.value(START, name)
@@ -85,7 +92,7 @@ class SearchPlan:
             f"{len(self.examples.held_out)} held out"
         )
         curves, combinations = len(curve_points(self.space)), most_combinations(self.space)
-        settings = self.wanted.settings
+        settings = self.start.wanted
         yield (
             f"{curves} points on the curves, at most {combinations} combinations, then the best beside the start: "
             f"at most {self.answers} answers{FULL[settings.baseline]}; runs in {settings.results.root}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+from harness.jobs.group import reporting
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import free_bytes
 from harness.jobs.planning.items import Item
-from harness.jobs.run import Wanted, evaluate_together
+from harness.jobs.run import evaluate_together
 from harness.results.measures import over_known
 from harness.results.records import Record
 from harness.results.store import load
@@ -27,7 +28,7 @@ class Trials:
     `start`: the job of the start, with the tuning seed."""
 
     space: Space
-    start: Wanted
+    start: Job
     records: dict[Point, list[Record]] = field(default_factory=dict)  # over all parts it ran on
     full: list[Record] = field(default_factory=list)
     discarded: dict[Point, str] = field(default_factory=dict)
@@ -36,36 +37,33 @@ class Trials:
     def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
         """Adds what `points` put out on `items` to their records; finished runs are read. Parts have folders of their
         own, so that no run is taken for the rest of another."""
-        settings = self.start.settings
-        results = replace(settings.results, root=f"{settings.results.root}/{part}")
-        here = self.start._replace(settings=replace(settings, results=results), items=items)
-        wanted = [here._replace(method=self.space.method(point)) for point in points]
-        room = self._room(wanted[0])
+        start, results = self.start, self.start.wanted.results
+        here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
+
+        def job(point: Point) -> Job:
+            return Job.plan(self.space.method(point), start.task, start.model, here, items, start.presets)
+
+        room = _room(job(points[0]))
         for first in range(0, len(points), room):
-            self._run(points[first : first + room], wanted[first : first + room])
+            self._run(points[first : first + room], job)
 
     def left(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point not in self.discarded]
 
-    def _run(self, points: Sequence[Point], wanted: Sequence[Wanted]) -> None:
+    def _run(self, points: Sequence[Point], plan: Callable[[Point], Job]) -> None:
         """Under one prefill."""
-        jobs, failed = dict[int, Job](), list[Exception]()
-        made = evaluate_together(wanted, failed.append, lambda number, job, _: jobs.update({number: job}))
+        jobs, failed = dict[Point, Job](), list[Exception]()
+        for point in points:
+            with reporting(failed.append):
+                jobs[point] = plan(point)
+        made = evaluate_together(list(jobs.values()), failed.append)
         done = {one.folder: one.records for one in made}
-        for number, point in enumerate(points):
-            job = jobs.get(number)
+        for point in points:
+            job = jobs.get(point)
             self._take(point, job, done.get(job.folder) if job else None)
         if START in self.discarded:
             raise failed[0]  # nothing can be held against it
         self._take_full([one.full_folder for one in made])
-
-    def _room(self, wanted: Wanted) -> int:
-        """Candidates whose caches fit beside the weights and Full's."""
-        job = Job.plan(*wanted[:4], wanted.items, wanted.presets)
-        need, free = job.need(), free_bytes(job.settings.device)
-        if free is None or not need.kv:
-            return MOST
-        return max(1, min(MOST, int((free - need.total) // need.kv)))
 
     def _take(self, point: Point, job: Job | None, made: list[Record] | None) -> None:
         if job is None or made is None:
@@ -88,6 +86,14 @@ class Trials:
         known = {record.id for record in self.full}
         for folder in dict.fromkeys(folder for folder in folders if folder is not None):
             self.full += [record for record in load(folder).records if record.id not in known]
+
+
+def _room(job: Job) -> int:
+    """Candidates whose caches fit beside the weights and Full's."""
+    need, free = job.need(), free_bytes(job.settings.device)
+    if free is None or not need.kv:
+        return MOST
+    return max(1, min(MOST, int((free - need.total) // need.kv)))
 
 
 def _read(records: Sequence[Record]) -> float | None:

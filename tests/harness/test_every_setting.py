@@ -331,7 +331,7 @@ def test_what_full_has_no_use_for_is_said(changes: Changes, says: str, capsys: p
 def test_nothing_is_said_of_the_full_beside_a_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say_once.cache_clear()
     wanted = settings({"budget": 0.5, "budget_generated": 8, "placement": "host", "results.root": str(tmp_path)})
-    assert _job(wanted, small("pqcache"), NEEDLES).full(wanted)
+    assert _job(wanted, small("pqcache"), NEEDLES).full
     assert "changes nothing" not in capsys.readouterr().err
 
 

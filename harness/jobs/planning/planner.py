@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Makes prompts once for all jobs that ask the same of the same model: those of a large task take minutes.
-    `counted`: folders of runs whose time a dry run has told; `earlier`: those that it takes times from, by root."""
+    """Makes prompts once for jobs that follow one another and ask the same of the same model: those of a large task
+    take minutes. `counted`: folders of runs whose time a dry run has told; `earlier`: those that it takes times from,
+    by root."""
 
     def __init__(self) -> None:
-        self._made: dict[str, list[Item]] = {}
+        self._latest: tuple[str, list[Item]] = "", []  # what was asked last, and its prompts
         self.counted: set[Path] = set()
         self.earlier: dict[Path, list[StoredRun]] = {}
 
@@ -33,18 +33,14 @@ class Planner:
         task: Task,
         model: ModelSource,
         wanted: Settings,
-        items: Sequence[Item] | None = None,
         presets: Presets | None = None,
-    ) -> tuple[str, Job]:
-        """-> what the job has in common with those that share its prompts, as a key; the job. Errors: `Job.plan`'s."""
+    ) -> Job:
+        """The job; errors are `Job.plan`'s."""
         from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
 
-        common = {name: value for name, value in asdict(wanted).items() if name not in OWN}
-        key = str((task, model, common, [item.sha256 for item in items or ()]))
-        job = Job.plan(method, task, model, wanted, items or self._made.pop(key, None), presets)
-        self._made[key] = job.items
-        return key, job
-
-    def let_go(self) -> None:
-        """Of all prompts but the latest, which the next job of a grid mostly asks for again."""
-        self._made = dict(list(self._made.items())[-1:])
+        key = str((task, model, {name: value for name, value in asdict(wanted).items() if name not in OWN}))
+        items = self._latest[1] if self._latest[0] == key else None
+        self._latest = "", []  # two sets of prompts are never there at once
+        job = Job.plan(method, task, model, wanted, items, presets)
+        self._latest = key, job.items
+        return job

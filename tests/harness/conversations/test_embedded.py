@@ -14,9 +14,9 @@ from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.config.settings import GenerationSettings, Results, Settings, StoreSettings
 from harness.conversations.histories import Recompute
 from harness.engine.attach import attached
-from harness.jobs.job import Evaluation
 from harness.jobs.run import evaluate
 from harness.models.embedded import SmolLM2
+from harness.results.store import StoredRun
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -50,7 +50,7 @@ class WikiTalks(Task):
         return Score(0.0)
 
 
-def talked(root: Path, data: Path, method: Method, **changes: Any) -> Evaluation:
+def talked(root: Path, data: Path, method: Method, **changes: Any) -> StoredRun:
     settings = Settings(
         results=Results(root=str(root)),
         generation=GenerationSettings(force_length=True),
@@ -67,7 +67,7 @@ def talked(root: Path, data: Path, method: Method, **changes: Any) -> Evaluation
     return made
 
 
-def tokens(made: Evaluation) -> dict[str, list[int]]:
+def tokens(made: StoredRun) -> dict[str, list[int]]:
     return {record.id: record.tokens for record in made.records}
 
 

@@ -18,7 +18,6 @@ from harness.diagnosis.ladder import cause
 from harness.engine import attach
 from harness.jobs import runner
 from harness.jobs import triage as triage_job
-from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import prepare
 from harness.jobs.run import evaluate
 from harness.jobs.triage import Case
@@ -27,7 +26,7 @@ from harness.results import triage
 from harness.results.files import read_json
 from harness.results.folder.names import TRIAGED
 from harness.results.records import StoreError
-from harness.results.store import load
+from harness.results.store import StoredRun, load
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -76,7 +75,7 @@ class Planted(Task):
         return Score(float(output.startswith(self.right)))
 
 
-def run(folder: Path, method: Method, task: Planted, budget: float = 0.2, **changes: Any) -> Evaluation:
+def run(folder: Path, method: Method, task: Planted, budget: float = 0.2, **changes: Any) -> StoredRun:
     return fast.run(folder, method, task, budget=budget, **changes)
 
 
@@ -87,7 +86,7 @@ def knowing(folder: Path, task: Planted | None = None, tokens: int = 8, **change
     return replace(task, right=full.records[0].output)
 
 
-def only(made: Evaluation) -> dict[str, Any]:
+def only(made: StoredRun) -> dict[str, Any]:
     (line,) = load(made.folder).triaged
     return line
 

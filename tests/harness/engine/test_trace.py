@@ -17,12 +17,12 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.step_parts import PARTS, PHASES
 from harness.engine.trace import PROFILE, Stopwatch, Tracer
-from harness.jobs.job import Evaluation
-from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate, evaluate_together
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
 from harness.results.records import Record
-from harness.results.store import load
+from harness.results.store import StoredRun, load
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny
@@ -34,7 +34,7 @@ def bytes_read(record: Record) -> float:
     return read
 
 
-def run(folder: Path, **changes: Any) -> Evaluation:
+def run(folder: Path, **changes: Any) -> StoredRun:
     settings = Settings(results=Results(root=str(folder)), progress=False, budget=0.2, placement="host")
     return evaluate(PQ, niah(), MODEL, settings, **changes)
 
@@ -97,7 +97,7 @@ def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
 
 def test_jobs_that_share_a_prefill_are_traced_each(tmp_path: Path) -> None:
     settings = Settings(results=Results(root=str(tmp_path)), progress=False, trace="on", shared_prefill=True)
-    for made in evaluate_together([Wanted(PQ, niah(), MODEL, settings)]):
+    for made in evaluate_together([Job.plan(PQ, niah(), MODEL, settings)]):
         assert all(record.trace and record.trace["parts_s"]["attend"] > 0 for record in made.records)
         assert (made.folder / PROFILE).exists()
 

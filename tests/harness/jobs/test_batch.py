@@ -17,9 +17,9 @@ from harness.config.settings import GenerationSettings
 from harness.engine.engine import Engine
 from harness.engine.trace import PROFILED
 from harness.jobs import runner as runner_module
-from harness.jobs.job import Evaluation
 from harness.results.files import read_json
 from harness.results.records import Record
+from harness.results.store import StoredRun
 from methods.base import Method
 from methods.full import Full
 from tests import fast
@@ -57,7 +57,7 @@ class Given(Uneven):
 TASK = Uneven(lengths=[200, 270, 340], depths=2, max_new_tokens=6, template="{context}\n\n{question}")
 
 
-def run(folder: Path, method: Method = PQ, task: Niah = TASK, **changes: Any) -> Evaluation:
+def run(folder: Path, method: Method = PQ, task: Niah = TASK, **changes: Any) -> StoredRun:
     return fast.run(folder, method, task, **{"budget": 0.3} | changes)
 
 
@@ -65,7 +65,7 @@ def own(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in OWN}
 
 
-def records(made: Evaluation) -> dict[str, Record]:
+def records(made: StoredRun) -> dict[str, Record]:
     """They are written as they end."""
     assert len({record.id for record in made.records}) == len(made.records) == made.summary["num_examples"]
     return {record.id: record for record in made.records}

@@ -15,7 +15,7 @@ from harness.engine.engine import Engine
 from harness.jobs.job import Job
 from harness.jobs.planning import capacity
 from harness.jobs.planning.capacity import Need, needed, refusal
-from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.run import evaluate, evaluate_together
 from methods.full import Full
 from tests.allocations import Allocations
 from tests.fast import MODEL, PQ, STREAMING, niah
@@ -48,7 +48,7 @@ def test_8b_in_fp32_is_refused_before_it_is_loaded(
         SettingsError, match=r"weights 29\.9 GiB.* in fp32 but only 21\.6 GiB are free.*dtype=bf16 \(15"
     ) as told:
         if shared:
-            evaluate_together([Wanted(PQ, niah(), EIGHT_B, settings)])
+            evaluate_together([Job.plan(PQ, niah(), EIGHT_B, settings)])
         else:
             evaluate(PQ, niah(), EIGHT_B, settings)
     assert "memory_check=off" in str(told.value)
@@ -160,8 +160,8 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
 @both
 def test_jobs_that_run_at_once_must_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", progress=False, shared_prefill=shared)
-    wanted = [Wanted(method, niah(depths=2), MODEL, settings) for method in (PQ, STREAMING)]
-    need = Job.plan(*wanted[0][:3], replace(settings, shared_prefill=False)).need()
+    wanted = [Job.plan(method, niah(depths=2), MODEL, settings) for method in (PQ, STREAMING)]
+    need = Job.plan(PQ, niah(depths=2), MODEL, replace(settings, shared_prefill=False)).need()
     monkeypatch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: need.total + need.kv)
     if shared:
         with pytest.raises(SettingsError, match="shared_prefill=false, which holds one cache at a time"):

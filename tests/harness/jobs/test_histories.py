@@ -16,14 +16,13 @@ from harness.conversations.histories import Recompute
 from harness.history import policies
 from harness.history.disk import HistoryError
 from harness.history.store import HistoryStore
-from harness.jobs.job import Evaluation
 from harness.reports.beside.turns import turn_reuse
 from harness.reports.compare import comparisons
 from harness.reports.document import BESIDE, as_text
 from harness.reports.stamps import meanings, stamps
 from harness.results.files import read_json
 from harness.results.lock import FolderLock
-from harness.results.store import load
+from harness.results.store import StoredRun, load
 from harness.sweeps.jobs import JobConfig, with_own_stores
 from harness.terminal.notices import say_once
 from harness.terminal.tables import digits
@@ -43,11 +42,11 @@ TALKS = Balances(talks=True)
 DISK = StoreSettings(host=0, disk="1GB")
 
 
-def tokens(made: Evaluation) -> dict[str, list[int]]:
+def tokens(made: StoredRun) -> dict[str, list[int]]:
     return {record.id: record.tokens for record in made.records}
 
 
-def talked(folder: Path, method: Method, **changes: Any) -> Evaluation:
+def talked(folder: Path, method: Method, **changes: Any) -> StoredRun:
     return run(folder, method, TALKS, **{"protocol": "prompt", "baseline": "off", "warmup": 0} | changes)
 
 

@@ -13,11 +13,11 @@ from evals.base import Task
 from evals.multiturn import Multiturn
 from evals.scbench import SCBench
 from harness.config.settings import Data, Settings
-from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
 from harness.reports.beside.turns import ago_scores, turn_scores
 from harness.reports.compare import comparisons
+from harness.results.store import StoredRun
 from harness.results.store import load as load_run
 from methods.base import Method
 from methods.full import Full
@@ -28,7 +28,7 @@ from tests.fast import MODEL, PQ
 SHORT: dict[str, Any] = {"conversations": 2, "turns": 3, "longest": 2000, "opening": 100, "haystack": "pydoc"}
 
 
-def run(root: Path, task: Task, method: Method, **changes: Any) -> Evaluation:
+def run(root: Path, task: Task, method: Method, **changes: Any) -> StoredRun:
     return fast.run(root, method, task, **{"budget": 0.4} | changes)
 
 

@@ -10,8 +10,8 @@ import pytest
 from evals.multiturn.overflow import NeedlesBehindOverflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.conversations.overflow import Overflow
-from harness.jobs.job import Evaluation
 from harness.results.records import Reply
+from harness.results.store import StoredRun
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -24,18 +24,18 @@ WINDOW = 380  # the first turn fits, the second does not
 DISK = StoreSettings(host=0, disk="1GB")
 
 
-def talked(folder: Path, method: Method | None = None, **changes: Any) -> Evaluation:
+def talked(folder: Path, method: Method | None = None, **changes: Any) -> StoredRun:
     """`by`, `sinks`, `ratio`: of the overflow."""
     own = {name: changes.pop(name) for name in ("by", "sinks", "ratio", "window") if name in changes}
     overflow = OverflowSettings(**{"window": WINDOW} | own)
     return run(folder, method or Full(), TALKS, **{"protocol": "prompt", "overflow": overflow} | changes)
 
 
-def said(made: Evaluation) -> dict[str, list[list[int]]]:
+def said(made: StoredRun) -> dict[str, list[list[int]]]:
     return {record.id: [turn.tokens for turn in record.turns or ()] for record in made.records}
 
 
-def turns(made: Evaluation) -> list[list[Reply]]:
+def turns(made: StoredRun) -> list[list[Reply]]:
     return [list(record.turns or ()) for record in made.records]
 
 

@@ -25,7 +25,6 @@ from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.job import Evaluation
 from harness.jobs.planning.items import Item, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.jobs.runner import load
@@ -33,6 +32,7 @@ from harness.reports.beside.turns import turn_scores, turn_times
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.results.files import read_json
+from harness.results.store import StoredRun
 from harness.results.store import load as load_run
 from harness.terminal.notices import say_once
 from kernels.dispatch import use_backend
@@ -207,7 +207,7 @@ def _question(lines: list[str], asked: int) -> str:
     return f"And {lines[asked].split()[0]}" + "?" * asked
 
 
-def run(root: Path, method: Method = PQ, task: Task | None = None, **changes: Any) -> Evaluation:
+def run(root: Path, method: Method = PQ, task: Task | None = None, **changes: Any) -> StoredRun:
     return fast.run(root, method, task or Balances(), **{"protocol": "context", "budget": 0.3} | changes)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.config.settings import Results, Settings
-from harness.jobs.job import Evaluation
-from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate, evaluate_together
 from harness.results.files import read_json
 from harness.results.folder import bound
-from harness.results.store import StoreError, load
+from harness.results.store import StoredRun, StoreError, load
 from harness.terminal.notices import say_once
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah, run
@@ -23,18 +23,18 @@ from tests.fast import MODEL, PQ, STREAMING, niah, run
 TASK = niah(depths=3)
 
 
-def asked(root: Path) -> Evaluation:
+def asked(root: Path) -> StoredRun:
     """The command of this module."""
     return evaluate(STREAMING, TASK, MODEL, Settings(results=Results(str(root)), progress=False, warmup=0))
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return asked(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture
-def root(sound: Evaluation, tmp_path: Path) -> Iterator[Path]:
+def root(sound: StoredRun, tmp_path: Path) -> Iterator[Path]:
     say_once.cache_clear()
     yield Path(shutil.copytree(sound.folder.parent, tmp_path / "runs"))
     say_once.cache_clear()
@@ -48,7 +48,7 @@ def with_another_score(data: bytes) -> bytes:
     return data.replace(b'"score":', b'"score":1', 1)
 
 
-def told(evaluation: Evaluation) -> list[tuple[object, ...]]:
+def told(evaluation: StoredRun) -> list[tuple[object, ...]]:
     return sorted((record.id, *record.answer, record.score) for record in evaluation.records)
 
 
@@ -64,7 +64,7 @@ def told(evaluation: Evaluation) -> list[tuple[object, ...]]:
 )
 @pytest.mark.parametrize("method", ["streaming", "full"])
 def test_a_damaged_run(
-    sound: Evaluation, root: Path, capfd: pytest.CaptureFixture[str],
+    sound: StoredRun, root: Path, capfd: pytest.CaptureFixture[str],
     method: str, name: str, damage: Callable[[bytes], bytes], said: str,
 ) -> None:  # fmt: skip
     [folder] = root.glob(f"niah-{method}-????????")
@@ -96,7 +96,7 @@ def test_sound_records_are_not_run_again(root: Path) -> None:
     assert (folder / "examples.jsonl.damaged").read_bytes() == lines[1][:50] + b"\n"
 
 
-def test_a_run_of_another_folder_is_made_anew(sound: Evaluation, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_folder_is_made_anew(sound: StoredRun, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Whoever copies run.json from another folder has a file whose checksum holds."""
     [full], [folder] = root.glob("niah-full-????????"), root.glob("niah-streaming-????????")
     shutil.copy(full / "run.json", folder / "run.json")
@@ -112,7 +112,7 @@ def test_what_a_shared_prefill_simulates_stays_simulated(tmp_path: Path) -> None
     settings = Settings(
         results=Results(str(tmp_path)), progress=False, warmup=0, device="cpu", shared_prefill=True, baseline="off"
     )
-    wanted = [Wanted(STREAMING, TASK, MODEL, settings)]
+    wanted = [Job.plan(STREAMING, TASK, MODEL, settings)]
     [made] = evaluate_together(wanted)
     (made.folder / "run.json").unlink()
     [again] = evaluate_together(wanted)

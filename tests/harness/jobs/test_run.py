@@ -14,12 +14,12 @@ import yaml
 
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.jobs import group
-from harness.jobs.job import Evaluation, Job
+from harness.jobs.job import Job
 from harness.jobs.planning.effective import with_own_limit
 from harness.jobs.run import evaluate
 from harness.models.devices import DeviceError
 from harness.results.files import read_json
-from harness.results.store import Run
+from harness.results.store import Run, StoredRun
 from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.pqcache import PQCache
@@ -31,13 +31,13 @@ from tests.forks import Forked
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 
 
-def run(folder: Path, method: Any = PQ, **changes: Any) -> Evaluation:
+def run(folder: Path, method: Any = PQ, **changes: Any) -> StoredRun:
     task = changes.pop("task", niah())
     results = Results(root=str(folder), save_prompts=changes.pop("save_prompts", False))
     return evaluate(method, task, MODEL, Settings(results=results, progress=False), **changes)
 
 
-def without_times(evaluation: Evaluation) -> list[Any]:
+def without_times(evaluation: StoredRun) -> list[Any]:
     times = ("seal_s", "question_s", "share_s", "decode_share_s", "device_peak_bytes", "host_peak_bytes", "peaks")
     timed = {"token_s": []} | dict.fromkeys(times)
     return [

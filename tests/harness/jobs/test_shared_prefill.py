@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from harness.config.settings import Results, Settings
-from harness.jobs.run import Wanted, evaluate, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.run import evaluate, evaluate_together
 from harness.jobs.runner import Runner
 from harness.results.files import read_json
 from harness.results.lock import is_locked
@@ -38,7 +39,7 @@ def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
     task = niah(depths=2, needle="passkey")
     together = evaluate_together(
         [
-            Wanted(
+            Job.plan(
                 method, task, MODEL, settings(tmp_path / "a", protocol=protocol, placement=place, shared_prefill=True)
             )
             for method, place in JOBS
@@ -74,7 +75,7 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     task = niah(depths=2)
     shared = settings(tmp_path, shared_prefill=True, budget=0.6)
     infllm = InfLLM(n_init=4, block=16, repr_topk=2, exc_block=32)
-    sweep = evaluate_together([Wanted(method, task, MODEL, shared) for method in (infllm, PQ)])
+    sweep = evaluate_together([Job.plan(method, task, MODEL, shared) for method in (infllm, PQ)])
     made = {one.summary["method"]: one for one in sweep}
     assert made["full"].summary["simulated"]
     assert made["pqcache"].summary["simulated"]
@@ -93,7 +94,7 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
 @both
 def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: bool) -> None:
     task = niah(depths=4)
-    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (Full(), ORACLE)]
+    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (Full(), ORACLE)]
     whole = evaluate_together(wanted)
     lines = whole[1].folder / "examples.jsonl"
     kept = lines.read_text().splitlines(keepends=True)[:1]
@@ -106,7 +107,7 @@ def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: boo
 
 @both
 def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path, shared: bool) -> None:
-    wanted = [Wanted(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, Full())]
+    wanted = [Job.plan(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, Full())]
     full, pq = (read_json(made.folder / "run.json")["backends"] for made in evaluate_together(wanted))
     assert "prefill_attention" in pq
     assert "prefill_attention" in full
@@ -116,7 +117,7 @@ def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path, shared: b
 
 @both
 def test_each_record_has_its_memory_peak(tmp_path: Path, shared: bool) -> None:
-    for made in evaluate_together([Wanted(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))]):
+    for made in evaluate_together([Job.plan(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))]):
         for record in made.records:
             assert record.device_peak_bytes is None
             assert record.host_peak_bytes is not None
@@ -166,7 +167,7 @@ def test_a_job_that_fails_fails_alone(
     monkeypatch.setattr(Broken, "fails", phase)
     broken = Broken(sinks=4, positions="cache")
     task, failed = niah(depths=2), []
-    wanted = [Wanted(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (broken, Full(), PQ)]
+    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (broken, Full(), PQ)]
     made = evaluate_together(wanted, failed.append)
     assert [(one.summary["method"], one.summary["status"], len(one.records)) for one in made] == [
         ("full", "complete", 2),
@@ -202,7 +203,7 @@ def test_where_full_fails_the_others_run(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Full, "start", fail)
     failed: list[Exception] = []
-    wanted = [Wanted(m, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, STREAMING)]
+    wanted = [Job.plan(m, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, STREAMING)]
     made = evaluate_together(wanted, failed.append)
     assert [(one.summary["method"], one.full_folder) for one in made] == [("pqcache", None), ("streaming", None)]
     assert [str(error) for error in failed] == ["'no Full today'"]
@@ -222,7 +223,7 @@ def test_a_model_that_does_not_load_leaves_finished_runs_alone(
 
     monkeypatch.setattr("harness.jobs.group.load", fail)
     failed: list[Exception] = []
-    made = evaluate_together([Wanted(m, task, MODEL, chosen) for m in (Full(), PQ)], failed.append)
+    made = evaluate_together([Job.plan(m, task, MODEL, chosen) for m in (Full(), PQ)], failed.append)
     assert [one.folder for one in made] == [full.folder]
     assert [str(error) for error in failed] == ["no weights"]
     assert {run.info["method"]: run.status for run in map(load, tmp_path.iterdir())} == {

@@ -18,11 +18,11 @@ from harness.engine.batch.generation import after
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import group
-from harness.jobs.job import Evaluation
 from harness.jobs.run import evaluate
 from harness.prompts.prompt import PromptError, render
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced, forced_ids
+from harness.results.store import StoredRun
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING
 from tests.tiny import prompt, tiny
@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(root: Path, method: Any, **changes: Any) -> Evaluation:
+def run(root: Path, method: Any, **changes: Any) -> StoredRun:
     settings = Settings(data=Data(str(root)), results=Results(str(root / "runs")), progress=False, baseline="off")
     return evaluate(method, TASK, MODEL, settings, **changes)
 
