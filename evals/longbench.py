@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from evals import metrics
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Rows, Shape, Source, open_rows, require
+from evals.data import Row, Rows, Source, open_rows, require
 from evals.longbench_tables import CATEGORIES, DATASETS, ENGLISH, EVEN, PRESETS, DataSet
 from evals.metrics.chinese import splitter
+from evals.shapes import Shape
 
 HUB_REPO = "THUDM/LongBench"
 PLACES = {  # subset -> glob patterns below the data root

@@ -69,6 +69,7 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.haystack",
     "evals.hub",
     "evals.multiturn",
+    "evals.shapes",
     "evals.stats",
 )
 METHODS_KNOWN_TO_THE_HARNESS = (

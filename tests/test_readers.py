@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
-from evals import data, haystack
+from evals import data, haystack, shapes
 from evals.base import TaskEnv, TaskError
 from evals.data import Content
 from evals.gsm8k import Gsm8k
@@ -552,7 +552,7 @@ def test_a_conversation_that_its_task_cannot_score_is_refused_before_it_runs(tmp
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(data) == (0, 2)
+    assert doctest.testmod(shapes) == (0, 2)
 
 
 def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:

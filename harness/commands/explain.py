@@ -68,7 +68,7 @@ def _head(one: Subject) -> str:
 
 def _draw(one: Subject) -> Iterator[Path]:
     """A map of the needle per run that has followed some, in `plots` beside the run's folder."""
-    from harness.reports.pictures.needle_map import needle_map
+    from harness.reports.pictures.heatmap import needle_map
 
     if lines := triage.followed(one.run.triaged):
         folder = one.run.folder.parent / "plots"

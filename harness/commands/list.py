@@ -16,8 +16,8 @@ from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_page, settings_text
 from harness.config.plugins import suggestion
 from harness.reports.papers import Published, published
-from harness.terminal.markup import aligned, code, table
 from harness.terminal.notices import complain
+from harness.terminal.tables import aligned, code, table
 
 USAGE = (
     "usage: python -m harness.list [method|task|model|experiment][=NAME] ... [settings] [--config-dir DIR] [--markdown]"

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness.config.nested import flatten
-from harness.reports.banner import shows_colour
 from harness.reports.compare import Comparison, comparisons
-from harness.reports.document import as_latex, as_text
+from harness.reports.document import as_latex, as_text, shows_colour
 from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import write_csv
 from harness.results import files

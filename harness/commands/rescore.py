@@ -19,10 +19,10 @@ from harness.config.errors import is_known, sentence
 from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
+from harness.results.compared import mean_score
 from harness.results.folder import bound
 from harness.results.folder.names import EXAMPLES, RESCORED
 from harness.results.lock import FolderLock
-from harness.results.pairs import mean_score
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
 from harness.results.store import StoredRun, find, load, write_rescored

@@ -16,7 +16,7 @@ import yaml
 from harness.config.catalogue import CONF, GROUPS, Entry, entries, plain
 from harness.config.plugins import spell
 from harness.config.settings import CHOICES, NESTED, Settings
-from harness.terminal.markup import aligned, code, table
+from harness.terminal.tables import aligned, code, table
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?:.*? # *(?P<comment>.*))?")
 _USAGE = """python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=VALUE ...]

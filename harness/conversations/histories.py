@@ -15,8 +15,9 @@ from torch import Tensor
 
 from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
-from harness.history.overlap.leaving import Copying
-from harness.history.overlap.loading import HistoryLost, Loading
+from harness.history.losses import HistoryLost
+from harness.history.overlap.leaving import Leaving
+from harness.history.overlap.loading import Loading
 from harness.history.positions import Rotation
 from harness.history.truncation import truncated
 from methods.tiers.tier import DEVICE
@@ -49,17 +50,17 @@ class Saved:
     its rows may still be on their way."""
 
     save_s: float
-    copyings: Sequence[Copying] = ()
+    leavings: Sequence[Leaving] = ()
 
     @property
     def finished(self) -> bool:
-        return all(one.finished for one in self.copyings)
+        return all(one.finished for one in self.leavings)
 
     def hidden_s(self) -> float:
         """Seconds in which rows left the device while nobody waited for it. Waits for their end."""
-        for one in self.copyings:
+        for one in self.leavings:
             one.wait()
-        return sum(one.hidden_s for one in self.copyings)
+        return sum(one.hidden_s for one in self.leavings)
 
 
 class Histories(ABC):
@@ -123,11 +124,11 @@ class Histories(ABC):
                 "without an answer's last."
             )
         began = perf_counter()
-        copyings = self._keep(session, tokens, cache)
-        return Saved(perf_counter() - began, copyings)
+        leavings = self._keep(session, tokens, cache)
+        return Saved(perf_counter() - began, leavings)
 
     @abstractmethod
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         """-> what goes on behind the caller's back"""
 
     def shorten(
@@ -184,7 +185,7 @@ class Recompute(Histories):
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         return Resumed(self.start(capacity))
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         return ()
 
 
@@ -205,7 +206,7 @@ class DevicePrefix(Histories):
             cache.refill(small.contents())
         return Resumed(cache, len(held), DEVICE)
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         self._alive[session] = list(tokens), cache
         return ()
 

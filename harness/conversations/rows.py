@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment
-from harness.history.overlap.leaving import Turn
-from harness.history.overlap.loading import Layer, Prepare
+from harness.history.overlap.leaving import StoredForm
+from harness.history.overlap.loading import LayerRows, Prepare
 from harness.history.positions import Rotation
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, Apart, K, Tensors, V, stays_away
@@ -55,13 +55,13 @@ class Cut:
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart]) -> Turn:
+    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart]) -> StoredForm:
         """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. Any
         thread may do it."""
         places = {part.device for x in rows.values() for part in x.parts}
         fixed = {place: self._fixed(torch.arange(start, end, device=place)) for place in places}
 
-        def turn(number: int, rows: Mapping[str, Apart]) -> Mapping[str, Apart]:
+        def stored(number: int, rows: Mapping[str, Apart]) -> Mapping[str, Apart]:
             def off(part: Tensor, before: int) -> Tensor:
                 positions = torch.arange(start + before, start + before + part.shape[-2], device=part.device)
                 return fixed[part.device][self._kinds[number]].off(part, positions).to(part.dtype)
@@ -69,7 +69,7 @@ class Cut:
             keys = f"{number}.{K}"
             return {**rows, keys: rows[keys].each(off)}
 
-        return turn
+        return stored
 
     def rest(self, contents: Contents) -> Tensors:
         """By layer and the name that it has there."""
@@ -85,7 +85,7 @@ class Cut:
         Any thread may do it."""
         fixed = self._fixed(torch.arange(tokens, device=device)) if self.by_token else {}
 
-        def state(number: int, layer: Layer) -> Layer:
+        def state(number: int, layer: LayerRows) -> LayerRows:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
             made = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
             if rows:

@@ -13,9 +13,9 @@ from harness.conversations.rows import Contents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.history.fingerprint import EXACT, behind_cut, computed_again
-from harness.history.losses import Loss
-from harness.history.overlap.leaving import Copying, Leaving, as_given
-from harness.history.overlap.loading import HistoryLost, Loading
+from harness.history.losses import HistoryLost, Loss
+from harness.history.overlap.leaving import Leaving, as_given
+from harness.history.overlap.loading import Loading
 from harness.history.store import NOTHING, HistoryStore
 from methods.tiers.block import Tensors
 from methods.tiers.codec import PLAIN
@@ -131,7 +131,7 @@ class StoredHistories(Histories):
         if whole:
             self._early[cache] = known, self._leaving(cache.contents(), tokens[: known + whole], known)
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Copying]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, Text.of(tokens)
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
@@ -143,14 +143,14 @@ class StoredHistories(Histories):
         if not self.store.hold(session, known, leaving, lineage):
             leaving = [self._leaving(contents, tokens, 0, self.cut.rest(contents))]
             self.store.hold(session, 0, leaving, lineage)
-        return [one.copying for one in leaving]
+        return leaving
 
     def _leaving(self, contents: Contents, tokens: Sequence[int], start: int, rest: Tensors = NOTHING) -> Leaving:
         """Those of `tokens` from `start` on."""
         end = len(tokens)
         rows = self.cut.rows(contents, start, end) if start < end else {}
-        turn = self.cut.unrotated(start, end, rows) if rows else as_given
-        return self.store.leave(tokens[start:], rows, rest, turn)
+        stored = self.cut.unrotated(start, end, rows) if rows else as_given
+        return self.store.leave(tokens[start:], rows, rest, stored)
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False

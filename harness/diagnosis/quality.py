@@ -8,11 +8,11 @@ from typing import Any
 from evals.stats import ALPHA
 from harness.diagnosis.subject import Subject
 from harness.results import triage
-from harness.results.alarms.alarm import Row
+from harness.results.alarms.alarm import AlarmRow
 from harness.results.alarms.table import alarms
 from harness.results.alarms.times import SHARED
+from harness.results.compared import group_means, paired
 from harness.results.folder.names import ERROR
-from harness.results.pairs import group_means, paired
 from harness.results.store import StoredRun
 from harness.results.summary import detectable
 from harness.terminal.tables import digits, percent, probability
@@ -156,9 +156,9 @@ def _endings(subject: Subject) -> Iterator[str]:
 
 def _alarms(subject: Subject) -> Iterator[str]:
     """What the run's own records give away, and what a table with Full alone would say."""
-    rows = [Row("Full", subject.full, None, subject.full_summary)] if subject.full and subject.full_summary else []
+    rows = [AlarmRow("Full", subject.full, None, subject.full_summary)] if subject.full and subject.full_summary else []
     p = (subject.summary["full"] or {}).get("p")
-    rows.append(Row("this run", subject.run, subject.full, subject.summary, p))
+    rows.append(AlarmRow("this run", subject.run, subject.full, subject.summary, p))
     raised = [alarm.text for alarm in alarms(rows) if alarm.kind != SHARED]  # speed.py says what is to say of times
     told = [*subject.summary["warnings"], *raised]
     if told:

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.diagnosis.subject import Subject
 from harness.engine.step_parts import PARTS
-from harness.results.alarms.sessions import sessions
+from harness.results.alarms.times import sessions
 from harness.terminal.tables import BYTES, SECONDS, digits, percent, scaled
 
 NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.results.pairs import FULL
+from harness.results.compared import FULL
 from harness.results.store import StoredRun
 from harness.results.summary_file import Neighbours, reference, summary_of
 

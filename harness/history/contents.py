@@ -12,13 +12,12 @@ import torch
 
 from harness.history.block import Block, Sessions
 from harness.history.disk import Disk, warn
-from harness.history.losses import Loss
+from harness.history.losses import LOST, Loss, loss_by
 from harness.history.overlap.fetch import Fetch
-from harness.history.overlap.leaving import Copying, arriving, failed
-from harness.history.overlap.loading import LOST, loss_by
+from harness.history.overlap.leaving import Leaving, arriving, failed
 from harness.history.overlap.saving import Saving
 from harness.history.placement import Move, Placement, in_order
-from harness.history.statistics import Statistics
+from harness.history.statistics import Speeds, Statistics
 from methods.tiers.tier import DEVICE, DISK
 from methods.tiers.transfer.threads import Threads
 
@@ -41,14 +40,16 @@ class Contents(Sessions):
         durable: bool,
         on: torch.device,
         write_buffer: int,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__()
+        self.clock = clock
         self.placement, self.disk, self.threads, self.durable, self.on = placement, disk, threads, durable, on
-        self.statistics = Statistics()
+        self.statistics, self.speeds = Statistics(), Speeds()
         self.leaving = Saving(threads.leaving, write_buffer, self.statistics)
         self.saving = Saving(threads.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
-        self._copyings: deque[tuple[str, Copying]] = deque()
+        self._leavings: deque[tuple[str, Leaving]] = deque()
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
 
     def restore(self, key: str, parts: list[Block], lineage: str) -> None:
@@ -59,8 +60,8 @@ class Contents(Sessions):
     def collect(self) -> None:
         """What others have done by now."""
         self.leaving.collect()
-        while self._copyings and self._copyings[0][1].finished:
-            self._left(*self._copyings.popleft())
+        while self._leavings and self._leavings[0][1].finished:
+            self._left(*self._leavings.popleft())
         self.saving.collect()
         for key in [key for key, fetch in self.fetches.items() if fetch.finished]:
             self.attempt(key, self.arrive)
@@ -78,15 +79,15 @@ class Contents(Sessions):
             self.statistics.refused += 1
             self.forget(key, Loss.NO_ROOM)
 
-    def follow(self, key: str, copyings: Sequence[Copying], began: float) -> None:
+    def follow(self, key: str, leavings: Sequence[Leaving], began: float) -> None:
         """Rows of the session that are on their way from the device. The caller, who has waited since `began`, waits
         for what is more than the write buffer."""
-        for copying in copyings:
-            self._copyings.append((key, copying))
-            for future, size in copying.layers:
+        for leaving in leavings:
+            self._leavings.append((key, leaving))
+            for future, size in leaving.layers:
                 self.leaving.follow(future, Future.result, size)
-        for _, copying in self._copyings:
-            copying.waits.ended(began)
+        for _, leaving in self._leavings:
+            leaving.waits.ended(began)
 
     def carry_out(
         self, moves: Sequence[Move], reader: Executor | None = None, dropped_for: Loss = Loss.NO_ROOM
@@ -128,10 +129,10 @@ class Contents(Sessions):
         self._away.pop(key, None)
         if any(block.rows is None for block in self.sessions[key]):
             fetch = self.fetch(key, reader)
-            self._change(lambda disk: disk.spare(key), fetch)
+            self._change(lambda disk: disk.files.spare(key), fetch)
         else:
             self.sessions[key] = self._placed(key, self.sessions[key])
-            self._change(lambda disk: disk.spare(key))
+            self._change(lambda disk: disk.files.spare(key))
 
     def fetch(self, key: str, reader: Executor | None = None, layers: int | None = None) -> Fetch:
         """Reads what lies on disk, so many layers for now; others that a job waits for help with one ahead of it."""
@@ -156,10 +157,16 @@ class Contents(Sessions):
         if fetch.halted:
             self.go_on(fetch)
 
-    def adopt(self, key: str, fetch: Fetch) -> None:
-        """One that was begun earlier: what it brings is not read again."""
-        if fetch.brings(self.sessions[key]):
-            self.fetches.setdefault(key, fetch)
+    def use(self, key: str, fetch: Fetch) -> str | None:
+        """A job begins with the session, whose rows `fetch` has begun to read: what that brings is not read again.
+        -> the tier where the session is found now; None where it has left since"""
+        self.collect()
+        if (tier := self.found_in(key)) is not None:
+            if fetch.brings(self.sessions[key]):
+                self.fetches.setdefault(key, fetch)
+            self.carry_out(self.placement.use(key, self.clock()))
+            self._change(lambda disk: disk.touch(key))
+        return tier
 
     def found_in(self, key: str) -> str | None:
         """The tier that its rows come from: what is still on its way from disk is found there."""
@@ -185,7 +192,7 @@ class Contents(Sessions):
 
     def lose(self, key: str, error: Exception) -> None:
         self.statistics.lost += 1
-        warn(f"the stored history of session {_session(key)!r} is lost and will be computed again: {error}")
+        warn(f"the stored history of session {key.partition('/')[2]!r} is lost and will be computed again: {error}")
         if key in self.placement.items:
             self.placement.drop(key)
         self.forget(key, loss_by(error))
@@ -197,10 +204,6 @@ class Contents(Sessions):
         self._away.pop(key, None)
         fetch = self.fetches.pop(key, None)
         self._change(lambda disk: disk.drop(key), fetch)
-
-    def touch(self, key: str) -> None:
-        """It was used, wherever it was found."""
-        self._change(lambda disk: disk.touch(key))
 
     def flush(self) -> None:
         """Waits until all is on disk that is on its way there."""
@@ -226,13 +229,13 @@ class Contents(Sessions):
         assert tier is not None
         return [block if arriving(block.rows) else block.laid_in(tier, self.on) for block in parts]
 
-    def _left(self, key: str, copying: Copying) -> None:
-        """The device."""
-        self.statistics.leaving_s += copying.spans.seconds
-        self.statistics.leaving_hidden_s += copying.hidden_s
+    def _left(self, key: str, leaving: Leaving) -> None:
+        """Books rows that have left the device, and takes them to where the session lies."""
+        self.statistics.leaving_s += leaving.spans.seconds
+        self.statistics.leaving_hidden_s += leaving.hidden_s
         parts = self.sessions.get(key, [])
-        if copying.error is not None and any(failed(block.rows) for block in parts):
-            self.lose(key, copying.error)
+        if leaving.error is not None and any(failed(block.rows) for block in parts):
+            self.lose(key, leaving.error)
         elif parts and self.placement.tier(key) == DEVICE:
             self.sessions[key] = self._placed(key, parts)
 
@@ -240,7 +243,7 @@ class Contents(Sessions):
         self.arrive(key)
         if self.disk and self.placement.items[key].size <= self.disk.files.capacity - self._on_disk():
             self._save(key, None, sum(block.size for block in self.sessions[key] if block.file is None))
-            self._change(lambda disk: disk.spare(key))
+            self._change(lambda disk: disk.files.spare(key))
 
     def _save(self, key: str, ticket: object, size: int) -> None:
         assert self.disk is not None
@@ -261,7 +264,7 @@ class Contents(Sessions):
         elif leaves:
             self.lose(key, error)
         elif key in self.sessions and key not in self._away:
-            warn(f"session {_session(key)!r} lies in memory alone: {error}")
+            warn(f"session {key.partition('/')[2]!r} lies in memory alone: {error}")
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
         """`action`, once `fetch` has read all of the files that it concerns."""
@@ -293,7 +296,3 @@ class Contents(Sessions):
     def _path(self, block: Block) -> Path:
         assert self.disk is not None
         return self.disk.path(block)
-
-
-def _session(key: str) -> str:
-    return key.partition("/")[2]

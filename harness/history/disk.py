@@ -19,9 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from harness.history import index
-from harness.history.block import Block
-from harness.history.file import write
-from harness.history.index import Entry, Index
+from harness.history.block import Block, write
+from harness.history.index import Index, StoredSession
 from harness.history.levels import Files
 from harness.history.policies import EvictionPolicy
 from harness.results.files import unwritable
@@ -97,7 +96,7 @@ class Disk:
         for key, entry in self.entries.items():
             self.files.hold(key, _sizes(entry.blocks))
 
-    def _opened(self) -> tuple[Index, dict[str, Entry]]:
+    def _opened(self) -> tuple[Index, dict[str, StoredSession]]:
         try:
             found, sound = index.opened(self.folder)
         except (sqlite3.Error, OSError) as error:
@@ -125,7 +124,7 @@ class Disk:
         for path in found.keys() - named:
             _unlink(path)
 
-    def restored(self, now: float, wall: float) -> list[tuple[str, Entry, float]]:
+    def restored(self, now: float, wall: float) -> list[tuple[str, StoredSession, float]]:
         """What an earlier process left, the least recently used first, each with when that was on the clock that says
         `now`. Nothing counts as used after what was used later, wherever the wall's clock stood."""
         found, youngest = [], now
@@ -138,7 +137,7 @@ class Disk:
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
         """Makes `blocks` of `lineage` the session. -> bytes written, which are those of blocks that it had not yet;
         all blocks, as they lie on disk"""
-        entry = self.entries.get(key, Entry([], 0, 0.0))
+        entry = self.entries.get(key, StoredSession([], 0, 0.0))
         known = {block.name: block for block in entry.blocks}
         new = [block for block in blocks if block.name not in known]
         names = {block.name for block in blocks}
@@ -146,7 +145,7 @@ class Disk:
         self.files.make_room(key, _sizes(blocks), self.drop)
         written = known | {block.name: block for block in self._written(new)}
         self._used += 1
-        made = Entry([written[block.name] for block in blocks], self._used, self._wall(), lineage)
+        made = StoredSession([written[block.name] for block in blocks], self._used, self._wall(), lineage)
         try:
             self._index.replace(key, made, _same(entry.blocks, blocks))
         except sqlite3.Error:
@@ -162,10 +161,6 @@ class Disk:
             self._used += 1
             with suppress(sqlite3.Error):
                 self._index.touch(key, self._used, self._wall())
-
-    def spare(self, key: str) -> None:
-        """The session lies in memory now."""
-        self.files.spare(key)
 
     @whole()
     def drop(self, key: str) -> None:

@@ -41,8 +41,8 @@ create table if not exists blocks (
 _BLOCKS = "select key, place, name, tokens, size, sha256, bytes from blocks"
 _SESSIONS = "select key, used, used_at, lineage, sha256 from sessions"
 NOT_AS_WRITTEN = (ValueError, TypeError, AttributeError)  # what rows of wrong types and texts that are none raise
-Row = Sequence[Any]  # of a damaged index, anything; texts come as bytes, for some may be none
-Plain = tuple[str, bytes, int, str, int]  # a block: its name, tokens, size, and its file's sha256 and bytes
+IndexRow = Sequence[Any]  # of a damaged index, anything; texts come as bytes, for some may be none
+PlainBlock = tuple[str, bytes, int, str, int]  # a block: its name, tokens, size, and its file's sha256 and bytes
 
 
 class OtherFormat(sqlite3.DatabaseError):
@@ -50,7 +50,7 @@ class OtherFormat(sqlite3.DatabaseError):
 
 
 @dataclass(slots=True)
-class Entry:
+class StoredSession:
     """A session on disk. `used`: a count that grows with every use; `used_at`: the wall clock's seconds then.
     `lineage`: EXACT, or which cut its rows lie behind."""
 
@@ -65,7 +65,7 @@ class Sound:
     """What of an index is as it was written: sessions by key, the least recently used first. `damage` says of an index
     what is wrong with it; empty where nothing is."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, StoredSession]
     damage: str = ""
 
 
@@ -109,11 +109,11 @@ class Index:
         """All that is as it was written. Raises sqlite3.DatabaseError where nothing can be read."""
         (found,) = self._connection.execute("pragma integrity_check(1)").fetchone()
         damage = "" if found == b"ok" else f"is damaged ({' '.join(found.decode(errors='replace').split())})"
-        blocks: dict[Any, list[Row]] = defaultdict(list)
+        blocks: dict[Any, list[IndexRow]] = defaultdict(list)
         for key, *row in self._connection.execute(_BLOCKS).fetchall():
             blocks[key].append(row)
         sessions = self._connection.execute(_SESSIONS).fetchall()
-        entries: dict[str, Entry] = {}
+        entries: dict[str, StoredSession] = {}
         for row in sessions:
             with suppress(*NOT_AS_WRITTEN):
                 key, entry = _entry(row, blocks.pop(row[0], []))
@@ -123,7 +123,7 @@ class Index:
         return Sound(dict(sorted(entries.items(), key=lambda one: one[1].used)), damage)
 
     @_readable()
-    def replace(self, key: str, entry: Entry, unchanged: int) -> None:
+    def replace(self, key: str, entry: StoredSession, unchanged: int) -> None:
         """The first `unchanged` blocks are those that it has already."""
         rows = [_plain(block) for block in entry.blocks]
         known = {"key": key, "used": entry.used, "at": entry.used_at, "lineage": entry.lineage}
@@ -183,7 +183,7 @@ def remove(folder: Path) -> None:
         path.unlink()
 
 
-def _made(folder: Path, entries: Mapping[str, Entry]) -> Index:
+def _made(folder: Path, entries: Mapping[str, StoredSession]) -> Index:
     index = Index(folder)
     try:
         for key, entry in entries.items():
@@ -202,7 +202,7 @@ def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
     return code not in NOT_DAMAGE
 
 
-def _entry(row: Row, blocks: Sequence[Row]) -> tuple[str, Entry]:
+def _entry(row: IndexRow, blocks: Sequence[IndexRow]) -> tuple[str, StoredSession]:
     """Raises one of `NOT_AS_WRITTEN`."""
     key, used, used_at, lineage, sha256 = row
     whole = [
@@ -214,10 +214,10 @@ def _entry(row: Row, blocks: Sequence[Row]) -> tuple[str, Entry]:
     uses_hold = isinstance(used, int) and 0 <= used < MOST_USES and isinstance(used_at, float) and isfinite(used_at)
     if not (places_hold and uses_hold and sha256.decode() == _digest(key, lineage, whole)):
         raise ValueError(f"{key} is not what was written")
-    return key, Entry([_block(*one) for one in whole], used, used_at, lineage)
+    return key, StoredSession([_block(*one) for one in whole], used, used_at, lineage)
 
 
-def _digest(key: str, lineage: str, rows: Iterable[Plain]) -> str:
+def _digest(key: str, lineage: str, rows: Iterable[PlainBlock]) -> str:
     """Of all that is said of a session but when it was used."""
     sha256 = hashlib.sha256(repr((key, lineage)).encode())
     for name, tokens, *others in rows:
@@ -230,6 +230,6 @@ def _block(name: str, tokens: bytes, size: int, sha256: str, length: int) -> Blo
     return Block(name, tuple(array("q", tokens)), size, None, File(sha256, length))
 
 
-def _plain(block: Block) -> Plain:
+def _plain(block: Block) -> PlainBlock:
     assert block.file is not None
     return block.name, array("q", block.tokens).tobytes(), block.size, block.file.sha256, block.file.bytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-from harness.history.policies import Item, Rank
+from harness.history.policies import PlacedSession, Rank
 
 SLACK = 64  # stale entries of the heap that are not worth a new one
 Name = TypeVar("Name", bound=Hashable)
@@ -19,7 +20,7 @@ class Level:
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity = name, capacity
-        self.items: dict[str, Item] = {}
+        self.items: dict[str, PlacedSession] = {}
         self.bytes = 0
         self._heap: list[tuple[Rank, str]] = []  # may hold ranks that rose since, and sessions that left
 
@@ -27,23 +28,23 @@ class Level:
     def free(self) -> int:
         return self.capacity - self.bytes
 
-    def add(self, item: Item, rank: Rank) -> None:
+    def add(self, item: PlacedSession, rank: Rank) -> None:
         self.items[item.session] = item
         self.bytes += item.size
         self.push(item, rank)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: PlacedSession) -> None:
         del self.items[item.session]
         self.bytes -= item.size
 
-    def push(self, item: Item, rank: Rank) -> None:
+    def push(self, item: PlacedSession, rank: Rank) -> None:
         heappush(self._heap, (rank, item.session))
         if len(self._heap) > 2 * len(self.items) + SLACK:
             lowest = {session: rank for rank, session in sorted(self._heap, reverse=True) if session in self.items}
             self._heap = [(rank, session) for session, rank in lowest.items()]
             heapify(self._heap)
 
-    def lowest(self, rank: Callable[[Item], Rank]) -> Item:
+    def lowest(self, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
         while True:
             known, session = self._heap[0]
             item = self.items.get(session)
@@ -93,3 +94,49 @@ class Files(Generic[Name]):
     def drop(self, session: str) -> None:
         self.bytes -= sum(self._blocks.pop(session, {}).values())
         self._spare.pop(session, None)
+
+
+class JobQueue:
+    """A ticket is a job's number in order of arrival; a session may have several. Jobs may leave out of turn, so the
+    tickets of those that wait have gaps."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, str] = {}
+        self._order: list[int] = []  # the tickets of those that wait: the k-th one at once
+        self._tickets: dict[str, deque[int]] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[str]:
+        """The session of each job."""
+        return iter(self._jobs.values())
+
+    def join(self, session: str) -> None:
+        self._jobs[self._next] = session
+        self._order.append(self._next)
+        self._tickets.setdefault(session, deque()).append(self._next)
+        self._next += 1
+
+    def leave(self, session: str) -> None:
+        """Its first job starts, or is given up."""
+        tickets = self._tickets[session]
+        ticket = tickets.popleft()
+        del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
+        if not tickets:
+            del self._tickets[session]
+
+    def ticket(self, session: str) -> int | None:
+        """Of its first job."""
+        tickets = self._tickets.get(session)
+        return tickets[0] if tickets else None
+
+    def horizon(self, count: int) -> int:
+        """The tickets of the next `count` jobs lie below it, and no other's that waits."""
+        return self._order[count] if count < len(self._order) else self._next
+
+    def between(self, start: int, end: int) -> list[str]:
+        """The sessions of the jobs whose tickets lie from `start` to below `end`."""
+        places = (bisect_left(self._order, ticket) for ticket in (start, end))
+        return [self._jobs[ticket] for ticket in self._order[slice(*places)]]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
-from harness.history.levels import Level
-from harness.history.policies import EvictionPolicy, Item, Rank
-from harness.history.queue import JobQueue
+from harness.history.levels import JobQueue, Level
+from harness.history.policies import EvictionPolicy, PlacedSession, Rank
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 
@@ -55,7 +55,7 @@ class Placement:
         self.names = list(given)
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
-        self.items: OrderedDict[str, Item] = OrderedDict()  # least recently used first
+        self.items: OrderedDict[str, PlacedSession] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
         self._ticks = self._bytes = 0
         self._farthest = 0  # the window's end, where it was farthest since ranks were last put right
@@ -79,7 +79,7 @@ class Placement:
             item.size = size
         else:
             source = None
-            item = self.items[session] = Item(session, size, self._ticks + 1, 0, 0.0, 0)
+            item = self.items[session] = PlacedSession(session, size, self._ticks + 1, 0, 0.0, 0)
             self._bytes += size
         self._touch(item, now_s)
         self._place(item, self.names.index(fastest) if fastest in self.names else 0, source, moves)
@@ -99,7 +99,7 @@ class Placement:
         if HOST not in self.names or DISK not in self.names:
             return
         level = self.names.index(HOST)
-        for session in list(self.queue.first(self.policy.window(self.levels[level].capacity, self.mean_size))):
+        for session in list(islice(self.queue, self.policy.window(self.levels[level].capacity, self.mean_size))):
             item = self.items.get(session)
             if item and item.level > level:
                 moves = self._raise(item, level)
@@ -129,7 +129,7 @@ class Placement:
         tier.remove(item)
         return [self._out(item, tier.name)]
 
-    def rank(self, item: Item) -> Rank:
+    def rank(self, item: PlacedSession) -> Rank:
         horizon = self._horizon()
         self._farthest = max(self._farthest, horizon)
         return self.policy.rank(item, self.queue.ticket(item.session), horizon)
@@ -145,25 +145,20 @@ class Placement:
                 self.levels[item.level].push(item, self.rank(item))
         self._farthest = horizon
 
-    def _touch(self, item: Item, now_s: float) -> None:
+    def _touch(self, item: PlacedSession, now_s: float) -> None:
         self._ticks += 1
         item.used, item.used_s = self._ticks, now_s
         self.items.move_to_end(item.session)
 
-    def _raise(self, item: Item, level: int) -> list[Move]:
+    def _raise(self, item: PlacedSession, level: int) -> list[Move]:
         """Into a tier from `level` on that is faster than its own; no moves where none takes it."""
         moves: list[Move] = []
-        source = item.level
-        tier = self.levels[source]
+        tier = self.levels[item.level]
         tier.remove(item)  # so that what makes way may have its place
-        for faster in range(level, source):
-            if self._make_room(faster, item, moves):
-                self._settle(item, faster, tier.name, moves)
-                return moves
-        self._settle(item, source, tier.name, moves)
+        self._place(item, level, tier.name, moves)
         return moves
 
-    def _place(self, item: Item, level: int, source: str | None, moves: list[Move]) -> None:
+    def _place(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
         """Into the first tier from `level` on that takes it, else out."""
         for slower in range(level, len(self.levels)):
             if self._make_room(slower, item, moves):
@@ -171,12 +166,12 @@ class Placement:
                 return
         moves.append(self._out(item, source))
 
-    def _make_room(self, level: int, item: Item, moves: list[Move]) -> bool:
+    def _make_room(self, level: int, item: PlacedSession, moves: list[Move]) -> bool:
         """Nothing of a higher rank makes way."""
         tier = self.levels[level]
         if item.size > tier.capacity:
             return False
-        victims: list[Item] = []
+        victims: list[PlacedSession] = []
         before = item.entered
         if level != item.level:
             item.entered = self._ticks = self._ticks + 1
@@ -194,14 +189,14 @@ class Placement:
             self._place(victim, level + 1, tier.name, moves)
         return True
 
-    def _settle(self, item: Item, level: int, source: str | None, moves: list[Move]) -> None:
+    def _settle(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
         item.level = level
         tier = self.levels[level]
         tier.add(item, self.rank(item))
         if tier.name != source:
             moves.append(Move(item.session, source, tier.name, item.size))
 
-    def _out(self, item: Item, source: str | None) -> Move:
+    def _out(self, item: PlacedSession, source: str | None) -> Move:
         del self.items[item.session]
         self._bytes -= item.size
         return Move(item.session, source, None, item.size)

@@ -14,7 +14,7 @@ Rank = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Item:
+class PlacedSession:
     """A stored session. `entered`, when it came into its tier, and `used` are ticks of the store's own count, which no
     clock disturbs; `used_s` is the time of the last use, for the time to live. `level`: its tier, 0 the fastest."""
 
@@ -32,7 +32,7 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def rank(self, item: Item, ticket: int | None, horizon: int) -> Rank:
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
         """`ticket`: of the session's waiting job, None without one. Those below `horizon` are in the window."""
 
     def window(self, capacity: int, mean_size: float) -> int:
@@ -49,7 +49,7 @@ class SchedulerAware(EvictionPolicy):
 
     name = "scheduler_aware"
 
-    def rank(self, item: Item, ticket: int | None, horizon: int) -> Rank:
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
         if ticket is None or ticket >= horizon:
             return 0, item.used
         return 1, -ticket
@@ -63,7 +63,7 @@ class LRU(EvictionPolicy):
 
     name = "lru"
 
-    def rank(self, item: Item, ticket: int | None, horizon: int) -> Rank:
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
         return 0, item.used
 
 
@@ -74,7 +74,7 @@ class FIFO(EvictionPolicy):
 
     name = "fifo"
 
-    def rank(self, item: Item, ticket: int | None, horizon: int) -> Rank:
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
         return 0, item.entered
 
 

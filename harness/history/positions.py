@@ -28,20 +28,20 @@ class Rotation:
     Keys are [..., T, D]; positions are [T], or [..., T] where heads keep different tokens (-1 for a row that is
     none, which stays as it is).
 
-    Dynamic and LongRoPE scaling turn every token of a forward by how far that forward reaches. `reach` says how far
-    it reached, in tokens from the start of the text; None: as far as the last of `positions`.
+    Dynamic and LongRoPE scaling turn every token of a forward by how far that forward reaches: as far as the last of
+    `positions`.
     """
 
     angles: Angles
     dtype: torch.dtype
 
-    def off(self, keys: Tensor, positions: Tensor, reach: int | None = None) -> Tensor:
+    def off(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys as before their rotation. -> fp32, for a rounding here would be one more"""
-        return self._turned(rope.unrotate, keys, positions, reach)
+        return self._turned(rope.unrotate, keys, positions)
 
-    def on(self, rows: Tensor, positions: Tensor, reach: int | None = None) -> Tensor:
+    def on(self, rows: Tensor, positions: Tensor) -> Tensor:
         """What `off` gave, rotated to `positions`. -> the model's dtype"""
-        return self._turned(rope.rotate, rows, positions, reach).to(self.dtype)
+        return self._turned(rope.rotate, rows, positions).to(self.dtype)
 
     def move(self, keys: Tensor, source: Tensor, target: Tensor) -> Tensor:
         """Keys rotated to `source`, as they are at `target`. -> the model's dtype"""
@@ -71,12 +71,10 @@ class Rotation:
         cos, sin = (part.to(positions.device) for part in self.angles(positions))
         return Rotation(lambda asked: (cos[:, asked - positions[0]], sin[:, asked - positions[0]]), self.dtype)
 
-    def _turned(
-        self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor, reach: int | None
-    ) -> Tensor:
+    def _turned(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor) -> Tensor:
         if not rows.shape[-2]:
             return rows.float()
-        cos, sin = self._at(positions.flatten().clamp(min=0), reach)
+        cos, sin = self._at(positions.flatten().clamp(min=0))
         if positions.dim() == 1:
             cos, sin = (part.to(rows.device).unsqueeze(0) for part in (cos, sin))
             return way(rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:]), cos, sin).view(rows.shape)
@@ -85,10 +83,9 @@ class Rotation:
         turned = way(flat, cos, sin).view(rows.shape)
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
 
-    def _at(self, positions: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
+    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [P R] fp32, with the model's roundings."""
-        asked = positions if reach is None else torch.cat([positions, positions.new_tensor([reach - 1])])
-        cos, sin = (part[0, : len(positions)].to(self.dtype).float() for part in self.angles(asked))
+        cos, sin = (part[0].to(self.dtype).float() for part in self.angles(positions))
         return cos, sin
 
     def _alike(self, reach: int) -> bool:

@@ -1,9 +1,10 @@
-"""What a store was asked and what it cost."""
+"""What a store was asked, what it cost, and how fast it was found to be."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 
@@ -42,11 +43,48 @@ class Statistics:
         self.lookups += 1
         self.asked_tokens += tokens
 
-    def found(self, tier: str, tokens: int, count: int = 1) -> None:
+    def found(self, tier: str, tokens: int, *, shared: bool = False, count: int = 1) -> None:
         """`count` -1 takes it back."""
         self.hits[tier] += count
         self.reused_tokens += count * tokens
+        self.shared_tokens += tokens * shared
 
     def plain(self) -> dict[str, Any]:
         moved = {f"{source or 'new'}->{target}": size for (source, target), size in self.moved.items()}
         return vars(self) | {"hits": dict(self.hits), "moved": moved}
+
+
+class Speeds:
+    """S_buf = B (T_load L_hist - T_pref L_new) bytes: what loading takes longer than the prefill of the new tokens is
+    loaded before the job begins. B is the bandwidth from a tier, T_load and T_pref are seconds per token."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._loading_s: dict[str, float] = {}
+        self._tokens = 0
+        self._prefill_s = 0.0
+
+    def loaded(self, tier: str, size: int, seconds: float) -> None:
+        self._bytes[tier] += size
+        self._loading_s[tier] = self._loading_s.get(tier, 0.0) + seconds
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """`seconds` without those of waiting for rows."""
+        self._tokens += tokens
+        self._prefill_s += seconds
+
+    def bandwidth(self, tier: str) -> float | None:
+        """B, in bytes per second; None before anything was measured."""
+        return self._bytes[tier] / seconds if (seconds := self._loading_s.get(tier, 0.0)) else None
+
+    def prefill(self) -> float | None:
+        """T_pref, in seconds per token; None before anything was measured."""
+        return self._prefill_s / self._tokens if self._tokens else None
+
+    def read_buffer(self, tier: str, size: int, layers: int, new: int) -> int:
+        """In layers, for a history of `size` bytes (B T_load L_hist) and `new` tokens; all before the first measure."""
+        bandwidth, prefill = self.bandwidth(tier), self.prefill()
+        if bandwidth is None or prefill is None:
+            return layers
+        buffer = size - bandwidth * prefill * new
+        return max(0, min(layers, ceil(buffer / size * layers)))

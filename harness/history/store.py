@@ -29,10 +29,9 @@ from harness.history.block import Found, has_rest, length, without_first
 from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall, check_arguments
 from harness.history.fingerprint import EXACT, Fingerprint
-from harness.history.losses import Loss
-from harness.history.overlap.leaving import Leaving, Turn, as_given
-from harness.history.overlap.loading import LOST, Accounts, Events, HistoryLost, Loading, Prepare, as_it_is
-from harness.history.overlap.speeds import Speeds
+from harness.history.losses import LOST, HistoryLost, Loss
+from harness.history.overlap.leaving import Leaving, StoredForm, as_given
+from harness.history.overlap.loading import Loading, Prepare, as_it_is
 from harness.history.placement import Placement
 from harness.history.policies import EvictionPolicy, SchedulerAware
 from harness.history.statistics import Statistics
@@ -84,11 +83,16 @@ class HistoryStore:
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
-            self.placement, files, Threads(io_threads), durable=durable, on=torch.device(on), write_buffer=write_buffer
+            self.placement,
+            files,
+            Threads(io_threads),
+            durable=durable,
+            on=torch.device(on),
+            write_buffer=write_buffer,
+            clock=clock,
         )
         self._blocks = partial(Leaving, length=block_tokens, format_=self.format, on=self.contents.on)
-        self._accounts = Accounts(self.contents.statistics, Speeds())
-        self._clock, self._closed = clock, False
+        self._closed = False
         if files:
             self._restore(files, wall())
 
@@ -112,19 +116,8 @@ class HistoryStore:
         if not (tier and count):
             return None
         parts = self.contents.sessions[key][:count]
-        fetch = self.contents.fetch(key, layers=0)
-        loading = Loading(
-            fetch,
-            partial(self.contents.go_on, fetch),
-            parts,
-            tier,
-            len(tokens) - length(parts),
-            on=self.contents.on,
-            copier=self.contents.threads.copying,
-            prepare=prepare,
-            format_=self.format,
-            events=Events(self._accounts, partial(self._begun, key, key != own), partial(self._lost, key)),
-        )
+        new, shared = len(tokens) - length(parts), key != own
+        loading = Loading(self.contents, key, parts, tier, new, prepare=prepare, format_=self.format, shared=shared)
         try:
             loading.preload(read_buffer)
         except HistoryLost:
@@ -173,9 +166,11 @@ class HistoryStore:
         where these are not stored (any more): `put` the whole session then. What is given has been copied."""
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
-    def leave(self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, turn: Turn = as_given) -> Leaving:
-        """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `turn` makes it."""
-        return self._blocks(tokens, layers, rest, turn=turn, thread=self.contents.threads.leaving)
+    def leave(
+        self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: StoredForm = as_given
+    ) -> Leaving:
+        """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes it."""
+        return self._blocks(tokens, layers, rest, stored=stored, thread=self.contents.threads.leaving)
 
     def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
         """`extend` with blocks on their way; waits for what is more than the write buffer."""
@@ -184,10 +179,10 @@ class HistoryStore:
         if known is None:
             return False
         parts = [*known, *(block for one in leaving for block in one.taken())]
-        moves = self.placement.save(key, sum(block.size for block in parts), self._clock())
+        moves = self.placement.save(key, sum(block.size for block in parts), self.contents.clock())
         self.contents.hold(key, parts, lineage, moves)
         del parts
-        self.contents.follow(key, [one.copying for one in leaving], began)
+        self.contents.follow(key, leaving, began)
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
@@ -258,34 +253,14 @@ class HistoryStore:
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()
-        self.contents.carry_out(self.placement.expire(self._clock()), dropped_for=Loss.TOO_OLD)
+        self.contents.carry_out(self.placement.expire(self.contents.clock()), dropped_for=Loss.TOO_OLD)
         return self._key(session)
 
     def _restore(self, disk: Disk, wall: float) -> None:
         """What an earlier process left."""
-        now = self._clock()
+        now = self.contents.clock()
         for key, entry, used_s in disk.restored(now, wall):
             self.contents.restore(key, list(entry.blocks), entry.lineage)
             moves = self.placement.save(key, sum(block.size for block in entry.blocks), used_s, fastest=DISK)
             self.contents.carry_out([move for move in moves if move.target is None])
         self.contents.carry_out(self.placement.expire(now))
-
-    def _begun(self, key: str, shared: bool, loading: Loading) -> None:
-        """A session that has left since it was opened is in the read buffer still, and found where it was then."""
-        self.contents.collect()
-        tier = self.contents.found_in(key)
-        if tier is not None:
-            loading.tier = tier
-            self.contents.adopt(key, loading.fetch)
-            self.contents.carry_out(self.placement.use(key, self._clock()))
-            self.contents.touch(key)
-        self.statistics.found(loading.tier, loading.tokens)
-        self.statistics.shared_tokens += loading.tokens * shared
-
-    def _lost(self, key: str, loading: Loading, error: Exception) -> HistoryLost:
-        """The session goes, unless it was given up or replaced before."""
-        if loading.begun:
-            self.statistics.found(loading.tier, loading.tokens, -1)
-        if self.contents.fetches.get(key) is loading.fetch:
-            self.contents.lose(key, error)
-        return HistoryLost(f"the stored history is damaged: {error}")

@@ -18,11 +18,11 @@ from harness.history.positions import Rotation
 from methods.base import KVLayer
 from methods.layers import ends
 
-State = Mapping[str, Tensor]  # of one layer, as `KVLayer.state` gives it
+LayerState = Mapping[str, Tensor]  # of one layer, as `KVLayer.state` gives it
 
 
 def truncated(
-    contents: Sequence[State],
+    contents: Sequence[LayerState],
     layers: Sequence[KVLayer],
     rotations: Sequence[Rotation],
     keep: int,
@@ -45,7 +45,9 @@ def truncated(
     return [_shorter(state, layer, None if naive else rotation, length, sinks) for state, layer, rotation in parts]
 
 
-def _shorter(state: State, layer: KVLayer, rotation: Rotation | None, length: int, sinks: int) -> dict[str, Tensor]:
+def _shorter(
+    state: LayerState, layer: KVLayer, rotation: Rotation | None, length: int, sinks: int
+) -> dict[str, Tensor]:
     names, counts = _names(state), _counts(_rows(state), length)
     found: dict[str, Tensor] = {}
     for (key, value), source, rows in zip(names, _sources(state), counts, strict=True):
@@ -62,7 +64,7 @@ def _shorter(state: State, layer: KVLayer, rotation: Rotation | None, length: in
     return found | layer.truncate(state, first, counts[0] - first) | {"seen": torch.tensor(length)}
 
 
-def _names(state: State) -> list[tuple[str, str]]:
+def _names(state: LayerState) -> list[tuple[str, str]]:
     """Of keys and values: of a layer that slides, of all heads together, or of every head."""
     if "k" in state:
         return [("k", "v")]
@@ -70,7 +72,7 @@ def _names(state: State) -> list[tuple[str, str]]:
     return [(f"k{head}", f"v{head}") for head in range(heads)]
 
 
-def _rows(state: State) -> list[int]:
+def _rows(state: LayerState) -> list[int]:
     return [state[key].shape[-2] for key, _ in _names(state)]
 
 
@@ -82,7 +84,7 @@ def _counts(rows: Sequence[int], length: int) -> list[int]:
     return counts
 
 
-def _sources(state: State) -> list[Tensor]:
+def _sources(state: LayerState) -> list[Tensor]:
     """Where the keys of each of `_names` are rotated to. -> [T], or [B heads T]"""
     rows, seen = _rows(state), int(state["seen"])
     stated = [*(x for name, x in state.items() if name.endswith(".rotated")), state.get("positions")]

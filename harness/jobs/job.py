@@ -243,7 +243,7 @@ class Job:
 
 
 def _budget_use(method: Method) -> dict[str, Any]:
-    """What tells apart rows that ask for the same budget and mean another: see harness/results/alarms/budgets.py."""
+    """What tells apart rows that ask for the same budget and mean another: see harness/results/alarms/table.py."""
     usual = plugins.defaults(method)
     windows = {name: getattr(method, own) for name, own in method.window_names.items()}
     typed = any(windows[name] != usual.get(own) for name, own in method.window_names.items())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from evals.base import AVERAGES
-from harness.reports import edited
-from harness.reports.beside import turns
-from harness.reports.compare import Comparison, Entry, asked
+from harness.reports import turns
+from harness.reports.compare import Comparison, ReportRow, asked
+from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
 from harness.reports.stamps import legend, stamps
 from harness.results.measures import MEASURES, Measure, over_known
@@ -19,12 +20,13 @@ from harness.terminal.tables import (
     BYTES,
     SECONDS,
     Column,
+    counts,
     digits,
     number,
     percent,
     probability,
+    quantities,
     quantity,
-    scaled,
     share,
     with_ci,
 )
@@ -54,7 +56,7 @@ def score_table(comparison: Comparison) -> list[Column]:
     ]
 
 
-def names(entries: Sequence[Entry]) -> list[Column]:
+def names(entries: Sequence[ReportRow]) -> list[Column]:
     """The two columns that say which run a row is."""
     rows = [entry.summary for entry in entries]
     return [
@@ -76,21 +78,17 @@ def _scores(comparison: Comparison) -> list[Column]:
 
 
 def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
-    cells, unit = scaled([row["tpot_s"][key] for row in rows for key in ("p50", "p90")], SECONDS)
-    pairs = [f"{a}/{b}" if a else "" for a, b in zip(cells[::2], cells[1::2], strict=True)]
-    return Column("TPOT p50/90", unit, pairs, values=[row["tpot_s"]["p50"] for row in rows])
+    p50, p90 = quantities({key: [row["tpot_s"][key] for row in rows] for key in ("p50", "p90")}, SECONDS)
+    pairs = [f"{a}/{b}" if a else "" for a, b in zip(p50.cells, p90.cells, strict=True)]
+    return replace(p50, head="TPOT p50/90", cells=pairs)
 
 
 def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
     """All tiers in one unit; a tier where nothing lies has no column."""
-    stored = [one.get(bytes_key(tier)) for tier in TIERS for one in memory]
-    cells, unit = scaled(stored, BYTES)
-    columns = []
-    for place, (name, tier) in enumerate(TIERS.items()):
-        own = slice(place * len(memory), (place + 1) * len(memory))
-        shown = cells[own] if name == DEVICE or any(stored[own]) else [""] * len(memory)
-        columns.append(Column(tier.head, unit, shown, values=stored[own]))
-    return columns
+    stored = {tier.head: [one.get(bytes_key(name)) for one in memory] for name, tier in TIERS.items()}
+    shown = (TIERS[DEVICE].head, *(head for head, sizes in stored.items() if any(sizes)))
+    columns = quantities(stored, BYTES)
+    return [one if one.head in shown else replace(one, cells=[""] * len(memory)) for one in columns]
 
 
 def _measured(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -111,7 +109,7 @@ def _of_unit(measure: Measure, values: Sequence[float | None]) -> Column:
     return number(measure.head, measure.unit, values)
 
 
-def _of_full(entry: Entry) -> float | None:
+def _of_full(entry: ReportRow) -> float | None:
     """Bytes read, of those that Full read on the same examples; unknown where one of the two was not traced."""
     key = "read_bytes_per_step"
     every = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
@@ -160,16 +158,13 @@ def group_table(comparison: Comparison) -> list[Column]:
     if len(groups) < 2:
         return []
     sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
-    columns = [
-        Column("group", "", groups, left=True),
-        Column("n", "", [str(size) for size in sizes.values()], values=list(sizes.values())),
-    ]
+    columns = []
     for entry, run in zip(comparison.entries, scores, strict=True):
         holds = entry.significant_groups
         cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
-        means = [run.get(group, {}).get("mean") for group in groups]
-        columns.append(Column(entry.label, budget(entry.summary), cells, values=means))
-    return columns
+        columns.append(Column("", "", cells, values=[run.get(group, {}).get("mean") for group in groups]))
+    heads = [Column("group", "", groups, left=True), counts("n", list(sizes.values()))]
+    return [*heads, *comparison.under_runs(columns)]
 
 
 def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
@@ -184,13 +179,12 @@ def average_table(comparison: Comparison) -> list[Column]:
     if not listed:
         return []
     raw = {name for name in listed if any(run.get(name, 0) > 1 for run in runs)}
-    columns = [Column("average", "", listed, left=True)]
-    for entry, run in zip(comparison.entries, runs, strict=True):
+    columns = []
+    for run in runs:
         shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
         cells = [shown.get(name, "") for name in listed]
-        values = [run.get(name) for name in listed]
-        columns.append(Column(entry.label, budget(entry.summary), cells, values=values))
-    return columns
+        columns.append(Column("", "", cells, values=[run.get(name) for name in listed]))
+    return [Column("average", "", listed, left=True), *comparison.under_runs(columns)]
 
 
 def average_meanings(comparison: Comparison) -> str:
@@ -227,7 +221,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
         )
     yield from turns.notes(comparison.entries)
     yield from legend(comparison)
-    yield from edited.notes(comparison.entries)
+    yield from code_versions(comparison.entries)
     yield from map(_copies, (entry for entry in comparison.entries if entry.copies))
     unfinished: dict[str, list[str]] = {}
     for entry in comparison.entries:
@@ -254,13 +248,13 @@ def _power(comparison: Comparison) -> Iterator[str]:
         yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
 
 
-def _copies(entry: Entry) -> str:
+def _copies(entry: ReportRow) -> str:
     folders = ", ".join(str(run.folder.parent) for run in (entry.run, *entry.copies))
     times = 1 + len(entry.copies)
     return f"found {times} times with the same answers, shown once, as in the first: {entry.title} ({folders})"
 
 
-def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:
+def _rescored(entry: ReportRow, again: Mapping[str, Any]) -> str:
     first, present = again["first"], again["present"]
     return (
         f"scored again: {entry.title} on {again['at'][:10]} (task version {first['task_version']} -> "
@@ -269,7 +263,7 @@ def _rescored(entry: Entry, again: Mapping[str, Any]) -> str:
     )
 
 
-def _merged_warnings(entries: Sequence[Entry]) -> Iterator[str]:
+def _merged_warnings(entries: Sequence[ReportRow]) -> Iterator[str]:
     """A warning of several runs becomes one note; where it counts examples, each run keeps its count."""
     where: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -286,6 +280,6 @@ def difference(beside: Mapping[str, Any]) -> str:
     return with_ci(beside["diff"], beside["ci95"], sign=True)
 
 
-def _count(entry: Entry) -> str:
+def _count(entry: ReportRow) -> str:
     done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
     return str(done) if expected in (None, done) else f"{done}/{expected}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
-from harness.results.alarms.alarm import Alarm, Row
+from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms as table_alarms
-from harness.results.pairs import FULL, paired
+from harness.results.compared import FULL, merged, paired
 from harness.results.store import StoredRun
 from harness.results.summary import detectable
 from harness.results.summary_file import (
@@ -28,11 +28,11 @@ from harness.results.summary_file import (
     summary_of,
     write_summary,
 )
-from harness.results.twins import merged
+from harness.terminal.tables import Column
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportRow:
     """A run in its table. `label` tells it from its neighbours, but for the budget. What takes a test is worked out
     once, however many forms the table is shown in."""
 
@@ -46,6 +46,11 @@ class Entry:
     @property
     def title(self) -> str:
         return f"{self.label} {budget(self.summary)}".strip()
+
+    @property
+    def unfinished(self) -> str:
+        """What pictures say behind its name."""
+        return "" if self.summary["status"] == "complete" else " (incomplete)"
 
     @cached_property
     def significant_groups(self) -> set[str]:
@@ -65,7 +70,14 @@ class Comparison:
 
     title: str
     metric: str
-    entries: list[Entry]
+    entries: list[ReportRow]
+
+    def under_runs(self, columns: Sequence[Column]) -> list[Column]:
+        """Columns, one for each run, with its name and budget above them."""
+        return [
+            replace(column, head=row.label, unit=" ".join(filter(None, (budget(row.summary), column.unit))))
+            for row, column in zip(self.entries, columns, strict=True)
+        ]
 
     @property
     def tested(self) -> list[int]:
@@ -87,11 +99,11 @@ class Comparison:
     def alarms(self) -> list[Alarm]:
         """What a reader must see before the table, red ones first."""
         p = self.adjusted
-        rows = [Row(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
+        rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
 
     @cached_property
-    def detectable(self) -> list[tuple[Entry, float | None]]:
+    def detectable(self) -> list[tuple[ReportRow, float | None]]:
         """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
         rows, count = [self.entries[i] for i in self.tested], len(self.tested)
         return [(row, detectable(row.run.records, row.full.records, count)) for row in rows if row.full is not None]
@@ -121,7 +133,7 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
             damage += neighbours.damage(run)
         with suppress(OSError):  # results that may only be read are reported as well
             write_summary(run, full, summary)
-        entries.append(Entry(run, full, summary, label, tuple(copies), tuple(damage)))
+        entries.append(ReportRow(run, full, summary, label, tuple(copies), tuple(damage)))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"

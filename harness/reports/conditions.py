@@ -1,16 +1,21 @@
-"""Under what conditions the rows of a table came about: prompts, dtype, device, machine, versions, commit, settings."""
+"""Under what conditions the rows of a table came about: prompts, dtype, device, machine, versions, commit, settings.
+
+Of rows that differ in code alone it says which is the code of today.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from harness.config.nested import flatten
 from harness.config.settings import recorded_defaults
-from harness.reports.compare import Comparison, Entry
-from harness.reports.labels import NOT_NAMED, spelled_out
+from harness.reports.compare import Comparison, ReportRow
+from harness.reports.labels import NOT_NAMED, name, spelled_out
+from harness.results.files import canonical
+from harness.results.identity import CORE_VERSION, meaning_now
 from harness.results.records import Record
 from harness.results.store import StoredRun
 
@@ -29,16 +34,12 @@ def conditions(comparison: Comparison) -> Iterator[str]:
 
 def origin(run: StoredRun) -> dict[str, Any]:
     """What run.json says of the machine and the code, flat: null where it says nothing."""
-    known = run.info.get("provenance") or {}
-    machine, git = known.get("machine") or {}, known.get("git") or {}
+    machine, git = run.provenance("machine"), run.provenance("git")
     return {
-        "commit": git.get("commit"),
-        "dirty": git.get("dirty"),
-        "sources": known.get("sources"),
-        "torch": (known.get("versions") or {}).get("torch"),
-        "cpu": machine.get("cpu"),
-        "device_name": machine.get("device_name"),
-        "threads": machine.get("threads"),
+        **{key: git.get(key) for key in ("commit", "dirty")},
+        "sources": (run.info.get("provenance") or {}).get("sources"),
+        "torch": run.provenance("versions").get("torch"),
+        **{key: machine.get(key) for key in ("cpu", "device_name", "threads")},
         "load_average": (machine.get("load_average") or [None])[0],
         "load_average_ended": (run.info.get("load_average_ended") or [None])[0],
     }
@@ -57,7 +58,7 @@ def _prompts(records: Sequence[Record]) -> Iterator[str]:
         yield "none was run"
 
 
-def _per_row(what: str, entries: Sequence[Entry]) -> str:
+def _per_row(what: str, entries: Sequence[ReportRow]) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         rows[_facts(entry.run)[what]].append(entry.title)
@@ -91,3 +92,35 @@ def _common_settings(runs: Sequence[StoredRun]) -> str:
     keys = [key for key in found[0] if key in usual and key.partition(".")[0] not in left_out]
     shared = [key for key in keys if all(one.get(key) == found[0][key] != usual[key] for one in found)]
     return ", ".join(spelled_out(found[0], shared))
+
+
+CORE = "shared code"
+
+
+def code_versions(entries: Sequence[ReportRow]) -> Iterator[str]:
+    """One per method and settings of which there are several versions."""
+    alike: dict[str, list[ReportRow]] = defaultdict(list)
+    for entry in entries:
+        alike[canonical({"method": name(entry.run, "method"), "config": entry.run.config})].append(entry)
+    for rows in alike.values():
+        codes = [_code(row) for row in rows]
+        if modules := _differing(codes):
+            told = ", ".join(_told(row, code, modules) for row, code in zip(rows, codes, strict=True))
+            yield f"{name(rows[0].run, 'method')}: versions of its code ({', '.join(modules)}): {told}"
+
+
+def _code(entry: ReportRow) -> dict[str, Any]:
+    """Module -> hash of what it means, as the run's identity has it."""
+    identity = entry.run.info.get("identity") or {}
+    return {**(identity.get("code") or {}), CORE: identity.get("core")}
+
+
+def _differing(codes: Sequence[Mapping[str, Any]]) -> list[str]:
+    modules = dict.fromkeys(module for code in codes for module in code)
+    return [module for module in modules if len({code.get(module) for code in codes}) > 1]
+
+
+def _told(entry: ReportRow, code: Mapping[str, Any], modules: Sequence[str]) -> str:
+    today = all(code.get(one) == (CORE_VERSION if one == CORE else meaning_now(one)) for one in modules)
+    began = str(entry.run.info.get("started") or "an unknown time")[:16].replace("T", " ")
+    return f"{entry.title} began {began}{' with the code of today' * today}"

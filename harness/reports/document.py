@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TextIO
 
-from harness.reports import needles, noise, pareto
-from harness.reports.banner import banner, markdown_banner, word
-from harness.reports.beside import costs
-from harness.reports.beside.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
+from harness.reports import costs, needles, noise
 from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
 from harness.reports.stamps import caution
-from harness.terminal.latex import latex_table
-from harness.terminal.tables import Column, markdown_table, text_table
+from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
+from harness.results.alarms.alarm import Alarm
+from harness.terminal.tables import WIDTH, Column, latex_table, markdown_table, text_table
 from harness.terminal.visible import visible
-
-WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TableKind:
     """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `timed`:
     shows times without the rows' stamps; `brief`: shown at the end of a command, too, not in a report alone."""
 
@@ -51,20 +48,20 @@ class Block:
         return found if self.of.endswith("rows") else []
 
 
-SCORES = Block("scores", "Scores, times and bytes", score_table, 2, "rows")
-BESIDE = (
-    Block("within", pareto.CAPTION, pareto.within_table, 1, "methods", lambda _: pareto.MEANING, brief=False),
-    Block("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
-    Block("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
-    Block("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
-    Block("turns", "Score by turn", turn_scores, 3, "columns"),
-    Block("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
-    Block("turn_times", "Time to the first token by turn", turn_times, 3, "columns", timed=True),
-    Block("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows", timed=True),
-    Block("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
-    Block("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
-    Block("averages", "The task's own averages", partial(by_column, average_table), 1, "columns", average_meanings),
-    Block("averages", "The task's own averages", partial(by_run, average_table), 2, "rows", average_meanings),
+SCORES = TableKind("scores", "Scores, times and bytes", score_table, 2, "rows")
+OTHER_TABLES = (
+    TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
+    TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
+    TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
+    TableKind("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
+    TableKind("turns", "Score by turn", turn_scores, 3, "columns"),
+    TableKind("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
+    TableKind("turn_times", "Time to the first token by turn", turn_times, 3, "columns", timed=True),
+    TableKind("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows", timed=True),
+    TableKind("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
+    TableKind("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
+    TableKind("averages", "The task's own averages", partial(by_column, average_table), 1, "columns", average_meanings),
+    TableKind("averages", "The task's own averages", partial(by_run, average_table), 2, "rows", average_meanings),
 )
 
 
@@ -78,7 +75,7 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in (notes if brief else remarks)(table)]
-        for block in (block for block in BESIDE if block.brief or not brief):
+        for block in (block for block in OTHER_TABLES if block.brief or not brief):
             shown = list(pieces(block.columns(table), block.head))
             parts += [line for columns in shown for line in ("", render(columns))]
             if shown and (note := block.below(table)):
@@ -92,7 +89,7 @@ def as_latex(tables: Sequence[Comparison]) -> str:
     what its stamps point to; advice to whoever makes the table is a comment."""
     parts = ["% \\usepackage{booktabs,graphicx}"]
     for table in tables:
-        for block in (SCORES, *BESIDE):
+        for block in (SCORES, *OTHER_TABLES):
             below = list(_below(table)) if block is SCORES else [_sentences([block.below(table)])]
             caption, label = f"{block.caption}: {table.title}", f"tab:{_slug(f'{block.name} {table.title}')}"
             parts += latex_table(block.columns(table), caption, label, below)
@@ -142,3 +139,29 @@ def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:
 
 def _wrapped(note: str) -> str:
     return textwrap.fill(visible(note), WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+RED, YELLOW, PLAIN = "\033[1;31m", "\033[33m", "\033[0m"
+
+
+def shows_colour(stream: TextIO) -> bool:
+    """Only a terminal, and only where https://no-color.org is not asked for."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def banner(table: Comparison, width: int, colour: bool) -> Iterator[str]:
+    """For a terminal: a paragraph per alarm."""
+    for alarm in table.alarms:
+        said = visible(f"{word(alarm)}: {alarm.text}")
+        text = textwrap.fill(said, width, initial_indent="  ", subsequent_indent="    ")
+        yield f"{RED if alarm.red else YELLOW}{text}{PLAIN}" if colour else text
+
+
+def markdown_banner(table: Comparison) -> Iterator[str]:
+    """A quote per alarm; red ones stand out without colour too."""
+    for alarm in table.alarms:
+        yield f"> {'🟥' if alarm.red else '🟨'} **{word(alarm)}:** {alarm.text}\n"
+
+
+def word(alarm: Alarm) -> str:
+    return "ALARM" if alarm.red else "caution"

@@ -25,7 +25,7 @@ NEEDLE = (
 )
 
 
-class Needle(NamedTuple):
+class NeedleScore(NamedTuple):
     """One example."""
 
     depth: float  # percent of the text
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
     counts: list[list[int]]  # of examples
 
 
-def by_task(records: Sequence[Record]) -> dict[str, list[Needle]]:
+def by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
     """Examples that know their needle's place; only tasks whose examples fill more than one cell."""
     lines: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -52,7 +52,7 @@ def by_task(records: Sequence[Record]) -> dict[str, list[Needle]]:
     return {task: needles for task, needles in found.items() if len({needle[:2] for needle in needles}) > 1}
 
 
-def grid(needles: Sequence[Needle]) -> Grid:
+def grid(needles: Sequence[NeedleScore]) -> Grid:
     lengths, depths = sorted({needle.length for needle in needles}), _fixed_depths(needles)
     cells: dict[tuple[int, int], list[float]] = defaultdict(list)
     for depth, length, score in needles:
@@ -65,13 +65,13 @@ def grid(needles: Sequence[Needle]) -> Grid:
     return Grid(told, [_tokens(length) for length in lengths], means, sizes)
 
 
-def _needles(records: Sequence[Record]) -> list[Needle]:
+def _needles(records: Sequence[Record]) -> list[NeedleScore]:
     """RULER once wrote shares in place of percents: no needle of its lay deeper than 1 then."""
     scale = 100 if all(record.data["depth"] <= 1 for record in records) else 1
-    return [Needle(scale * record.data["depth"], record.data["length"], record.score) for record in records]
+    return [NeedleScore(scale * record.data["depth"], record.data["length"], record.score) for record in records]
 
 
-def _fixed_depths(needles: Sequence[Needle]) -> list[float]:
+def _fixed_depths(needles: Sequence[NeedleScore]) -> list[float]:
     """The depths of a grid, one length of which has them all (a run that broke off lacks some at others); empty where
     needles lie anywhere, and have to share bins."""
     depths = sorted({needle.depth for needle in needles})

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from evals.stats import ALPHA
-from harness.reports.compare import Comparison, Entry
-from harness.results.pairs import FULL, paired
+from harness.reports.compare import Comparison, ReportRow
+from harness.results.compared import FULL, paired, round_alike
 from harness.results.summary import against
 from harness.results.summary_file import method_of
-from harness.results.twins import round_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ def pairs(comparison: Comparison) -> list[Pair]:
     return [pair for a, b in combinations(full, 2) for pair in _pair(a, b)]
 
 
-def _pair(a: Entry, b: Entry) -> Iterator[Pair]:
+def _pair(a: ReportRow, b: ReportRow) -> Iterator[Pair]:
     shared, beside = paired(a.run.records, b.run.records), against(a.run.records, b.run.records)
     changed = sum(ours.answer != theirs.answer for ours, theirs in shared)
     if beside and not round_alike(a.run, b.run):
@@ -47,7 +46,7 @@ def floor(found: list[Pair]) -> float | None:
     return max((abs(pair.diff) for pair in found), default=None)
 
 
-def within_noise(entry: Entry, least: float | None) -> bool:
+def within_noise(entry: ReportRow, least: float | None) -> bool:
     """Whether the row's difference to Full may be nothing: its test does not hold, or Full differs from itself by as
     much."""
     beside = entry.summary["full"]

@@ -11,7 +11,7 @@ from typing import Any
 from harness.config.nested import flatten
 from harness.config.plugins import TARGET
 from harness.reports.command import command
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import origin
 from harness.reports.stamps import stamps
 
@@ -31,11 +31,11 @@ def table_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [_row(place, entry, table) for table in tables for place, entry in enumerate(table.entries)]
 
 
-def _row(place: int, entry: Entry, table: Comparison) -> dict[str, Any]:
+def _row(place: int, entry: ReportRow, table: Comparison) -> dict[str, Any]:
     info = entry.run.info
     known = {key: value for key, value in entry.summary.items() if value is not None}
     parameters = {name: value for name, value in entry.run.config["method"].items() if name != TARGET}
-    return dict(_cells(known | {"parameters": parameters})) | {
+    return dict(cells(known | {"parameters": parameters})) | {
         "label": entry.label,
         "stamps": stamps(entry, table),
         "full.p_holm": table.adjusted.get(place),
@@ -47,7 +47,7 @@ def _row(place: int, entry: Entry, table: Comparison) -> dict[str, Any]:
     }
 
 
-def _cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Dotted keys; an interval becomes `.low` and `.high`, other lists are JSON."""
     for key, value in flatten(summary).items():
         if key.rpartition(".")[2] == "ci95":

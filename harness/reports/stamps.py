@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, ReportRow
 from harness.results.alarms.times import SHARED
 from methods.tiers.tier import TIERS, bytes_key
 
@@ -29,7 +29,7 @@ def meanings() -> dict[str, str]:
     return BEFORE | dict(tier.stamp for tier in TIERS.values() if tier.stamp) | BEHIND
 
 
-def stamps(entry: Entry, comparison: Comparison) -> str:
+def stamps(entry: ReportRow, comparison: Comparison) -> str:
     row = entry.summary
     marks = {
         "S": row["simulated"],

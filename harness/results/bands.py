@@ -17,8 +17,8 @@ from evals import stats
 from harness.config import plugins
 from harness.config.settings import GenerationSettings
 from harness.results import files
+from harness.results.compared import FULL
 from harness.results.identity import model_name
-from harness.results.pairs import FULL
 from harness.results.records import Record
 from harness.results.store import StoredRun
 
@@ -108,7 +108,8 @@ def outside(run: StoredRun, bands: Sequence[Band]) -> list[Outside]:
         return []
     groups = [group for group in here if group in known.scores]
     sets = [groups, *([group] for group in groups if len(groups) > 1)] if groups else []
-    found = [_held(_part(here, names), _part(known.scores, names), len(sets)) for names in sets]
+    parts = [({name: here[name] for name in names}, {name: known.scores[name] for name in names}) for names in sets]
+    found = [_held(*part, len(sets)) for part in parts]
     return [one for one in found if one is not None]
 
 
@@ -143,8 +144,8 @@ def _band(runs: Sequence[StoredRun]) -> Band:
 
 
 def _source(run: StoredRun) -> dict[str, Any]:
-    git = (run.info.get("provenance") or {}).get("git") or {}
-    return {"folder": run.folder.name, "ended": run.info.get("ended"), "commit": git.get("commit")}
+    commit = run.provenance("git").get("commit")
+    return {"folder": run.folder.name, "ended": run.info.get("ended"), "commit": commit}
 
 
 def _by_group(records: Sequence[Record]) -> Scores:
@@ -154,10 +155,6 @@ def _by_group(records: Sequence[Record]) -> Scores:
         text = record.data.get("haystack")
         scores[f"{record.group} ({text})" if text else record.group].append(round(record.score, PLACES))
     return scores
-
-
-def _part(scores: Scores, groups: Sequence[str]) -> Scores:
-    return {group: scores[group] for group in groups}
 
 
 def _held(here: Scores, band: Scores, looks: int) -> Outside | None:

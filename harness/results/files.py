@@ -70,13 +70,18 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def append_line(path: Path, plain: Mapping[str, Any]) -> None:
-    """On disk when this returns. The caller holds the folder's lock."""
-    drop_half_line(path)
-    line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    with writing(path.parent), whole(), open(path, "ab") as file:
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """On disk when this returns, so that a crash later costs nothing of it; where it cannot be written, as on a full
+    disk, no part of it is there. The caller holds the folder's lock."""
+    line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    with writing(path.parent), whole(), open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def drop_half_line(path: Path) -> None:
@@ -127,7 +132,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     return plain
 
 
-class Line(NamedTuple):
+class RunLine(NamedTuple):
     """One line of a run, without its seal. `where` names file and line for an error."""
 
     where: str
@@ -135,14 +140,14 @@ class Line(NamedTuple):
     checksum: str
 
 
-def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> Line:
+def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> RunLine:
     """What was sealed. Raises `RecordError`, which begins with `where`, for what is no line of ours, for a line of
     another run or a changed one; for one without a seal where that is `required`: runs from before there were seals
     have none."""
     plain = _parse(text, where)
     checksum, owner = plain.pop(CHECKSUM, None), plain.get(RUN)
     if checksum is None and owner is None and not required:
-        return Line(where, plain, checksum_of(plain))
+        return RunLine(where, plain, checksum_of(plain))
     name = f"{where}: example {plain.get('id')!r}"
     if checksum is None or owner is None:
         raise RecordError(f"{name} lacks its run or its checksum")
@@ -151,7 +156,7 @@ def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> Li
     if owner != run:
         raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]})")
     del plain[RUN]
-    return Line(where, plain, checksum)
+    return RunLine(where, plain, checksum)
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:

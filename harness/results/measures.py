@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from harness.terminal.tables import table
+
 Value = float | None  # null where it was not measured
 
 
@@ -107,5 +109,5 @@ def over_examples(section: str, examples: Sequence[Mapping[str, Value]]) -> dict
 
 def markdown() -> str:
     """The table of docs/results.md."""
-    lines = [f"| `{key}` | {row.unit} | {row.meaning} |" for key, row in MEASURES.items()]
-    return "\n".join(["| key of a line | unit | meaning |", "| --- | --- | --- |", *lines])
+    rows = [(f"`{key}`", row.unit, row.meaning) for key, row in MEASURES.items()]
+    return table(("key of a line", "unit", "meaning"), rows)

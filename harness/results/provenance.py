@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,14 +76,13 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
-        "cores": len(_physical_cores()) or None,
+        "cores": _physical_cores() or None,
         "cpus_usable": len(os.sched_getaffinity(0)),
         "threads": _torch_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": load_average(),
         "device": device,
-        "device_name": _device_name(device),
-        "device_id": _device_id(device),
+        **_device(device),
     }
 
 
@@ -102,24 +103,21 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _cpuinfo() -> list[dict[str, str]]:
-    """One dict per logical CPU; empty where the system has no /proc."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    blocks = [block.splitlines() for block in text.strip().split("\n\n")]
-    pairs = [[line.partition(":") for line in block] for block in blocks]
-    return [{key.strip(): value.strip() for key, _, value in block} for block in pairs]
+def _cpuinfo() -> str:
+    """A paragraph per logical CPU; empty where the system has no /proc."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text()
+    return ""
 
 
 def _cpu_model() -> str:
-    names = [cpu["model name"] for cpu in _cpuinfo() if "model name" in cpu]
-    return names[0] if names else platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*: (.+)", _cpuinfo(), re.MULTILINE)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
-def _physical_cores() -> set[tuple[str, str]]:
-    return {(cpu["physical id"], cpu["core id"]) for cpu in _cpuinfo() if {"physical id", "core id"} <= cpu.keys()}
+def _physical_cores() -> int:
+    ids = re.findall(r"^physical id\s*: (\d+)$(?:\n.+)*?\ncore id\s*: (\d+)$", _cpuinfo(), re.MULTILINE)
+    return len(set(ids))
 
 
 def _torch_threads() -> int | None:
@@ -128,18 +126,11 @@ def _torch_threads() -> int | None:
     return torch.get_num_threads() if torch else None
 
 
-def _device_name(device: str) -> str:
-    if not device.startswith("cuda"):
-        return _cpu_model()
+def _device(name: str) -> dict[str, str | None]:
+    """The device's own name, and which GPU of the machine it is, whatever number it has for this process."""
+    if not name.startswith("cuda"):
+        return {"device_name": _cpu_model(), "device_id": None}
     import torch
 
-    return str(torch.cuda.get_device_name(device))
-
-
-def _device_id(device: str) -> str | None:
-    """Which GPU of the machine it is, whatever number it has for this process; null for a CPU."""
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)
+    uuid = torch.cuda.get_device_properties(name).uuid
+    return {"device_name": str(torch.cuda.get_device_name(name)), "device_id": str(uuid)}

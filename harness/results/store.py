@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.results import files, triage
-from harness.results.files import CHECKSUM, Line, checksum_of, seal
+from harness.results.files import CHECKSUM, RunLine, checksum_of, seal
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES, Digest
 from harness.results.folder.find import find, instead
@@ -54,9 +53,9 @@ class Run:
         self.info = info if self._before else bound.bind(folder, info, CONFIG)
         lines = bound.read_lines(folder, EXAMPLES, self.info)
         self._ids, self._digest = {record.id for record in _records(lines)}, Digest(lines)
-        self._begun = False
+        self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
-        self._file = open(folder / EXAMPLES, "ab", buffering=0)  # noqa: SIM115 (open for the life of the run)
+        (folder / EXAMPLES).touch()
 
     @classmethod
     def open(
@@ -103,18 +102,10 @@ class Run:
         plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
         if self.info["sealed"]:
             plain = seal(plain, self.info["identity_sha256"])
-        line = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         if not self._begun:
             self._begin()
-        with files.writing(self.folder), whole():
-            end = os.fstat(self._file.fileno()).st_size
-            try:
-                while line:
-                    line = line[self._file.write(line) :]
-                os.fsync(self._file.fileno())
-            except OSError:  # a full disk: what comes next must not grow onto half a line
-                self._file.truncate(end)
-                raise
+        with whole():
+            files.append_line(self.folder / EXAMPLES, plain)
             self._ids.add(record.id)
             self._digest.add(plain.get(CHECKSUM) or checksum_of(plain))
 
@@ -159,7 +150,7 @@ class Run:
             if status == "complete":
                 (self.folder / ERROR).unlink(missing_ok=True)
         finally:
-            self._file.close()
+            self._closed = True
             self._lock.release()
 
     def _last_written(self) -> str:
@@ -170,7 +161,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
         """Who leaves without `close` did not finish. submitit and Ray end a process by SystemExit at their signals."""
-        if self._file.closed:
+        if self._closed:
             return
         if raised is None or isinstance(raised, (KeyboardInterrupt, SystemExit)):
             self.close("interrupted")
@@ -195,7 +186,7 @@ class StoredRun:
     info: dict[str, Any]
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
-    triaged: Sequence[triage.Line] = ()
+    triaged: Sequence[triage.CauseLine] = ()
     digest: str | None = None  # of the lines of examples.jsonl
     summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
     full_folder: Path | None = None  # of the Full that such a summary holds it against
@@ -205,6 +196,10 @@ class StoredRun:
         """Version of the task that made the scores that are shown."""
         again = self.info.get("rescored", {}).get("present")
         return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
+
+    def provenance(self, section: str) -> dict[str, Any]:
+        """What is known of the last session's `machine`, `git`, `versions` or `process`: older runs say less."""
+        return (self.info.get("provenance") or {}).get(section) or {}
 
     @property
     def is_empty(self) -> bool:
@@ -247,7 +242,7 @@ def read_records(folder: Path, info: Mapping[str, Any]) -> list[Record]:
     return _records(bound.read_lines(folder, EXAMPLES, info))
 
 
-def _records(lines: Iterable[Line]) -> list[Record]:
+def _records(lines: Iterable[RunLine]) -> list[Record]:
     return [Record.from_plain(line.plain, line.where) for line in lines]
 
 

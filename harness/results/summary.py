@@ -1,21 +1,29 @@
-"""From the lines of a run to its one row: `summary.json`, derived and never the source."""
+"""From the lines of a run to its one row: `summary.json`, derived and never the source.
+
+Times and rates have one definition for every method. TPOT: time per token after the second (the seal lies between token
+1 and 2); mean and quantiles pool the single intervals of all sequences. Throughput: tokens over the machine's seconds.
+Of a step that several sequences share, each is charged an equal part, so that seconds add up over examples. Decode
+throughput counts what is behind the second token, end-to-end throughput everything.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from evals import stats
 from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
-from harness.results import timing, triage
+from harness.results import triage
 from harness.results.alarms.run import warnings
+from harness.results.compared import for_statistics, group_means, mean_score, paired
 from harness.results.identity import model_name
 from harness.results.measures import over_examples, over_known
-from harness.results.pairs import columns, group_means, mean_score, paired
 from harness.results.records import HISTORY_S, PEAKS, Record, Reply
 from methods.tiers.tier import TIERS, bytes_key
 
@@ -28,12 +36,12 @@ def summarise(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
-    triaged: Sequence[triage.Line] = (),
+    triaged: Sequence[triage.CauseLine] = (),
 ) -> dict[str, Any]:
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
     Means: score over groups, `attended` and `union` over examples (tokens, and share of what was sealed), traffic too;
-    other bytes are the largest of any example. Times as in results/timing.py; null where the run is `simulated` or
+    other bytes are the largest of any example. Times are null where the run is `simulated` or
     `traced`.
     """
     simulated = bool(info.get("simulated", False))
@@ -74,7 +82,7 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     pairs = paired(records, full or [])
     if not pairs:
         return None
-    result = stats.paired(*columns(pairs))
+    result = stats.paired(*for_statistics(pairs))
     mean = mean_score([their for _, their in pairs])
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
@@ -82,7 +90,7 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
 def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: int) -> float | None:
     """The loss against Full that these examples would show with 80 % power, as one of so many comparisons."""
     pairs = paired(records, full)
-    return stats.detectable(*columns(pairs), comparisons=comparisons) if pairs else None
+    return stats.detectable(*for_statistics(pairs), comparisons=comparisons) if pairs else None
 
 
 def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
@@ -153,13 +161,13 @@ def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
     shares = batch == 1 or all(record.share_s is not None for record in records)  # older batches do not say
     first = [record.replies[0] for record in records if record.prefilled_by is None]
     return {
-        "ttft_s": timing.quantiles(reply.ttft_s for reply in first),
-        "ttft_later_s": timing.quantiles(reply.ttft_s for reply in _later(records)),
-        "tt2t_s": timing.quantiles(reply.tt2t_s for reply in first),
-        "tpot_s": timing.quantiles(interval for record in records for interval in record.intervals_s),
-        "seal_s": timing.quantiles(reply.seal_s for record in records for reply in record.replies),
-        "throughput_tok_s": timing.decode_throughput(records) if shares else None,
-        "e2e_tok_s": timing.total_throughput(records) if shares else None,
+        "ttft_s": quantiles(reply.ttft_s for reply in first),
+        "ttft_later_s": quantiles(reply.ttft_s for reply in _later(records)),
+        "tt2t_s": quantiles(reply.tt2t_s for reply in first),
+        "tpot_s": quantiles(interval for record in records for interval in record.intervals_s),
+        "seal_s": quantiles(reply.seal_s for record in records for reply in record.replies),
+        "throughput_tok_s": decode_throughput(records) if shares else None,
+        "e2e_tok_s": total_throughput(records) if shares else None,
     }
 
 
@@ -204,7 +212,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
     own = [reply for _, reply in replies]
     clocked = own if timed else []
     return _scored(replies) | {
-        "ttft_s": timing.quantiles(reply.ttft_s for reply in clocked)["p50"],
+        "ttft_s": quantiles(reply.ttft_s for reply in clocked)["p50"],
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
         "lost_turns": over_known(sum, [reply.lost_turns for reply in own]),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
@@ -230,3 +238,27 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:
     return [interval.low, interval.high] if interval else None
+
+
+Quantiles = dict[str, float | None]
+
+
+def quantiles(values: Iterable[float | None]) -> Quantiles:
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"mean": None, "p50": None, "p90": None}
+    p50, p90 = np.quantile(known, [0.5, 0.9])
+    return {"mean": float(np.mean(known)), "p50": float(p50), "p90": float(p90)}
+
+
+def decode_throughput(records: Sequence[Record]) -> float | None:
+    """Tokens per second behind the second; null where no sequence came to a third."""
+    longer = [reply for record in records for reply in record.replies if len(reply.token_s) > 2]
+    seconds = sum(reply.decode_machine_s for reply in longer)
+    return sum(len(reply.token_s) - 2 for reply in longer) / seconds if seconds else None
+
+
+def total_throughput(records: Sequence[Record]) -> float | None:
+    """Tokens per second with prefill, seal and question inside."""
+    seconds = sum(record.machine_s for record in records)
+    return sum(len(record.token_s) for record in records) / seconds if seconds else None

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import files
+from harness.results.compared import FULL
 from harness.results.files import CHECKSUM
 from harness.results.folder.names import INFO, SUMMARY
-from harness.results.pairs import FULL
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, load
 from harness.results.summary import summarise

@@ -28,10 +28,10 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sparse\nprefill", "are wrong even with the whole prompt: lost in the sparse prefill"),
     "no_needle": ("no\nneedle", "have no answer in the prompt word for word, and were not followed"),
 }
-Line = dict[str, Any]
+CauseLine = dict[str, Any]
 
 
-def read(folder: Path, info: Mapping[str, Any], records: Sequence[Record]) -> list[Line]:
+def read(folder: Path, info: Mapping[str, Any], records: Sequence[Record]) -> list[CauseLine]:
     """As they were written; a line that a crash cut in half is left out. Raises `RecordError` for a damaged one, and
     for one about another answer than the record has. `info`: run.json."""
     known = {record.id: record for record in records}
@@ -44,13 +44,14 @@ def read(folder: Path, info: Mapping[str, Any], records: Sequence[Record]) -> li
     return found
 
 
-def followed(lines: Sequence[Line]) -> list[Line]:
+def followed(lines: Sequence[CauseLine]) -> list[CauseLine]:
     """Those whose needle was followed through at least one step."""
     return [line for line in lines if line.get("held") and line["held"][0]]
 
 
 def append(folder: Path, line: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     """On disk when this returns. The caller holds the folder's lock."""
+    files.drop_half_line(folder / TRIAGED)
     plain = json.loads(json.dumps(line))  # as it will be read: the checksum is over that
     files.append_line(folder / TRIAGED, files.seal(plain, str(info["identity_sha256"])))
 
@@ -65,7 +66,7 @@ def wrong(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.score < 1 and record.stop != "forced"]
 
 
-def summary(lines: Sequence[Line], records: Sequence[Record]) -> dict[str, Any] | None:
+def summary(lines: Sequence[CauseLine], records: Sequence[Record]) -> dict[str, Any] | None:
     """What summary.json says: how many answers are wrong, how many of these were looked at, and the causes. `held`,
     `mass` and `full_mass`: means over layers and the tokens up to where the answer leaves Full's, over the examples
     that were followed. Null where there was no triage."""
@@ -84,13 +85,13 @@ def summary(lines: Sequence[Line], records: Sequence[Record]) -> dict[str, Any] 
 SHARES = ("held", "mass", "full_mass")
 
 
-def until(line: Line, name: str) -> float | None:
+def until(line: CauseLine, name: str) -> float | None:
     """Mean of `line[name]` over layers, and over the tokens up to the first that is not Full's."""
     rows = [row[: steps(line)] for row in line.get(name) or []]
     return fmean(fmean(row) for row in rows) if rows and rows[0] else None
 
 
-def steps(line: Line) -> int:
+def steps(line: CauseLine) -> int:
     """Columns up to the token with which the answer leaves Full's, at least one."""
     departs = line.get("departs")
     return max(1, departs - line["first"] + 1) if departs else len(line["held"][0])

@@ -12,8 +12,7 @@ import numpy as np
 
 from evals.base import Example, Task, Turn
 from evals.data import check
-from harness.history.simulation.trace import TraceError, rows_in, timed
-from harness.history.simulation.trace import Turn as Lengths
+from harness.history.simulation.trace import TraceError, TurnLengths, rows_in, timed
 from harness.jobs.planning.items import Item
 from harness.results.files import canonical, write_lines
 
@@ -55,7 +54,7 @@ class Session:
 
 def drawn(items: Sequence[Item], *, seed: int, think_s: float) -> list[Session]:
     """One new session per second, a Poisson process. `think_s`: mean of an exponential law."""
-    turns = [[Lengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
+    turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
     told = timed([item.example.id for item in items], turns, 1.0, think_s, np.random.default_rng(seed))
     return [Session(item, one.start_s, one.think_s) for item, one in zip(items, told, strict=True)]
 

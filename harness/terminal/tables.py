@@ -1,15 +1,20 @@
-"""Tables of text: aligned for a terminal, or Markdown. Cells are strings; a column says its unit in its header."""
+"""Tables of text: aligned for a terminal, Markdown, or LaTeX for a paper, with booktabs and every character escaped.
+
+Cells are strings; a column says its unit in its header.
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from harness.terminal.visible import visible
 
+WIDTH = 160  # of a table in a terminal
 Units = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
@@ -38,10 +43,10 @@ class Column:
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
-def text_table(columns: Sequence[Column], width: int = 160) -> str:
+def text_table(columns: Sequence[Column]) -> str:
     """Columns without any value are left out; where the line is too long the first column wraps. Nothing is cut."""
     kept = [_visible(column) for column in columns if not column.empty]
-    excess = sum(column.width + 2 for column in kept) - 2 - width
+    excess = sum(column.width + 2 for column in kept) - 2 - WIDTH
     if kept and excess > 0:
         kept[0] = _wrapped(kept[0], max(8, kept[0].width - excess))
     tall = max((column.head.count("\n") for column in kept), default=0)
@@ -62,10 +67,9 @@ def _lines(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
 def markdown_table(columns: Sequence[Column]) -> str:
     kept = [column for column in columns if not column.empty]
     heads = [f"{column.head} ({column.unit})" if column.unit else column.head for column in kept]
-    heads = [head.replace("\n", " ") for head in heads]
-    rows = [heads, [":--" if column.left else "--:" for column in kept]]
-    rows += [list(row) for row in zip(*(column.cells for column in kept), strict=True)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    sides = [":--" if column.left else "--:" for column in kept]
+    rows = zip(*(column.cells for column in kept), strict=True)
+    return _markdown([[head.replace("\n", " ") for head in heads], sides, *rows])
 
 
 def scaled(values: Sequence[float | None], units: Units) -> tuple[list[str], str]:
@@ -85,6 +89,13 @@ def quantity(
     """All in one unit. `hide_zeros`: empty, and so out of the table, where there is nothing but zeros."""
     cells, unit = scaled(values, units)
     return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
+
+
+def quantities(columns: Mapping[str, Sequence[float | None]], units: Units) -> list[Column]:
+    """Columns by their heads, all in one unit."""
+    cells, unit = scaled([value for values in columns.values() for value in values], units)
+    rest = iter(cells)
+    return [Column(head, unit, list(islice(rest, len(values))), values=values) for head, values in columns.items()]
 
 
 def share(head: str, values: Sequence[float | None]) -> Column:
@@ -144,3 +155,82 @@ def _wrapped(column: Column, width: int) -> Column:
     """At spaces alone: a name in two pieces is none."""
     fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return replace(column, cells=[fill(cell) for cell in column.cells])
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "µ": r"\textmu{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "…": r"\dots{}",
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+}  # fmt: skip
+
+
+def latex_table(columns: Sequence[Column], caption: str, label: str, below: Sequence[str] = ()) -> list[str]:
+    """Lines of a float no wider than the text; columns without any value are left out, and without any all of it.
+    `below`: paragraphs of small print under the table."""
+    kept = [column for column in columns if not column.empty]
+    if not kept:
+        return []
+    heads = [escaped(column.head.replace("\n", " ")) for column in kept]
+    units = [escaped(column.unit) for column in kept]
+    rows = zip(*(column.cells for column in kept), strict=True)
+    return [
+        "",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{escaped(caption)}}}",
+        rf"\label{{{label}}}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+        rf"\begin{{tabular}}{{{''.join('l' if column.left else 'r' for column in kept)}}}",
+        r"\toprule",
+        _latex_row(heads),
+        *([_latex_row(units)] if any(units) else []),
+        r"\midrule",
+        *(_latex_row([cell(text) for text in row]) for row in rows),
+        r"\bottomrule",
+        r"\end{tabular}}",
+        *(_paragraph(text) for text in below if text),
+        r"\end{table}",
+    ]
+
+
+def _paragraph(text: str) -> str:
+    return rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\raggedright {escaped(text)}}}"
+
+
+def cell(text: str) -> str:
+    """A real minus, a small interval, raised stars."""
+    shown = escaped(text)
+    shown = re.sub(r"(?<![\w.])-(?=\d)", "$-$", shown)
+    shown = re.sub(r"(\[[^\]]+, [^\]]+\])", r"{\\scriptsize \1}", shown)
+    return re.sub(r"\*+$", lambda stars: f"$^{{{stars[0]}}}$", shown)
+
+
+def escaped(text: str) -> str:
+    return "".join(SPECIAL.get(char, char) for char in text)
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
+    """Two columns, indented by two; a left cell wider than `most` pushes its own right cell alone."""
+    rows = list(rows)
+    width = min(most, max((len(left) for left, _ in rows), default=0))
+    return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return _markdown([head, ["---"] * len(head), *rows])
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def code(text: str) -> str:
+    """Markdown for `text` as it is, backticks and all."""
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{text}{space}{fence}" if text else ""

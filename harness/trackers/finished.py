@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.config.nested import flatten
 from harness.config.settings import WITHOUT_EFFECT
 from harness.reports import needles
-from harness.reports.compare import Comparison, Entry, comparisons
+from harness.reports.compare import Comparison, ReportRow, comparisons
 from harness.reports.document import as_text
 from harness.reports.pictures import frontier, heatmap
-from harness.reports.stamps import stamps
+from harness.reports.pictures.draw import priced
+from harness.reports.spreadsheet import cells
 from harness.results import files
 from harness.results.folder.names import CONFIG, INFO, SUMMARY
 from harness.results.store import load_all
@@ -38,13 +38,13 @@ def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
             yield _finished(entry, pictures, text, place / "table.md")
 
 
-def _finished(entry: Entry, pictures: Mapping[str, Path], table: str, file: Path) -> FinishedRun:
+def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: str, file: Path) -> FinishedRun:
     folder, told = entry.run.folder, flatten(entry.summary)
     config = {key: value for key, value in entry.run.config.items() if key not in WITHOUT_EFFECT}
     return FinishedRun(
         folder=folder,
         config=flatten(config),
-        numbers=dict(_numbers(told)),
+        numbers={key: float(value) for key, value in cells(entry.summary) if isinstance(value, (int, float))},
         words={key: value for key, value in told.items() if isinstance(value, str)} | {"label": entry.title},
         pictures=pictures,
         table=table,
@@ -52,25 +52,12 @@ def _finished(entry: Entry, pictures: Mapping[str, Path], table: str, file: Path
     )
 
 
-def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Intervals as two numbers; what is not known is left out."""
-    for key, value in summary.items():
-        if key.endswith("ci95") and value:
-            yield from zip((f"{key}.low", f"{key}.high"), value, strict=True)
-        elif isinstance(value, (int, float)):
-            yield key, float(value)
-
-
 def _frontier(table: Comparison, place: Path) -> dict[str, Path]:
-    rows = [entry.summary | {"label": entry.label, "stamps": stamps(entry, table)} for entry in table.entries]
-    if not frontier.has_frontier(rows):
-        return {}
-    path = place / "frontier.png"
-    frontier.frontier(rows, path, table.title)
-    return {"frontier": path}
+    rows, path = priced(table), place / "frontier.png"
+    return {"frontier": frontier.frontier(rows, path, table.title)[0]} if frontier.has_frontier(rows) else {}
 
 
-def _heatmaps(entry: Entry, place: Path, row: int) -> dict[str, Path]:
+def _heatmaps(entry: ReportRow, place: Path, row: int) -> dict[str, Path]:
     drawn = {}
     for number, (task, found) in enumerate(needles.by_task(entry.run.records).items()):
         path = place / f"{row}-{number}-heatmap.png"

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from evals import stats
 from evals.stats import ALPHA
-from harness.results import pairs
 from harness.results.alarms.run import at_chance
+from harness.results.compared import for_statistics, mean_score, paired
 from harness.results.measures import over_known
-from harness.results.pairs import mean_score, paired
 from harness.results.provenance import git
 from harness.results.records import Record
 from harness.terminal.tables import BYTES, Column, percent, probability, quantity, scaled, text_table
@@ -183,12 +182,12 @@ class Outcome:
 
     @property
     def beside(self) -> stats.Paired:
-        return stats.paired(*pairs.columns(paired(self.records, self.start)))
+        return stats.paired(*for_statistics(paired(self.records, self.start)))
 
     @property
     def detectable(self) -> float | None:
         """The gain that these examples would have shown with 80 % power."""
-        return stats.detectable(*pairs.columns(paired(self.start, self.records)))
+        return stats.detectable(*for_statistics(paired(self.start, self.records)))
 
     @property
     def read(self) -> float | None:

@@ -13,7 +13,7 @@ from math import prod
 from statistics import fmean
 from typing import Any
 
-from harness.results.pairs import mean_score
+from harness.results.compared import mean_score
 from harness.tuning.examples import Examples
 from harness.tuning.space import START, Point, Space
 from harness.tuning.trials import Trials

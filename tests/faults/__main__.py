@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from harness.terminal.markup import table
+from harness.terminal.tables import table
 from tests.faults.draw import Fault, faults
 from tests.faults.harm import FULL, KINDS
 from tests.faults.targets import TARGETS

@@ -8,8 +8,7 @@ from pathlib import Path
 from threading import Condition
 from time import perf_counter
 
-from harness.history.block import Block, by_layer
-from harness.history.file import BlockFile
+from harness.history.block import Block, BlockFile, by_layer
 from methods.tiers.block import Tensors
 from methods.tiers.tier import HOST
 from methods.tiers.transfer.spans import Spans
@@ -75,25 +74,19 @@ class Fetch:
 
     def layers(self) -> list[int]:
         """Their numbers; waits for the heads of the files."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._layers is not None or self._error)
-            if self._layers is None:
-                raise self._failure()
-            return self._layers
+        self._await(lambda: self._layers is not None)
+        return self._layers or []
 
     def rows(self, layer: int) -> list[Tensors]:
         """Of one layer, block by block; waits for it."""
-        with self._changed:
-            self._changed.wait_for(lambda: layer in self._rows or self._error)
-            if layer not in self._rows:
-                raise self._failure()
-            return self._rows[layer]
+        self._await(lambda: layer in self._rows)
+        return self._rows[layer]
 
     def blocks(self) -> list[Block]:
         """With all their rows; waits for the end."""
         self.wait()
         if self._error:
-            raise self._failure()
+            raise self._error
         layers = [self._rows[layer] for layer in self._layers or ()]
         return [
             replace(
@@ -131,6 +124,9 @@ class Fetch:
         names, file = self._names[place].get(layer, []), self._files[place]
         return file.read(names, self._pin) if file else {name: (self._parts[place].rows or {})[name] for name in names}
 
-    def _failure(self) -> Exception:
-        assert self._error is not None
-        return self._error
+    def _await(self, there: Callable[[], bool]) -> None:
+        """Waits until that holds; raises the error that ended the work before."""
+        with self._changed:
+            self._changed.wait_for(lambda: there() or self._error)
+            if self._error and not there():
+                raise self._error

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from harness.history.block import Block, by_layer
+from harness.history.losses import NotSaved
 from methods.tiers.block import Apart, Format, Tensors, host_copy
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
 from methods.tiers.transfer.threads import INLINE
 
 Parts = Mapping[str, Apart]
-Turn = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
-
-
-class NotSaved(RuntimeError):
-    """Rows could not be brought to host memory."""
+StoredForm = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
 
 
 def as_given(number: int, rows: Parts) -> Parts:
@@ -77,29 +74,55 @@ def failed(rows: Mapping[str, Tensor] | None) -> bool:
     return isinstance(rows, Arriving) and rows.error is not None
 
 
-class Copying:
-    """What one thread does, layer by layer. Tensors that it was given are alive until their layer is copied, and must
-    stay as they are. A block that nobody holds any more is not copied."""
+class Leaving:
+    """Blocks of consecutive tokens, whose rows are on their way into them: one thread copies them, layer by layer.
+
+    Tensors that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds
+    any more is not copied."""
 
     def __init__(
         self,
-        parts: Sequence[tuple[slice, Arriving]],
-        rest: Arriving | None,
+        tokens: Sequence[int],
+        layers: Mapping[str, Tensor | Apart],
+        rest: Mapping[str, Tensor],
+        *,
+        length: int,
         format_: Format,
-        turn: Turn,
         on: torch.device,
+        stored: StoredForm = as_given,
+        thread: Executor = INLINE,
     ) -> None:
-        """`parts`: which tokens go where."""
-        self._parts = [(tokens, ref(block)) for tokens, block in parts]
-        self._rest = ref(rest) if rest is not None else None
-        self._format, self._turn, self._on = format_, turn, on
+        """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
+        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
+        _check(tokens, layers)
+        began = perf_counter()
+        self._format, self._stored, self._on = format_, stored, on
         self._behind = reached(on)
         self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
+        self.blocks: list[Block] = []
+        self._rows: list[tuple[slice | None, ref[Arriving]]] = []  # which tokens go where
+        parts = {name: x if isinstance(x, Apart) else Apart(x) for name, x in layers.items()}
+        length = length if layers else max(1, len(tokens))
+        shapes, likes = {name: x.like for name, x in parts.items()}, dict[int, Tensors]()
+        for start in range(0, len(tokens), length):
+            size = min(length, len(tokens) - start)
+            if size not in likes:
+                likes[size] = format_.like({name: x[..., :size, :] for name, x in shapes.items()})
+            self._add(tokens[start : start + size], likes[size], slice(start, start + size))
+        if rest:
+            self._add((), rest, None)
+        self._begin(parts, rest, thread)
+        self.waits.ended(began)
 
-    def begin(self, layers: Parts, rest: Mapping[str, Tensor], thread: Executor) -> None:
+    def _add(self, tokens: Sequence[int], like: Mapping[str, Tensor], cut: slice | None) -> None:
+        rows = Arriving(like)
+        self.blocks.append(Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows))
+        self._rows.append((cut, ref(rows)))
+
+    def _begin(self, layers: Parts, rest: Mapping[str, Tensor], thread: Executor) -> None:
         names = by_layer([*layers, *rest])
         for number in sorted(names):
             rows = {name: layers[name] for name in names[number] if name in layers}
@@ -107,6 +130,16 @@ class Copying:
             self._given[number] = rows, whole
             size = sum(x.like.nbytes for x in rows.values()) + sum(x.nbytes for x in whole.values())
             self.layers.append((thread.submit(self._layer, number), size))
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens of the blocks."""
+        return [token for block in self.blocks for token in block.tokens]
+
+    def taken(self) -> list[Block]:
+        """The blocks, which are another's now: those that nobody holds are not copied."""
+        blocks, self.blocks = self.blocks, []
+        return blocks
 
     @property
     def finished(self) -> bool:
@@ -128,88 +161,29 @@ class Copying:
         began = perf_counter()
         try:
             with beside_the_model(self._on, self._behind):
-                made = list(self._copies(number, rows, rest))
-            for block, copies in made:
+                copied = list(self._copies(number, rows, rest))
+            for block, copies in copied:
                 block.put(copies)
         except Exception as error:
-            self._fail(error)
+            why = f"{type(error).__name__}: {error}"
+            self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
+            for _, block in self._alive():
+                block.fail(self.error)
         self.spans.ended(began)
-
-    def _fail(self, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
-        self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
-        for _, block in self._alive():
-            block.fail(self.error)
 
     def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[Arriving, Tensors]]:
         alive = list(self._alive())
-        turned = self._turn(number, rows) if rows and alive else {}
-        for tokens, block in alive:
+        stored = self._stored(number, rows) if rows and alive else {}
+        for cut, block in alive:
             part = rest
-            if tokens is not None:
-                cut = {name: x.cut(tokens.start, tokens.stop).joined() for name, x in turned.items()}
-                part = self._format.encode(cut)
+            if cut is not None:
+                part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
             yield block, {name: host_copy(x) for name, x in part.items()}
 
     def _alive(self) -> Iterator[tuple[slice | None, Arriving]]:
-        for tokens, known in self._parts:
+        for cut, known in self._rows:
             if (block := known()) is not None:
-                yield tokens, block
-        if self._rest is not None and (block := self._rest()) is not None:
-            yield None, block
-
-
-class Leaving:
-    """Blocks of consecutive tokens, whose rows are on their way into them."""
-
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        layers: Mapping[str, Tensor | Apart],
-        rest: Mapping[str, Tensor],
-        *,
-        length: int,
-        format_: Format,
-        on: torch.device,
-        turn: Turn = as_given,
-        thread: Executor = INLINE,
-    ) -> None:
-        """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
-        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
-        _check(tokens, layers)
-        began = perf_counter()
-        parts = {name: x if isinstance(x, Apart) else Apart(x) for name, x in layers.items()}
-        length = length if layers else max(1, len(tokens))
-        cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
-        shapes = {name: x.like for name, x in parts.items()}
-        made = {size: format_.like({name: x[..., :size, :] for name, x in shapes.items()}) for size in map(_size, cuts)}
-        arriving = [Arriving(made[_size(cut)]) for cut in cuts]
-        self.blocks = [_block(tokens[cut], made[_size(cut)], rows) for cut, rows in zip(cuts, arriving, strict=True)]
-        whole = Arriving(rest) if rest else None
-        if whole is not None:
-            self.blocks.append(_block((), rest, whole))
-        self.copying = Copying(list(zip(cuts, arriving, strict=True)), whole, format_, turn, on)
-        self.copying.begin(parts, rest, thread)
-        self.copying.waits.ended(began)
-
-    @property
-    def text(self) -> list[int]:
-        """All tokens of the blocks."""
-        return [token for block in self.blocks for token in block.tokens]
-
-    def taken(self) -> list[Block]:
-        """The blocks, which are another's now: those that nobody holds are not copied."""
-        blocks, self.blocks = self.blocks, []
-        return blocks
-
-
-def _block(tokens: Sequence[int], like: Mapping[str, Tensor], rows: Arriving) -> Block:
-    return Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows)
-
-
-def _size(cut: slice) -> int:
-    size: int = cut.stop - cut.start
-    return size
+                yield cut, block
 
 
 def _check(tokens: Sequence[int], layers: Mapping[str, Tensor | Apart]) -> None:

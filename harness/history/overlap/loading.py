@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import sqlite3
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn
@@ -13,38 +11,18 @@ from typing import NoReturn
 import torch
 
 from harness.history.block import Block, has_rest, joined, length
-from harness.history.file import DamagedBlock
-from harness.history.losses import Loss
-from harness.history.overlap.fetch import Fetch
-from harness.history.overlap.leaving import NotSaved
-from harness.history.overlap.speeds import Speeds
-from harness.history.statistics import Statistics
+from harness.history.contents import Contents
+from harness.history.losses import LOST, HistoryLost
 from methods.tiers.block import Format, Tensors
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
 
-LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a disk does, and the way to host memory
-Layer = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
-Prepare = Callable[[int, Layer], Layer]
+LayerRows = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
+Prepare = Callable[[int, LayerRows], LayerRows]
 
 
-def as_it_is(number: int, layer: Layer) -> Layer:
+def as_it_is(number: int, layer: LayerRows) -> LayerRows:
     return layer
-
-
-class HistoryLost(RuntimeError):
-    """The rows that were found cannot be read: compute their tokens again, in a fresh cache."""
-
-
-def loss_by(error: Exception) -> Loss:
-    """error: one of `LOST`"""
-    if isinstance(error, DamagedBlock):
-        return Loss.DAMAGED
-    if isinstance(error, NotSaved):
-        return Loss.NOT_COPIED
-    in_index = isinstance(error, sqlite3.Error) and "full" in str(error)
-    in_file = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return Loss.DISK_FULL if in_index or in_file else Loss.UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +36,6 @@ class Overlap:
     read_buffer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Accounts:
-    """Where a store writes down what loading took."""
-
-    statistics: Statistics
-    speeds: Speeds
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """Whom a loading tells that its job has begun, and that its rows cannot be read."""
-
-    accounts: Accounts
-    begun: Callable[[Loading], None]
-    lost: Callable[[Loading, Exception], HistoryLost]
-
-
 class Loading:
     """The first `tokens` of those asked for, found in `tier`. The first layers, as many as the read buffer holds, come
     at once; `begin` says that the job begins, and the others come too. `layer` waits for the rows of one.
@@ -83,27 +44,26 @@ class Loading:
 
     def __init__(
         self,
-        fetch: Fetch,
-        read: Callable[[int | None], None],
+        contents: Contents,
+        key: str,
         parts: Sequence[Block],
         tier: str,
         new: int,
         *,
-        on: torch.device,
-        copier: Executor,
         prepare: Prepare,
         format_: Format,
-        events: Events,
+        shared: bool,
     ) -> None:
-        """`read`: lets `fetch` read so many layers, or all. `new`: tokens that the job has to compute. `prepare`: what
-        the thread that copies does with a layer next."""
+        """`parts`: of the session `key`, in whose place another one asks if it is `shared`. `new`: tokens that the job
+        has to compute. `prepare`: what the thread that copies does with a layer next."""
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
-        self.fetch, self._read, self._count, self._on = fetch, read, len(parts), on
-        self._behind = reached(on)  # what `prepare` uses was made on the caller's stream
-        self._copier, self._prepare, self._format, self._events = copier, prepare, format_, events
-        self._rest = has_rest(parts)
-        self._copies: dict[int, Future[Layer]] = {}
+        self.fetch = contents.fetch(key, layers=0)
+        self._contents, self._key, self._shared = contents, key, shared
+        self._behind = reached(contents.on)  # what `prepare` uses was made on the caller's stream
+        self._prepare, self._format = prepare, format_
+        self._count, self._rest = len(parts), has_rest(parts)
+        self._copies: dict[int, Future[LayerRows]] = {}
         self._sent = 0  # layers whose copies were submitted
         self._spans = Spans()
         self._opened = perf_counter()
@@ -122,25 +82,22 @@ class Loading:
         """So many, before the job begins; None: as `Speeds` has measured."""
         number = len(self.layers())
         if layers is None:
-            layers = self._events.accounts.speeds.read_buffer(self.tier, self.size, number, self.new)
+            layers = self._contents.speeds.read_buffer(self.tier, self.size, number, self.new)
         self._buffer = max(0, min(layers, number))
-        self._read(self._buffer)
+        self._contents.go_on(self.fetch, self._buffer)
         self._submit(self._buffer)
 
     def begin(self) -> None:
         """The job begins, and its own memory takes the other layers."""
         if self._began is None:
             self._began = perf_counter()
-            self._events.begun(self)
-            self._read(None)
+            self.tier = self._contents.use(self._key, self.fetch) or self.tier
+            self._contents.statistics.found(self.tier, self.tokens, shared=self._shared)
+            self._contents.go_on(self.fetch)
             self._submit(len(self.layers()))
             self._waits.ended(self._began)
 
-    @property
-    def begun(self) -> bool:
-        return self._began is not None
-
-    def layer(self, number: int) -> Layer:
+    def layer(self, number: int) -> LayerRows:
         """Once. Raises `HistoryLost`: then nothing of this history may be used."""
         self.begin()
         asked = perf_counter()
@@ -151,7 +108,7 @@ class Loading:
         finally:
             self._waits.ended(asked)
 
-    def all_layers(self) -> Layer:
+    def all_layers(self) -> LayerRows:
         """As one."""
         self.begin()
         rows: Tensors = {}
@@ -171,39 +128,45 @@ class Loading:
         """The job has computed its new tokens. What that took says how large the next read buffer is."""
         if self._began is not None:
             computing_s = perf_counter() - self._began - self._waits.seconds
-            self._events.accounts.speeds.prefilled(self.new, computing_s)
+            self._contents.speeds.prefilled(self.new, computing_s)
         return self.account()
 
     def account(self) -> Overlap:
         """All rows have been asked for: into the statistics."""
         found = self.overlap
-        self._events.accounts.speeds.loaded(self.tier, self.size, found.load_s)
-        self._events.accounts.statistics.load_s += found.load_s
-        self._events.accounts.statistics.hidden_s += found.hidden_s
-        self._events.accounts.statistics.exposed_s += found.exposed_s
+        self._contents.speeds.loaded(self.tier, self.size, found.load_s)
+        self._contents.statistics.load_s += found.load_s
+        self._contents.statistics.hidden_s += found.hidden_s
+        self._contents.statistics.exposed_s += found.exposed_s
         return found
 
     def _submit(self, layers: int) -> None:
         for number in self.layers()[self._sent : layers]:
-            self._copies[number] = self._copier.submit(self._copy, number)
+            self._copies[number] = self._contents.threads.copying.submit(self._copy, number)
         self._sent = max(self._sent, layers)
 
-    def _copy(self, number: int) -> Layer:
+    def _copy(self, number: int) -> LayerRows:
         parts = self.fetch.rows(number)[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        with beside_the_model(self._on, self._behind):
-            near = [{name: one.to(self._on, non_blocking=True) for name, one in part.items()} for part in parts]
+        on = self._contents.on
+        with beside_the_model(on, self._behind):
+            near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._format.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
         self._spans.ended(began)
         return layer
 
     def _fail(self, error: Exception) -> NoReturn:
-        raise self._events.lost(self, error) from error
+        """The session goes, unless it was given up or replaced before."""
+        if self._began is not None:
+            self._contents.statistics.found(self.tier, self.tokens, count=-1)
+        if self._contents.fetches.get(self._key) is self.fetch:
+            self._contents.lose(self._key, error)
+        raise HistoryLost(f"the stored history is damaged: {error}") from error
 
 
-def _handed_over(layer: Layer) -> Layer:
+def _handed_over(layer: LayerRows) -> LayerRows:
     """Its memory is not given away before the asking stream has done what it was asked."""
     for one in layer[0].values():
         if one.is_cuda:

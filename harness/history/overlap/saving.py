@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -14,20 +13,13 @@ from harness.history.statistics import Statistics
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    future: Future[Any]
-    size: int
-    finished: Callable[[Future[Any]], None]
-
-
 class Saving:
     """A write buffer: `capacity` bytes of rows may wait for `worker`, and what comes on top makes the caller wait.
     What became of them is told to the caller's own thread, when it asks."""
 
     def __init__(self, worker: Executor, capacity: int, statistics: Statistics) -> None:
         self._worker, self.capacity, self._statistics = worker, capacity, statistics
-        self._changes: deque[_Change] = deque()
+        self._changes: deque[tuple[Future[Any], int, Callable[[Future[Any]], None]]] = deque()
         self.held = 0
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
@@ -36,7 +28,7 @@ class Saving:
 
     def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
         """Of what runs already."""
-        self._changes.append(_Change(future, size, finished))
+        self._changes.append((future, size, finished))
         self.held += size
         self.collect()
         if self.held > self.capacity:
@@ -44,7 +36,7 @@ class Saving:
 
     def collect(self) -> None:
         """Tell what has been done by now."""
-        while self._changes and self._changes[0].future.done():
+        while self._changes and self._changes[0][0].done():
             self._tell()
 
     def drain(self) -> None:
@@ -61,10 +53,10 @@ class Saving:
 
     def _tell(self) -> None:
         """Of the oldest; `finished` may submit more."""
-        change = self._changes.popleft()
-        change.future.exception()  # waits
-        self.held -= change.size
-        change.finished(change.future)
+        future, size, finished = self._changes.popleft()
+        future.exception()  # waits
+        self.held -= size
+        finished(future)
 
     def _timed(self, action: Callable[[], T]) -> T:
         began = perf_counter()

@@ -61,10 +61,6 @@ class Costs:
             raise SettingsError(f"The costs know no model {name!r}{suggestion(name, self.models)}")
         return self.models[name]
 
-    def usd(self, hours: float, model: Served, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
-        """Of a server, for `hours`."""
-        return self.prices.usd(hours, model.gpus, host_bytes, disk_bytes)
-
 
 def load(path: Path = FILE) -> Costs:
     try:

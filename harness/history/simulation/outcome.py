@@ -10,6 +10,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,16 @@ import numpy as np
 from harness.config.settings import SettingsError
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.scenario import Scenario, varied
-from harness.history.simulation.server import Job, Server
+from harness.history.simulation.server import ServedTurn, Server
 from harness.history.simulation.trace import cuts, statistics
 from harness.terminal.tables import Column, number, percent, quantity, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
-Row = dict[str, Any]
+Outcome = dict[str, Any]
 GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
-def simulated(scenario: Scenario, costs: Costs) -> Row:
+def simulated(scenario: Scenario, costs: Costs) -> Outcome:
     """`settings`, `trace`, `cuts` and `figures` of one run."""
     server = Server(scenario, costs)
     trace = scenario.trace()
@@ -38,14 +39,14 @@ def simulated(scenario: Scenario, costs: Costs) -> Row:
         )
     measured = server.serve(trace)[scenario.warmup :]
     return {
-        "settings": scenario.plain(),
+        "settings": asdict(scenario),
         "trace": statistics(trace),
         "cuts": cuts(trace, server.model.window),
         "figures": _figures(server, measured) | _cost(server, measured, costs) | _traffic(server),
     }
 
 
-def _figures(server: Server, jobs: Sequence[Job]) -> Row:
+def _figures(server: Server, jobs: Sequence[ServedTurn]) -> Outcome:
     found = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
@@ -69,13 +70,13 @@ def _figures(server: Server, jobs: Sequence[Job]) -> Row:
     }
 
 
-def _cost(server: Server, jobs: Sequence[Job], costs: Costs) -> Row:
+def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Outcome:
     """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
     prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
     hours = sum(job.busy_s for job in jobs) / 3600
     halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)
-    gpus, storage = costs.usd(1.0, server.model, sizes[HOST], sizes[DISK])
+    gpus, storage = costs.prices.usd(1.0, server.model.gpus, sizes[HOST], sizes[DISK])
     return {
         "gpu_hours": hours,
         "cost_usd": hours * (gpus + storage),
@@ -85,7 +86,7 @@ def _cost(server: Server, jobs: Sequence[Job], costs: Costs) -> Row:
     }
 
 
-def _traffic(server: Server) -> Row:
+def _traffic(server: Server) -> Outcome:
     """Of the whole run, warm-up included."""
     return {
         "sessions_per_hour": _most_sessions(server.jobs),
@@ -95,7 +96,7 @@ def _traffic(server: Server) -> Row:
     }
 
 
-def _most_sessions(jobs: Sequence[Job], hour_s: float = 3600.0) -> int:
+def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
     """Different ones served within an hour, at most."""
     recent: Counter[str] = Counter()
     most = first = 0
@@ -110,7 +111,7 @@ def _most_sessions(jobs: Sequence[Job], hour_s: float = 3600.0) -> int:
     return most
 
 
-def table(rows: Sequence[Row], runs: Sequence[Scenario]) -> str:
+def table(rows: Sequence[Outcome], runs: Sequence[Scenario]) -> str:
     """The keys that differ between the runs, then the figures."""
     told = [row["figures"] for row in rows]
     named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
@@ -130,7 +131,7 @@ def table(rows: Sequence[Row], runs: Sequence[Scenario]) -> str:
     return text_table([*named, *figures])
 
 
-def spreadsheet(rows: Sequence[Row]) -> str:
+def spreadsheet(rows: Sequence[Outcome]) -> str:
     """CSV, a line per run: settings, then figures."""
     flat = [row["settings"] | row["figures"] for row in rows]
     text = io.StringIO()
@@ -140,7 +141,7 @@ def spreadsheet(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def trace_line(told: Row) -> str:
+def trace_line(told: Outcome) -> str:
     """What the trace is, in one line."""
     return (
         f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
@@ -149,7 +150,7 @@ def trace_line(told: Row) -> str:
     )
 
 
-def cuts_line(told: Row) -> str:
+def cuts_line(told: Outcome) -> str:
     """What a model's window takes from the trace, in one line."""
     return (
         f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure as Picture
 
 from harness.config.settings import SettingsError
-from harness.history.simulation.outcome import Row
+from harness.history.simulation.outcome import Outcome
 from harness.history.simulation.scenario import Scenario, scenarios
 from harness.reports.pictures import figures
 from harness.results.files import read_yaml
@@ -30,14 +30,14 @@ SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class PaperClaim:
     of: str
     at: Mapping[str, Any]
     paper: float
     kind: str = "value"
     over: Mapping[str, Any] | None = None
 
-    def ours(self, rows: Sequence[Row]) -> float:
+    def ours(self, rows: Sequence[Outcome]) -> float:
         here = _find(rows, self.at)[self.of]
         if self.over is None:
             return float(here)
@@ -62,7 +62,7 @@ class Figure:
     title: str
     runs: Sequence[str]
     skip: Mapping[str, Any]
-    claims: Sequence[Claim]
+    claims: Sequence[PaperClaim]
 
     def scenarios(self, words: Sequence[str]) -> Iterator[Scenario]:
         """`words`: of keys that the figure leaves alone, one value each."""
@@ -77,7 +77,7 @@ class Figure:
             if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
                 yield scenario
 
-    def table(self, rows: Sequence[Row]) -> str:
+    def table(self, rows: Sequence[Outcome]) -> str:
         return text_table(
             [
                 Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
@@ -86,7 +86,7 @@ class Figure:
             ]
         )
 
-    def draw(self, rows: Sequence[Row], path: Path) -> Sequence[Path]:
+    def draw(self, rows: Sequence[Outcome], path: Path) -> Sequence[Path]:
         """Ours as bars, the paper's numbers as lines over them: a PNG at `path`, a PDF beside it."""
         picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
         axes = picture.subplots()
@@ -110,11 +110,11 @@ def figure(number: str) -> Figure:
         where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""
         raise SettingsError(f"--figure {number} is not simulated{where}: choose one of {', '.join(known)}.")
     plain = known[number]
-    claims = [Claim(**claim) for claim in plain["claims"]]
+    claims = [PaperClaim(**claim) for claim in plain["claims"]]
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)
 
 
-def _find(rows: Sequence[Row], at: Mapping[str, Any]) -> Row:
+def _find(rows: Sequence[Outcome], at: Mapping[str, Any]) -> Outcome:
     found = [row["figures"] for row in rows if all(row["settings"][key] == value for key, value in at.items())]
     if len(found) != 1:
         raise ValueError(f"{len(found)} runs have {dict(at)}")

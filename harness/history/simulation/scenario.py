@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, fields
 from itertools import product
 from math import inf
 from typing import Any, Literal, get_args, get_type_hints
@@ -83,12 +82,10 @@ class Scenario:
         return inf if self.write_buffer is None else size("write_buffer", self.write_buffer)
 
     def trace(self) -> list[Conversation]:
-        return _trace(
-            self.data, self.sessions, self.rate, self.seed, self.think_s, self.question_share, self.correlation
-        )
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+        if self.data:
+            return read(typed(self.data, "data="), self.sessions, self.rate, seed=self.seed, think_s=self.think_s)
+        shape = {"question_share": self.question_share, "correlation": self.correlation}
+        return drawn(self.sessions, self.rate, seed=self.seed, think_s=self.think_s, **shape)
 
     def unused(self) -> dict[str, str]:
         """Keys that change nothing in this run, and why."""
@@ -143,19 +140,3 @@ def varied(runs: Sequence[Scenario]) -> list[str]:
     """The keys in which they differ; policy always."""
     names = [field.name for field in fields(Scenario)]
     return [name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1]
-
-
-@lru_cache(maxsize=4)
-def _trace(
-    data: str | None,
-    sessions: int,
-    rate: float,
-    seed: int,
-    think_s: float,
-    question_share: float,
-    correlation: float,
-) -> list[Conversation]:
-    if data:
-        return read(typed(data, "data="), sessions, rate, seed=seed, think_s=think_s)
-    shape = {"question_share": question_share, "correlation": correlation}
-    return drawn(sessions, rate, seed=seed, think_s=think_s, **shape)

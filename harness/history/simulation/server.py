@@ -6,26 +6,26 @@ taken to hide behind decoding; loading hides as far as `preload` lets it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
 
+from harness.history.levels import JobQueue
 from harness.history.placement import Move, Placement, in_order
 from harness.history.policies import POLICIES
-from harness.history.queue import JobQueue
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.disk import SimulatedDisk
 from harness.history.simulation.scenario import RECOMPUTE, Scenario
-from harness.history.simulation.state import State
-from harness.history.simulation.trace import Conversation, Turn
+from harness.history.simulation.trace import Conversation, TurnLengths
 from methods.tiers.tier import DISK, HOST
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ServedTurn:
     """One turn as it was served."""
 
     session: str
@@ -59,12 +59,12 @@ class Server:
         self._steps = 0  # decode steps since the beginning
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
         self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
-        self.jobs: list[Job] = []
+        self.jobs: list[ServedTurn] = []
         self.moves: list[Move] = []
 
-    def serve(self, trace: Sequence[Conversation]) -> list[Job]:
+    def serve(self, trace: Sequence[Conversation]) -> list[ServedTurn]:
         self._last_s = max(one.start_s for one in trace)
-        self.states = {one.name: State(one) for one in trace}
+        self.states = {one.name: OpenConversation(one) for one in trace}
         self._coming = [(at, next(self._order), one.name) for one in trace for at in self._known(one)]
         heapify(self._coming)
         while self._coming or self.queue or self._running:
@@ -112,7 +112,7 @@ class Server:
         self._advance(compute_s + exposed_s)
         halts = bool(self._running)
         self.jobs.append(
-            Job(
+            ServedTurn(
                 session, state.turn, start_s, turn.question, state.history, tier, start_s - asked_s,
                 self.now_s - start_s, load_s, exposed_s, self._busy_s, halts,
             )
@@ -123,7 +123,7 @@ class Server:
         state.running = True
         heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
 
-    def _fit(self, state: State, turn: Turn) -> None:
+    def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
         """Cuts the oldest tokens until question and answer fit the window, as `harness.conversations.overflow` does."""
         before = state.history
         while state.history and state.history + turn.question + turn.answer > self.model.window:
@@ -135,7 +135,7 @@ class Server:
             else:
                 self._cut(state, before - state.history, self.store)
 
-    def _cut(self, state: State, tokens: int, store: Placement) -> None:
+    def _cut(self, state: OpenConversation, tokens: int, store: Placement) -> None:
         """In the store, where it lies; on disk the block that is cut through is read and written anew."""
         session, cut = state.conversation.name, state.drop(tokens)
         store.shrink(session, self._bytes(state))
@@ -144,7 +144,7 @@ class Server:
             first = next(iter(state.blocks.values())) if cut else 0
             self._write(state, first * self.model.kv_bytes_per_token)
 
-    def _find(self, session: str, state: State) -> tuple[str | None, float]:
+    def _find(self, session: str, state: OpenConversation) -> tuple[str | None, float]:
         """The tier where the history lies, and since when it can be loaded from host memory."""
         tier = self.store.tier(session) if self.store and state.history else None
         if tier is None or self.store is None:
@@ -155,7 +155,7 @@ class Server:
         self._carry_out(self.store.use(session, self.now_s), on_its_way=session)
         return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
-    def _load(self, state: State, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
+    def _load(self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
         """Seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its rows lie in
         host memory and the job is known.
 
@@ -182,7 +182,7 @@ class Server:
         while self._running and self._running[0][0] == self._steps:
             self._answered(self.states[heappop(self._running)[2]])
 
-    def _answered(self, state: State) -> None:
+    def _answered(self, state: OpenConversation) -> None:
         ended_s = self.now_s
         state.running = False
         if self.store:
@@ -191,7 +191,7 @@ class Server:
             again_s = ended_s + state.conversation.think_s[state.turn - 1]
             heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
-    def _save(self, state: State, store: Placement) -> None:
+    def _save(self, state: OpenConversation, store: Placement) -> None:
         """As the store does: of a session that it has, what is new; otherwise all of it."""
         session, before = state.conversation.name, store.tier(state.conversation.name)
         if before is None:
@@ -226,7 +226,7 @@ class Server:
                     self._ready_s[move.session] = self.disk.read(move.session, move.size, self.now_s)
                 self.disk.files.spare(move.session)
 
-    def _write(self, state: State, held: int) -> None:
+    def _write(self, state: OpenConversation, held: int) -> None:
         """`held`: bytes of rows that lie in memory until it is done. The server waits if the write buffer is full."""
         sizes = state.sizes(self.model.kv_bytes_per_token)
         self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
@@ -235,5 +235,44 @@ class Server:
         self.now_s += seconds
         self._busy_s += seconds
 
-    def _bytes(self, state: State) -> int:
+    def _bytes(self, state: OpenConversation) -> int:
         return state.history * self.model.kv_bytes_per_token
+
+
+_names = count()
+
+
+@dataclass(slots=True)
+class OpenConversation:
+    """`history`: tokens of it that are in the context, window and cuts considered. `blocks`: tokens of the blocks in
+    which the store has them, by name; a block is never changed, only made anew under another name."""
+
+    conversation: Conversation
+    turn: int = 0
+    history: int = 0
+    running: bool = False
+    asked_s: deque[float] = field(default_factory=deque)  # of the questions that wait
+    blocks: dict[int, int] = field(default_factory=dict)
+
+    def append(self, tokens: int, length: int) -> None:
+        """Blocks of `length` tokens, the last one shorter, behind those that there are."""
+        for start in range(0, tokens, length):
+            self.blocks[next(_names)] = min(length, tokens - start)
+
+    def drop(self, tokens: int) -> int:
+        """The oldest ones leave. -> how many tokens had the block that the cut went through, 0 for none"""
+        kept: dict[int, int] = {}
+        cut = 0
+        for name, held in self.blocks.items():
+            if tokens >= held:
+                tokens -= held
+            elif tokens:
+                kept[next(_names)], cut, tokens = held - tokens, held, 0
+            else:
+                kept[name] = held
+        self.blocks = kept
+        return cut
+
+    def sizes(self, token_bytes: int) -> Mapping[int, int]:
+        """Bytes of the blocks by name."""
+        return {name: tokens * token_bytes for name, tokens in self.blocks.items()}

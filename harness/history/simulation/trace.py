@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evals.data import ANY, Content, Row, Shape, rows_of
+from evals.data import Content, Row, rows_of
 from evals.multiturn import law
+from evals.shapes import ANY, Shape
 
 CHARACTERS_PER_TOKEN = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnLengths:
     question: int  # tokens
     answer: int
 
-    def within(self, window: int) -> Turn:
+    def within(self, window: int) -> TurnLengths:
         """Cut to a window of so many tokens: the question to half of it, the answer to what is left."""
         question = min(self.question, window // 2)
-        return Turn(question, min(self.answer, window - question))
+        return TurnLengths(question, min(self.answer, window - question))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Conversation:
 
     name: str
     start_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnLengths, ...]
     think_s: tuple[float, ...]
 
 
@@ -43,6 +45,7 @@ class TraceError(ValueError):
     """No trace can be made of this; the message says what to change."""
 
 
+@lru_cache(maxsize=4)
 def drawn(
     sessions: int, rate: float, *, seed: int = 0, think_s: float, question_share: float, correlation: float
 ) -> list[Conversation]:
@@ -50,10 +53,11 @@ def drawn(
     turn's tokens. `correlation`: of the normal variables behind turns and tokens, as more turns have more tokens."""
     rng = np.random.default_rng(seed)
     lengths = law.drawn(sessions, rng, correlation=correlation)
-    turns = [[Turn(*law.parted(tokens, question_share)) for tokens in session] for session in lengths]
+    turns = [[TurnLengths(*law.parted(tokens, question_share)) for tokens in session] for session in lengths]
     return timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
 
 
+@lru_cache(maxsize=4)
 def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: float) -> list[Conversation]:
     """Of a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations drawn in random
     order, all at most once. Tokens are counted as 4 characters each."""
@@ -94,7 +98,7 @@ def cuts(trace: Sequence[Conversation], window: int) -> dict[str, float]:
 
 
 def timed(
-    names: Sequence[str], turns: Sequence[Sequence[Turn]], rate: float, think_s: float, rng: np.random.Generator
+    names: Sequence[str], turns: Sequence[Sequence[TurnLengths]], rate: float, think_s: float, rng: np.random.Generator
 ) -> list[Conversation]:
     """With times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
@@ -104,8 +108,8 @@ def timed(
     ]
 
 
-def _lengths(row: Mapping[str, Any]) -> list[Turn]:
-    return [Turn(_count(asked), _count(answer)) for asked, answer in law.exchanges(row["conversations"])]
+def _lengths(row: Mapping[str, Any]) -> list[TurnLengths]:
+    return [TurnLengths(_count(asked), _count(answer)) for asked, answer in law.exchanges(row["conversations"])]
 
 
 def _count(text: str) -> int:

@@ -14,7 +14,7 @@ from harness.config.nested import flatten
 from harness.results.folder.find import runs_below
 from harness.results.provenance import machine
 from harness.results.store import StoredRun, load_all
-from harness.results.timing import decode_throughput
+from harness.results.summary import decode_throughput
 
 if TYPE_CHECKING:
     from harness.jobs.job import Job
@@ -77,7 +77,7 @@ def _others(run: StoredRun, job: Job) -> list[str]:
         found.append(f"with task={(job.presets or {}).get('task') or job.label.split()[0]}")
     ours, theirs = flatten(_timed(job.config)), flatten(_timed(run.config))
     found += [f"with {key}={plain(value)}" for key, value in ours.items() if theirs.get(key, value) != value]
-    if _machine((run.info.get("provenance") or {}).get("machine") or {}) != _machine(_here(job.settings.device)):
+    if _machine(run.provenance("machine")) != _machine(_here(job.settings.device)):
         found.append("on this machine")
     return found if _alike(run, job) else [*found, "at such lengths"]
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from harness.reports import noise
+from harness.engine.step_parts import PARTS
+from harness.reports import costs, needles, noise
 from harness.reports.columns import notes
 from harness.reports.command import command
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import conditions
-from harness.reports.document import BESIDE, SCORES, Block
+from harness.reports.costs import COLOURS, PANELS, Panel
+from harness.reports.document import OTHER_TABLES, SCORES, TableKind
 from harness.reports.labels import budget
-from harness.reports.page.charts import heat_maps, layers, panels, parts
 from harness.reports.page.outputs import Room, outputs
-from harness.reports.page.words import meaning
-from harness.reports.panels import COLOURS
 from harness.reports.stamps import caution
-from harness.results.pairs import FULL
+from harness.results.compared import FULL
+from harness.results.measures import MEASURES
+from harness.results.records import Record
 from harness.results.store import StoredRun
 from harness.results.summary_file import method_of
+from methods.tiers.tier import TIERS
 
 WARNING = "! "
 
@@ -55,7 +58,7 @@ def _table(table: Comparison, room: Room) -> dict[str, Any]:
         "floor": least,
         "caution": caution(table),
         "rows": _rows(table, least),
-        "blocks": [made for block in (SCORES, *BESIDE) if (made := _block(block, table))],
+        "blocks": [made for block in (SCORES, *OTHER_TABLES) if (made := _block(block, table))],
         "panels": panels(table),
         "heat": heat_maps(table),
         "layers": layers(table),
@@ -64,7 +67,7 @@ def _table(table: Comparison, room: Room) -> dict[str, Any]:
     }
 
 
-def _block(block: Block, table: Comparison) -> dict[str, Any] | None:
+def _block(block: TableKind, table: Comparison) -> dict[str, Any] | None:
     """A table cell by cell. `run`: the place of the run that a column belongs to, `runs`: those of the rows."""
     columns = block.columns(table)
     if not columns:
@@ -99,7 +102,7 @@ def _rows(table: Comparison, least: float | None) -> list[dict[str, Any]]:
     return [_row(entry, lines, i in holds, least) for i, entry in enumerate(table.entries)]
 
 
-def _row(entry: Entry, lines: Sequence[str], holds: bool, least: float | None) -> dict[str, Any]:
+def _row(entry: ReportRow, lines: Sequence[str], holds: bool, least: float | None) -> dict[str, Any]:
     row = entry.summary
     full = method_of(entry.run) == FULL
     return {
@@ -122,10 +125,9 @@ def _row(entry: Entry, lines: Sequence[str], holds: bool, least: float | None) -
 
 def _facts(run: StoredRun) -> list[tuple[str, str]]:
     """Provenance, a line per subject; what an older run does not know is left out."""
-    known = run.info.get("provenance") or {}
-    machine, git = known.get("machine") or {}, known.get("git") or {}
+    machine, git = run.provenance("machine"), run.provenance("git")
     commit = git.get("commit") and f"{git['commit']}{' (dirty)' * bool(git.get('dirty'))}"
-    versions = [f"{name} {version}" for name, version in (known.get("versions") or {}).items() if version]
+    versions = [f"{name} {version}" for name, version in run.provenance("versions").items() if version]
     data = {key: value for key, value in (run.info.get("task_info") or {}).items() if key not in ("chance", "metric")}
     found = {
         "folder": run.folder.name,
@@ -150,3 +152,83 @@ def _listed(known: Mapping[str, Any], keys: Sequence[str]) -> str:
 def _counted(known: Mapping[str, Any], keys: Sequence[str]) -> str:
     told = {key.replace("_", " "): known.get(key) for key in keys}
     return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", [], {}))
+
+
+def panels(table: Comparison) -> list[dict[str, Any]]:
+    """Score against each cost that can be compared; `front`: complete rows that nothing beats."""
+    rows = [entry.summary for entry in table.entries]
+    return [_panel(panel, table) for panel in PANELS if panel.shows(rows)]
+
+
+def _panel(panel: Panel, table: Comparison) -> dict[str, Any]:
+    rows = [entry.summary for entry in table.entries]
+    xs = [panel.cost(row) or None for row in rows]
+    scores = [row["score"]["mean"] if row["status"] == "complete" else None for row in rows]
+    points = [(x, score) if x and score is not None else None for x, score in zip(xs, scores, strict=True)]
+    return {"name": panel.name, "log": panel.log, "timed": panel.timed, "xs": xs, "front": sorted(costs.front(points))}
+
+
+def heat_maps(table: Comparison) -> list[dict[str, Any]]:
+    return [
+        {"row": i, "task": task, **needles.grid(found)._asdict()}
+        for i, entry in enumerate(table.entries)
+        for task, found in needles.by_task(entry.run.records).items()
+    ]
+
+
+def layers(table: Comparison) -> list[dict[str, Any]]:
+    """Recall per layer, mean over KV heads and examples, where fidelity was recorded."""
+    found = [(i, list(_recall(entry.run.records))) for i, entry in enumerate(table.entries)]
+    return [
+        {"row": i, "recall": [round(fmean(layer), 4) for layer in zip(*examples, strict=True)]}
+        for i, examples in found
+        if examples
+    ]
+
+
+def _recall(records: list[Record]) -> Iterator[list[float]]:
+    """Of each example, a mean per layer."""
+    for record in records:
+        if record.fidelity and record.fidelity.get("recall_per_head"):
+            yield [fmean(heads) for heads in record.fidelity["recall_per_head"]]
+
+
+def parts(table: Comparison) -> list[dict[str, Any]]:
+    """Milliseconds of each part of a decode step, of traced runs."""
+    traced = [(i, entry.summary["trace"]) for i, entry in enumerate(table.entries) if entry.summary["trace"]]
+    return [{"row": i, "ms": {part: 1000 * trace[f"{part}_s"] for part in PARTS}} for i, trace in traced]
+
+
+_MEANINGS = {
+    "budget": "prompt tokens that a head may read per step, as asked: a share or a number",
+    "vs full": "difference to Full on the same prompts, in points",
+    "p": "paired test against Full, uncorrected; * holds after Holm's correction",
+    "n": "examples",
+    "stamps": "conditions to know before comparing, a letter each",
+    "attended": "share of the prompt that a head read per step",
+    "read per\nKV head\n(union)": "share of the prompt that a KV head read for all its query heads, each token once",
+    "recall": "of the prompt tokens with the largest weights, as many as were read, the share that was",
+    "mass": "share of the exact attention weight that lies on the tokens read",
+    "KL": "divergence between the next-token distributions of Full and the method on the same text",
+    "TTFT": "time to the first token, prefill included; median",
+    "TTFT\nlater": "time to the first token of a further turn or question, from its own start; median",
+    "TT2T": "time to the second token, seal included; median",
+    "TPOT p50/90": "time per output token behind the second: median and 90th percentile",
+    "decode": "tokens per second behind the second token",
+    "read\nof Full's": "of what Full read on the same examples",
+    "found in": "tier in which a turn found its history",
+    "lost": "turns whose stored history was gone, where computing it again changed what the method holds",
+    "reused": "tokens of its history that a turn found",
+    "computed": "tokens that a turn prefilled, its own prompt among them",
+    "load": "time that a turn waited for its history, within its TTFT",
+    "hidden": "time in which layers of its history came while it computed",
+    "save": "time in which a turn was stored behind its last token",
+    "save hidden": "time in which its rows left the device while nobody waited",
+}
+
+
+def meaning(head: str) -> str | None:
+    """What stands below a head; of bytes held it is in the table of tiers, of numbers of a step in that of measures."""
+    held = {tier.head: tier.meaning for tier in TIERS.values()}
+    measured = {measure.head: measure.shown for measure in MEASURES.values() if measure.head}
+    return (_MEANINGS | held | measured).get(head)

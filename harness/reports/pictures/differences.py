@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from harness.reports import noise
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
 
 FAINT = "#9a9ca3"
@@ -32,17 +32,13 @@ def differences(table: Comparison, path: Path, title: str) -> tuple[Path, Path]:
     axes.axvline(0, color=figures.SOFT, linewidth=0.8, zorder=1)
     for place, entry in enumerate(rows):
         _row(axes, place, entry, noise.within_noise(entry, least))
-    _finish(axes, [_name(entry) + " *" * (entry.title in significant) for entry in rows])
+    _finish(axes, [entry.title + entry.unfinished + " *" * (entry.title in significant) for entry in rows])
     shaded = f"; shaded: the noise floor, {100 * least:.1f} points" if least else ""
     figures.title(figure, title, *figures.wrapped(figure, f"difference to Full, {LEGEND}{shaded}"))
     return figures.save(figure, path)
 
 
-def _name(entry: Entry) -> str:
-    return entry.title if entry.summary["status"] == "complete" else f"{entry.title} (incomplete)"
-
-
-def _row(axes: Axes, place: int, entry: Entry, grey: bool) -> None:
+def _row(axes: Axes, place: int, entry: ReportRow, grey: bool) -> None:
     beside, colour = entry.summary["full"], FAINT if grey else figures.INK
     axes.plot(beside["ci95"], [place, place], color=colour, linewidth=1.3, zorder=2)
     face = "white" if grey else colour

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from harness.reports import needles
-from harness.reports.compare import Comparison, Entry
-from harness.reports.pictures import differences, frontier, heatmap, needle_map
+from harness.reports.compare import Comparison
+from harness.reports.costs import SummaryRow
+from harness.reports.pictures import differences, frontier, heatmap
 from harness.reports.stamps import stamps
 from harness.results import triage
 
@@ -21,10 +22,7 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
         whole = partial(_picture, folder, f"{number}-{table.title}")
-        rows = [
-            entry.summary | {"label": entry.label + _unfinished(entry), "stamps": stamps(entry, table)}
-            for entry in table.entries
-        ]
+        rows = priced(table)
         if table.tested:
             yield from differences.differences(table, whole("differences"), table.title)
         if frontier.has_frontier(rows):
@@ -33,17 +31,25 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
         for place, entry in enumerate(table.entries, 1):
             if lines := triage.followed(entry.run.triaged):
                 path = _picture(folder, f"{number}-{place}-{entry.title}", "needle")
-                yield from needle_map.needle_map(lines, path, f"{entry.title}: {table.title}")
+                yield from heatmap.needle_map(lines, path, f"{entry.title}: {table.title}")
+
+
+def priced(table: Comparison) -> list[SummaryRow]:
+    """The rows of a table as `frontier` takes them."""
+    return [
+        entry.summary | {"label": entry.label + entry.unfinished, "stamps": stamps(entry, table)}
+        for entry in table.entries
+    ]
 
 
 def _needles(number: int, table: Comparison, folder: Path) -> Iterator[Path]:
     """Per task, a picture of all runs where they have one length, else one of each."""
-    tasks: dict[str, dict[int, list[needles.Needle]]] = defaultdict(dict)
+    tasks: dict[str, dict[int, list[needles.NeedleScore]]] = defaultdict(dict)
     for place, entry in enumerate(table.entries):
         for task, found in needles.by_task(entry.run.records).items():
             tasks[task][place] = found
     for task, by_place in tasks.items():
-        named = {place: table.entries[place].title + _unfinished(table.entries[place]) for place in by_place}
+        named = {place: table.entries[place].title + table.entries[place].unfinished for place in by_place}
         grids = {named[place]: needles.grid(found) for place, found in by_place.items()}
         if heatmap.is_flat(list(grids.values())):
             path = _picture(folder, f"{number}-{table.title}", f"{_slug(task)}-heatmap")
@@ -57,10 +63,6 @@ def _needles(number: int, table: Comparison, folder: Path) -> Iterator[Path]:
 def _picture(folder: Path, name: str, kind: str) -> Path:
     """The numbers in front make names differ, however much of the rest a file system leaves room for."""
     return folder / f"{_slug(name)[:LONGEST]}-{kind}.png"
-
-
-def _unfinished(entry: Entry) -> str:
-    return "" if entry.summary["status"] == "complete" else " (incomplete)"
 
 
 def _slug(text: str) -> str:

@@ -14,10 +14,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from harness.reports import pareto
-from harness.reports.panels import COLOURS, PANELS, Panel, Row
+from harness.reports import costs
+from harness.reports.costs import COLOURS, PANELS, Panel, SummaryRow
 from harness.reports.pictures import figures
-from harness.results.pairs import FULL
+from harness.results.compared import FULL
 
 MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -25,12 +25,12 @@ CROWDED = 6  # from so many lines on, intervals cover more than they say
 NAME_WIDTH = 30  # characters of a line in the legend
 
 
-def has_frontier(rows: Sequence[Row]) -> bool:
+def has_frontier(rows: Sequence[SummaryRow]) -> bool:
     """Whether there is another method beside Full, with a score and a cost."""
     return any(panel.shows(rows) for panel in PANELS)
 
 
-def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Path]:
+def frontier(rows: Sequence[SummaryRow], path: Path, title: str = "") -> tuple[Path, Path]:
     """Full is dashed, the Pareto front of complete rows dotted. Up to six lines have intervals. The files drawn."""
     others = _others(rows)
     panels = [panel for panel in PANELS if panel.shows(rows)]
@@ -57,7 +57,7 @@ def frontier(rows: Sequence[Row], path: Path, title: str = "") -> tuple[Path, Pa
     return figures.save(figure, path)
 
 
-def _others(rows: Sequence[Row]) -> list[Row]:
+def _others(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     return [row for row in rows if row["method"] != FULL]
 
 
@@ -74,7 +74,7 @@ def _style(number: int) -> dict[str, Any]:
     return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, Row]], style: Mapping[str, Any], intervals: bool) -> None:
+def _line(axes: Axes, points: Sequence[tuple[float, SummaryRow]], style: Mapping[str, Any], intervals: bool) -> None:
     """The budgets of one method, joined."""
     xs, means = [x for x, _ in points], [row["score"]["mean"] for _, row in points]
     if intervals:
@@ -83,7 +83,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, Row]], style: Mapping[str, A
     axes.plot(xs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False)
 
 
-def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+def _full(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
     full = [row for row in rows if row["method"] == FULL and row["score"]["mean"] is not None]
     for row in full:
         axes.axhline(row["score"]["mean"], color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -94,20 +94,20 @@ def _full(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
         )  # fmt: skip
 
 
-def _front(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+def _front(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
     points = [point for line in panel.points(rows).values() for point in line if point[1]["status"] == "complete"]
     pairs = [(x, row["score"]["mean"]) for x, row in points]
-    if front := sorted({pairs[i] for i in pareto.front(pairs)}):
+    if front := sorted({pairs[i] for i in costs.front(pairs)}):
         axes.plot(*zip(*front, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":")
 
 
-def _widths(rows: Sequence[Row]) -> str:
+def _widths(rows: Sequence[SummaryRow]) -> str:
     """Of intervals that would cover more than they say."""
     halves = [(row["score"]["ci95"][1] - row["score"]["ci95"][0]) / 2 for row in rows if row["score"]["ci95"]]
     return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
 
 
-def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
+def _legend(rows: Sequence[SummaryRow], labels: Sequence[str]) -> list[Line2D]:
     """A line for each method, Full first; long names are broken at spaces, never cut."""
     full = sorted({row["label"] for row in rows if row["method"] == FULL})
     star = {"color": figures.INK, "marker": "*", "markersize": 9, "linewidth": 0.8, "linestyle": (0, (4, 3))}
@@ -122,7 +122,7 @@ def _legend(rows: Sequence[Row], labels: Sequence[str]) -> list[Line2D]:
     ]
 
 
-def _finish(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+def _finish(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
     axes.set_xlabel(panel.title(rows))
     if panel.log:
         axes.set_xscale("log")

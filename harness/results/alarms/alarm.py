@@ -19,7 +19,7 @@ class Alarm:
     red: bool = False
 
 
-class Row(NamedTuple):
+class AlarmRow(NamedTuple):
     """A run in its table."""
 
     title: str
@@ -29,10 +29,10 @@ class Row(NamedTuple):
     p: float | None = None  # of its difference to Full, as the table stars it: corrected where the table corrects
 
 
-def named(found: Sequence[Row], rows: Sequence[Row]) -> str:
+def named(found: Sequence[AlarmRow], rows: Sequence[AlarmRow]) -> str:
     """By their titles, unless they are all of several."""
     return "all rows" if len(found) == len(rows) > 1 else ", ".join(titles(found))
 
 
-def titles(rows: Iterable[Row]) -> tuple[str, ...]:
+def titles(rows: Iterable[AlarmRow]) -> tuple[str, ...]:
     return tuple(row.title for row in rows)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from harness.results.pairs import FULL, group_means, mean_score, paired
+from harness.results.compared import FULL, group_means, mean_score, paired
 from harness.results.records import Record
 from harness.terminal.notices import SLOW_FP16
 

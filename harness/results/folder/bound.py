@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.config.renamed import with_new_names
 from harness.results import files
-from harness.results.files import CHECKSUM, Line
+from harness.results.files import CHECKSUM, RunLine
 from harness.results.folder.names import CONFIG, EXAMPLES, INFO, RESCORED, TRIAGED
 from harness.results.folder.shape import check_config, check_info, check_line
 from harness.results.records import RecordError, StoreError
@@ -32,7 +32,7 @@ SCORE_AGAIN = "run python -m harness.rescore on its folder again"
 class Digest:
     """Of lines in their order: how many, and a hash over their checksums."""
 
-    def __init__(self, lines: Iterable[Line] = ()) -> None:
+    def __init__(self, lines: Iterable[RunLine] = ()) -> None:
         self.lines, self._hash = 0, hashlib.sha256()
         for line in lines:
             self.add(line.checksum)
@@ -86,20 +86,20 @@ def read_config(folder: Path, info: Info) -> dict[str, Any]:
     return with_new_names(config)
 
 
-def each_line(folder: Path, name: str, info: Info) -> Iterator[tuple[bytes, Line | RecordError]]:
+def each_line(folder: Path, name: str, info: Info) -> Iterator[tuple[bytes, RunLine | RecordError]]:
     """The lines of a file as they stand there, and what each is; what is wrong with one that is not as it was written,
     is of another run, or about an example that has been. `info`: run.json, which says whose lines these have to be."""
     path, required, known = folder / name, must_be_sealed(name, info), set[str]()
     for number, text in enumerate(files.whole_lines(path), 1):
         where = f"{path}, line {number}"
         try:
-            line: Line | RecordError = _line(text, str(info.get("identity_sha256")), where, required, known)
+            line: RunLine | RecordError = _line(text, str(info.get("identity_sha256")), where, required, known)
         except RecordError as error:
             line = error
         yield text, line
 
 
-def _line(text: bytes, run: str, where: str, required: bool, known: set[str]) -> Line:
+def _line(text: bytes, run: str, where: str, required: bool, known: set[str]) -> RunLine:
     line = files.read_line(text, run, where, required=required)
     if not required:
         check_line(line)
@@ -109,9 +109,9 @@ def _line(text: bytes, run: str, where: str, required: bool, known: set[str]) ->
     return line
 
 
-def read_lines(folder: Path, name: str, info: Info) -> list[Line]:
+def read_lines(folder: Path, name: str, info: Info) -> list[RunLine]:
     """The lines of a file; raises `RecordError` for one that is not as it was written, and where some are gone."""
-    path, lines = folder / name, list[Line]()
+    path, lines = folder / name, list[RunLine]()
     noted = info[FILES].get(name) if is_bound(info) else None
     with _advising(_advice(name)):
         for _, line in each_line(folder, name, info):
@@ -125,7 +125,7 @@ def read_lines(folder: Path, name: str, info: Info) -> list[Line]:
     return lines
 
 
-def read_rescored(folder: Path, info: Info) -> list[Line]:
+def read_rescored(folder: Path, info: Info) -> list[RunLine]:
     """The lines of rescored.jsonl, for the records that they were made for; none where there was no rescoring."""
     section, path = info.get("rescored"), folder / RESCORED
     lines = read_lines(folder, RESCORED, info)

@@ -14,7 +14,7 @@ from typing import Any
 from harness.config.nested import flatten
 from harness.config.settings import WITHOUT_EFFECT
 from harness.results import files
-from harness.results.files import Line
+from harness.results.files import RunLine
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES, Digest, Info
 from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
@@ -70,11 +70,11 @@ def _info(folder: Path, run: str) -> tuple[dict[str, Any], bool]:
 
 def _sound_lines(
     folder: Path, name: str, info: Info, answers: Mapping[str, str] | None = None
-) -> tuple[list[Line], bool]:
+) -> tuple[list[RunLine], bool]:
     """The lines of a file that are as they were written, and whether that is not all of them. `answers`: by example,
     what lines have to be about."""
     path, noted = folder / name, info.get(FILES, {}).get(name)
-    sound, damaged, texts = list[Line](), list[tuple[bytes, str]](), list[bytes]()
+    sound, damaged, texts = list[RunLine](), list[tuple[bytes, str]](), list[bytes]()
     for text, line in bound.each_line(folder, name, info):
         if isinstance(line, RecordError):
             damaged.append((text, str(line)))
@@ -95,7 +95,7 @@ def _sound_lines(
     return sound, bool(damaged) or (noted is not None and Digest(sound[: noted["lines"]]).plain() != noted)
 
 
-def _is_about(line: Line, answers: Mapping[str, str]) -> bool:
+def _is_about(line: RunLine, answers: Mapping[str, str]) -> bool:
     """Whether a record is there that a line tells of; older lines do not say which answer that was."""
     answer = answers.get(str(line.plain.get("id")))
     return answer is not None and line.plain.get("answer", answer) == answer

@@ -4,64 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from evals.shapes import Shape, misfit
 from harness.config.catalogue import GROUPS
 from harness.config.settings import Settings
-from harness.results.files import Line
+from harness.results.files import RunLine
 from harness.results.measures import MEASURES
 from harness.results.records import KV, MEASURED, PEAKS, Record, RecordError
 from methods.tiers.tier import TIERS, bytes_key
 
-
-class _Time:
-    """ISO 8601, with its zone."""
-
-
-NUMBER = (int, float)
-MACHINE = {"cpu": str, "cpus_usable": int, "threads": int, "load_average": [NUMBER], "device_id": str}
+WHOLE, NUMBER, TEXT, TIME = "a whole number", "a number", "text", "a time with its zone"
+MACHINE = {"cpu": TEXT, "device_id": TEXT, "device_name": TEXT, "cpus_usable": WHOLE, "threads": WHOLE}
 PROVENANCE = {
-    "git": {"commit": str},
-    "versions": {"torch": str},
-    "machine": MACHINE | {"device_name": str},
-    "process": {"host": str, "pid": int},
+    "git": {"commit": TEXT},
+    "versions": {"torch": TEXT},
+    "machine": MACHINE | {"load_average": [NUMBER]},
+    "process": {"host": TEXT, "pid": WHOLE},
 }
-SESSION: dict[str, Any] = {
-    "status": str, "started": _Time, "ended": _Time, "load_average_ended": [NUMBER], "provenance": PROVENANCE,
-}  # fmt: skip
-SCORED = {"task_version": str, "mean": NUMBER}
-# What is read of run.json, and what it is; each may be lacking or null.
-INFO: dict[str, Any] = SESSION | {
+SESSION = {"status": TEXT, "started": TIME, "ended": TIME, "load_average_ended": [NUMBER], "provenance": PROVENANCE}
+SCORED = {"task_version": TEXT, "mean": NUMBER}
+INFO = SESSION | {  # what is read of run.json, and what it is
     "earlier": [SESSION],
     "identity": {"code": {}},
-    "identity_sha256": str,
-    "method": str,
-    "task": str,
-    "presets": {"method": str, "task": str, "model": str},
-    "task_info": {"metric": str, "chance": NUMBER},
-    "num_expected": int,
-    "began_with": int,
+    **dict.fromkeys(("identity_sha256", "method", "task"), TEXT),
+    "presets": dict.fromkeys(GROUPS, TEXT),
+    "task_info": {"metric": TEXT, "chance": NUMBER},
+    **dict.fromkeys(("num_expected", "began_with"), WHOLE),
     "prepare_s": NUMBER,
     "backends": {},
-    "budget_use": {"windows": {}},
     "measured": {},
-    "rescored": {"first": SCORED, "present": SCORED, "changed": int, "at": _Time},
+    "budget_use": {"windows": {}},
+    "rescored": {"first": SCORED, "present": SCORED, "changed": WHOLE, "at": TIME},
 }
-
-# the kinds of a record's fields, as they are annotated
-KINDS: dict[str, Any] = {
-    "int": int, "float": NUMBER, "bool": bool, "str": str, "list[int]": [int], "list[float]": [NUMBER],
-    "list[str]": [str], "dict[str, Any]": {}, "dict[str, int | None]": dict.fromkeys(PEAKS, int), "list[Reply]": [{}],
+KINDS: Mapping[str, Shape] = {  # the kinds of a record's fields, as they are annotated
+    "int": WHOLE, "float": NUMBER, "bool": "true or false", "str": TEXT, "list[int]": [WHOLE], "list[float]": [NUMBER],
+    "list[str]": [TEXT], "dict[str, Any]": {}, "dict[str, int | None]": dict.fromkeys(PEAKS, WHOLE),
+    "list[Reply]": [{}],
 }  # fmt: skip
 RECORD = {
-    field.name: KINDS[str(field.type).removesuffix(" | None")]
-    for field in fields(Record)
-    if field.name not in (KV, MEASURED)
-} | {
-    "trace": {"parts_s": {}, "step_s": NUMBER, "steps": int},
-    **{bytes_key(tier): int for tier in TIERS},
+    **{
+        one.name: KINDS[str(one.type).removesuffix(" | None")]
+        for one in fields(Record)
+        if one.name not in (KV, MEASURED)
+    },
+    "trace": {"parts_s": {}, "step_s": NUMBER, "steps": WHOLE},
+    **dict.fromkeys(map(bytes_key, TIERS), WHOLE),
     **dict.fromkeys(MEASURES, NUMBER),
 }
 
@@ -69,50 +58,37 @@ RECORD = {
 def check_info(info: Mapping[str, Any], path: Path) -> None:
     if "status" not in info:
         raise RecordError(f"{path} holds no status, which every run writes")
-    _check(info, INFO, str(path), "")
+    _check(info, INFO, str(path))
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
     """Against the kinds of values that settings have today: an older run may lack some, and have others."""
-    groups: dict[str, Any] = {kind: {} for kind in GROUPS}
-    _check(config, {key: _kind(value) for key, value in asdict(Settings()).items()} | groups, str(path), "")
+    _check(config, _kind(asdict(Settings())) | {group: {} for group in GROUPS}, str(path))
 
 
-def check_line(line: Line) -> None:
+def check_line(line: RunLine) -> None:
     """A line of examples.jsonl or rescored.jsonl."""
-    _check(line.plain, RECORD | {"turns": [RECORD]}, line.where, "")
+    _check(line.plain, RECORD | {"turns": [RECORD]}, line.where)
 
 
-def _kind(usual: Any) -> Any:
+def _kind(usual: Any) -> Shape:
     if isinstance(usual, Mapping):
         return {key: _kind(value) for key, value in usual.items()}
     if isinstance(usual, bool):
-        return bool
-    if isinstance(usual, NUMBER):
+        return "true or false"
+    if isinstance(usual, (int, float)):
         return NUMBER
-    return [object] if isinstance(usual, list) else (str, *NUMBER)
+    return [] if isinstance(usual, list) else f"{TEXT} or {NUMBER}"
 
 
-def _check(value: Any, kind: Any, where: str, key: str) -> None:
-    """Raises `RecordError` where a value is of another kind than a run writes; null is of every kind."""
-    if value is None:
-        return
-    if isinstance(kind, Mapping) and isinstance(value, Mapping):
-        for name in value.keys() & kind.keys():
-            _check(value[name], kind[name], where, f"{key}.{name}".removeprefix("."))
-    elif isinstance(kind, list) and isinstance(value, list):
-        for part in value:
-            _check(part, kind[0], where, key)
-    elif not _is(value, kind):
-        raise RecordError(f"{where}: {key} is {str(value)[:40]!r}, which no run writes")
+def _check(value: Mapping[str, Any], shape: Mapping[str, Shape], where: str) -> None:
+    """Raises `RecordError` where something is of another kind than a run writes."""
+    if wrong := misfit(value, _optional(shape)):
+        raise RecordError(f"{where} {wrong}: no run writes that")
 
 
-def _is(value: Any, kind: Any) -> bool:
-    if kind is _Time:
-        try:
-            return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
-        except ValueError:
-            return False
-    if isinstance(kind, (Mapping, list)):
-        return False
-    return isinstance(value, kind) and (kind is object or kind is bool or not isinstance(value, bool))
+def _optional(shape: Shape) -> Shape:
+    """The same with keys that may all be lacking or null."""
+    if isinstance(shape, list):
+        return [_optional(part) for part in shape]
+    return {f"{key}?": _optional(part) for key, part in shape.items()} if isinstance(shape, Mapping) else shape

@@ -14,7 +14,7 @@ from harness.config.catalogue import GROUPS, entries, plain
 from harness.config.keys import settings, settings_page
 from harness.config.overrides import settings as settable
 from harness.config.settings import CHOICES
-from harness.terminal.markup import code
+from harness.terminal.tables import code
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]

@@ -15,8 +15,8 @@ from harness.engine.attach import attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
+from harness.history.block import BlockFile
 from harness.history.disk import HistoryWarning
-from harness.history.file import BlockFile
 from methods.base import AttnInput
 from methods.full import Full
 from methods.streaming import Streaming

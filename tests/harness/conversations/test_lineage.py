@@ -75,7 +75,7 @@ def test_cutting_says_nothing_of_how_fast_prefills_are() -> None:
     with attached(tiny("llama"), Full()) as kv:
         histories = stored(kv, host=9 * MB)
         talk = Talk(kv, histories).turns((60, 9))
-        speeds = histories.store._accounts.speeds
+        speeds = histories.store.contents.speeds
         measured = speeds.prefill()
         assert measured is not None
         histories.shorten("alice", talk.fed, 40, CAPACITY, sinks=4)

@@ -18,7 +18,7 @@ from harness.conversations.stored import StoredHistories
 from harness.engine.attach import attached
 from harness.engine.cache import KVCache
 from harness.history.disk import HistoryWarning
-from harness.history.overlap.leaving import Copying
+from harness.history.overlap.leaving import Leaving
 from harness.history.overlap.saving import Saving
 from methods.base import AttnInput
 from methods.full import Full
@@ -41,15 +41,15 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.error = threading.Event(), ""
         self.blocks: list[int] = []  # copied by each call
-        self._calls, self._copies = count(), Copying._copies
-        monkeypatch.setattr(Copying, "_copies", lambda *given: self._held(*given))
+        self._calls, self._copies = count(), Leaving._copies
+        monkeypatch.setattr(Leaving, "_copies", lambda *given: self._held(*given))
 
-    def _held(self, copying: Copying, number: int, rows: Any, rest: Any) -> Any:
+    def _held(self, leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
         if next(self._calls) == LAST:
             assert self.go.wait(20)
             if self.error:
                 raise RuntimeError(self.error)
-        made = list(self._copies(copying, number, rows, rest))
+        made = list(self._copies(leaving, number, rows, rest))
         self.blocks.append(len(made))
         return made
 
@@ -212,7 +212,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
         assert saved.hidden_s() > 0
         histories.store.flush()
         assert held.blocks == [7, 7, 7, 2, 2, 0]
-        assert [one._given for one in saved.copyings] == [{}, {}]
+        assert [one._given for one in saved.leavings] == [{}, {}]
         assert histories.store.contents.leaving.held == 0
         histories.close()
     assert set(threading.enumerate()) <= before
@@ -229,14 +229,14 @@ def test_an_error_of_the_thread_costs_the_hit(
         wanted = lasting(kv)
         talk = Talk(kv, stored(kv, tmp_path if tier == "disk" else None, **TIERS[tier]))
         histories: Any = talk.histories
-        calls, copies = count(), Copying._copies
+        calls, copies = count(), Leaving._copies
 
-        def fails(copying: Copying, number: int, rows: Any, rest: Any) -> Any:
+        def fails(leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
             if next(calls) == failing:
                 raise RuntimeError("CUDA error: out of memory")
-            return copies(copying, number, rows, rest)
+            return copies(leaving, number, rows, rest)
 
-        monkeypatch.setattr(Copying, "_copies", fails)
+        monkeypatch.setattr(Leaving, "_copies", fails)
         with pytest.warns(HistoryWarning, match="'alice' is lost.*could not be copied.*out of memory"):
             saved_one_turn(talk)
         assert histories.store.tier("alice") is None
@@ -246,7 +246,7 @@ def test_an_error_of_the_thread_costs_the_hit(
         if name == "full":  # what evicts keeps other tokens when it computes again
             assert talk.said == wanted.said
         histories.close()
-        assert not list(tmp_path.rglob("*.partial"))
+        assert not list(tmp_path.rglob(".*.safetensors.*"))
 
 
 @pytest.mark.tokens

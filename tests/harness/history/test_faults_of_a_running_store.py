@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.history import file as block_file
+from harness.history import block as blocks
 from harness.history.disk import HistoryWarning
 from harness.history.index import Index
 from harness.history.store import HistoryStore
@@ -33,7 +33,7 @@ class Writes:
         no_room = partial(OSError, errno.ENOSPC, "No space left on device")
         full = partial(sqlite3.OperationalError, "database or disk is full")
         for owner, name, error in (
-            (block_file, "open", no_room),
+            (blocks, "open", no_room),
             (Path, "replace", no_room),
             (Path, "mkdir", no_room),
             (Path, "unlink", no_room),

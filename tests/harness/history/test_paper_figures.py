@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from harness.commands.simulate import main
-from harness.history.simulation.paper import FILE, Claim, Figure, figure
+from harness.history.simulation.paper import FILE, Figure, PaperClaim, figure
 from harness.results.files import read_yaml
 
 REFERENCE = Path(__file__).parents[3] / "results" / "paper" / "paper_reference.csv"
@@ -26,7 +27,7 @@ def printed() -> set[float]:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_each_claim_means_one_run_and_a_printed_number(number: str, printed: set[float]) -> None:
     one = figure(number)
-    rows = [{"settings": run.plain(), "figures": {claim.of: 0.5 for claim in one.claims}} for run in one.scenarios([])]
+    rows = [{"settings": asdict(run), "figures": {claim.of: 0.5 for claim in one.claims}} for run in one.scenarios([])]
     for claim in one.claims:
         assert claim.ours(rows) in (0.5, 0.0, 1.0)
         known = {round(abs(claim.paper), 3), round(100 * abs(claim.paper), 1)}
@@ -40,13 +41,13 @@ def test_what_a_claim_compares() -> None:
     rows = [row("lru", 2.0), row("recompute", 8.0)]
     at, over = {"policy": "lru"}, {"policy": "recompute"}
     found = {
-        kind: Claim(of="gpu_hours", at=at, over=over, kind=kind, paper=0.0).ours(rows)
+        kind: PaperClaim(of="gpu_hours", at=at, over=over, kind=kind, paper=0.0).ours(rows)
         for kind in ("saving", "speedup", "points")
     }
     assert found == {"saving": 0.75, "speedup": 4.0, "points": -6.0}
-    assert Claim(of="gpu_hours", at=at, paper=0.0).ours(rows) == 2.0
+    assert PaperClaim(of="gpu_hours", at=at, paper=0.0).ours(rows) == 2.0
     with pytest.raises(ValueError, match="2 runs have"):
-        Claim(of="gpu_hours", at={"rate": 1.0}, paper=0.0).ours(rows)
+        PaperClaim(of="gpu_hours", at={"rate": 1.0}, paper=0.0).ours(rows)
 
 
 def test_words_behind_a_figure_hold_and_a_skipped_run_is_left_out() -> None:
@@ -66,7 +67,7 @@ def test_a_figure_is_drawn_beside_the_papers_numbers(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["99"], "Those that are: 13, 14"),
+        (["99"], "choose one of 13, 14"),
         (["18"], "harness.bench history"),
         (["23"], "ttl_s=3600"),
         (["21", "policy=lru"], "leave out policy=lru"),

@@ -9,7 +9,7 @@ import pytest
 
 from harness.history.levels import Level
 from harness.history.placement import Move, Placement
-from harness.history.policies import FIFO, LRU, POLICIES, EvictionPolicy, Item, Rank, SchedulerAware
+from harness.history.policies import FIFO, LRU, POLICIES, EvictionPolicy, PlacedSession, Rank, SchedulerAware
 from methods.tiers.tier import DISK, HOST
 
 
@@ -218,7 +218,7 @@ def test_who_makes_way_has_the_smallest_rank(
     asked: list[bool] = []
     from_heap = Level.lowest
 
-    def lowest(tier: Level, rank: Callable[[Item], Rank]) -> Item:
+    def lowest(tier: Level, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
         found = from_heap(tier, rank)
         asked.append(found is min(tier.items.values(), key=rank))
         return found

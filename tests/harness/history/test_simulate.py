@@ -14,8 +14,8 @@ from harness.history.simulation import costs
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.outcome import simulated
 from harness.history.simulation.scenario import Scenario, scenarios
-from harness.history.simulation.server import Job, Server
-from harness.history.simulation.trace import Conversation, Turn, cuts, drawn, statistics
+from harness.history.simulation.server import ServedTurn, Server
+from harness.history.simulation.trace import Conversation, TurnLengths, cuts, drawn, statistics
 
 GB = 10**9
 
@@ -29,13 +29,13 @@ def priced(window: int = 1000, batch: int = 2) -> Costs:
     return Costs(Hardware(pcie_bytes_per_s=10 * GB, disk_bytes_per_s=2 * GB), prices, {"toy": model})
 
 
-def served(trace: list[Conversation], prices: Costs | None = None, **settings: object) -> list[Job]:
+def served(trace: list[Conversation], prices: Costs | None = None, **settings: object) -> list[ServedTurn]:
     scenario = Scenario(model="toy", **{"host": "1TB", "disk": "1TB", "copies": False, "write_buffer": None} | settings)  # type: ignore[arg-type]
     return Server(scenario, prices or priced()).serve(trace)
 
 
 def talk(name: str, start_s: float, *turns: tuple[int, int], think_s: float = 5.0) -> Conversation:
-    return Conversation(name, start_s, tuple(Turn(*turn) for turn in turns), (think_s,) * (len(turns) - 1))
+    return Conversation(name, start_s, tuple(TurnLengths(*turn) for turn in turns), (think_s,) * (len(turns) - 1))
 
 
 def test_two_turns_by_hand() -> None:
@@ -173,7 +173,7 @@ def test_the_answer_has_its_place_in_the_window_too() -> None:
 
 def test_what_the_window_takes_from_single_turns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = [talk("a", 0.0, (70, 80), (10, 10))]
-    assert trace[0].turns[0].within(100) == Turn(50, 50)
+    assert trace[0].turns[0].within(100) == TurnLengths(50, 50)
     cut = {"window": 100, "cut_turns": 0.5, "lost_question_tokens": 20 / 80, "lost_answer_tokens": 30 / 90}
     assert cuts(trace, 100) == pytest.approx(cut)
     assert served(trace, priced(window=100))[0].question == 50
@@ -195,7 +195,7 @@ def test_a_time_to_live_ends_while_the_user_thinks() -> None:
 @pytest.mark.parametrize(("model", "share"), [("llama-13b", 0.164), ("llama-65b", 0.09), ("falcon-40b", 0.09)])
 def test_the_papers_storage_shares_follow_from_its_prices(model: str, share: float) -> None:
     known = costs.load()
-    gpus, storage = known.usd(1.0, known.models[model], 128 * GB, 10_000 * GB)
+    gpus, storage = known.prices.usd(1.0, known.models[model].gpus, 128 * GB, 10_000 * GB)
     assert storage / (gpus + storage) == pytest.approx(share, abs=0.002)
 
 
@@ -276,7 +276,7 @@ def sharegpt(folder: Path) -> Path:
 def test_a_file_of_sharegpt_is_a_trace(tmp_path: Path) -> None:
     trace = Scenario(data=str(sharegpt(tmp_path)), sessions=3).trace()
     assert {one.name for one in trace} == {"0", "1", "2"}
-    assert {one.turns for one in trace} == {(Turn(10, 20), Turn(2, 1))}
+    assert {one.turns for one in trace} == {(TurnLengths(10, 20), TurnLengths(2, 1))}
     with pytest.raises(ValueError, match="at most sessions=3"):
         Scenario(data=str(tmp_path / "talks.json"), sessions=4).trace()
     (tmp_path / "other.json").write_text('{"a": 1}')

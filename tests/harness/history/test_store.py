@@ -18,7 +18,7 @@ from harness.history.policies import FIFO, LRU, POLICIES, EvictionPolicy, Schedu
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
 from harness.history.simulation.server import Server
-from harness.history.simulation.trace import Turn, drawn
+from harness.history.simulation.trace import TurnLengths, drawn
 from harness.history.store import HistoryStore
 from methods.tiers.rows import HostRows, Place, Shape
 from methods.tiers.tier import TIERS, Tier
@@ -344,8 +344,8 @@ def test_the_simulator_and_the_store_do_the_same(
     assert (shadow.disk.written_bytes < 0.7 * moved) == copies  # what lies there as a spare copy is not written again
 
 
-def short(turn: Turn) -> Turn:
-    return Turn(1 + turn.question % 20, 2 + turn.answer % 25)
+def short(turn: TurnLengths) -> TurnLengths:
+    return TurnLengths(1 + turn.question % 20, 2 + turn.answer % 25)
 
 
 class Shadow(Server):

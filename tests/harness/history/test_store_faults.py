@@ -157,7 +157,7 @@ def test_a_full_disk_costs_hits(nth: int, durable: bool, tmp_path: Path, monkeyp
         assert bool(store.get("s6", TOKENS).tokens) == durable
         assert found(store) == NAMES
         assert len(list(tmp_path.rglob("*.safetensors*"))) == len(NAMES) * 3
-        assert not list(tmp_path.rglob("*.partial"))
+        assert not list(tmp_path.rglob(".*.safetensors.*"))
         store.put("s6", TOKENS, rows("s6", TOKENS))  # there is room again
         assert right(store.get("s6", TOKENS), "s6", TOKENS)
     with opened(tmp_path, host=0) as store:

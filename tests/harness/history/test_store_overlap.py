@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.history import file, index
+from harness.history import block as blocks
+from harness.history import index
+from harness.history.block import BlockFile
 from harness.history.disk import HistoryWarning
-from harness.history.file import BlockFile
-from harness.history.overlap.loading import HistoryLost
+from harness.history.losses import HistoryLost
 from harness.history.overlap.saving import Saving
-from harness.history.overlap.speeds import Speeds
 from harness.history.policies import LRU
+from harness.history.statistics import Speeds
 from harness.history.store import HistoryStore
 from tests.histories import LAYERS, TOKEN_BYTES, opened, right, rows
 
@@ -391,7 +392,7 @@ def test_a_store_of_another_format_is_dropped_and_says_so(tmp_path: Path) -> Non
     store.close()
 
 
-@pytest.mark.parametrize("dtype", [*file.DTYPES.values()], ids=str)
+@pytest.mark.parametrize("dtype", [*blocks.DTYPES.values()], ids=str)
 def test_every_dtype_is_read_as_it_was_written(dtype: torch.dtype, tmp_path: Path) -> None:
     given = torch.arange(24).view(2, 3, 4).to(dtype)
     with opened(tmp_path, host=0) as store:

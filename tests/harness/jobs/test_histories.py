@@ -16,10 +16,10 @@ from harness.conversations.histories import Recompute
 from harness.history import policies
 from harness.history.disk import HistoryError
 from harness.history.store import HistoryStore
-from harness.reports.beside.turns import turn_reuse
 from harness.reports.compare import comparisons
-from harness.reports.document import BESIDE, as_text
+from harness.reports.document import OTHER_TABLES, as_text
 from harness.reports.stamps import meanings, stamps
+from harness.reports.turns import turn_reuse
 from harness.results.files import read_json
 from harness.results.lock import FolderLock
 from harness.results.store import StoredRun, load
@@ -161,7 +161,7 @@ def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
     for name, blank in (("load", [True, *[False] * 3]), ("save", [*[False] * 3, True])):
         assert [cell == "" for cell in shown[name]] == [True] * 4 + blank  # nothing is moved by recompute
     assert shown["computed"][3] == digits(table.entries[1].summary["turns"]["4"]["new_tokens"])
-    block = next(block for block in BESIDE if block.name == "turn_reuse")
+    block = next(block for block in OTHER_TABLES if block.name == "turn_reuse")
     assert block.runs(table) == [1] * 4 + [2] * 4
     assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
 

@@ -15,8 +15,8 @@ from evals.scbench import SCBench
 from harness.config.settings import Data, Settings
 from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
-from harness.reports.beside.turns import ago_scores, turn_scores
 from harness.reports.compare import comparisons
+from harness.reports.turns import ago_scores, turn_scores
 from harness.results.store import StoredRun
 from harness.results.store import load as load_run
 from methods.base import Method

@@ -28,9 +28,9 @@ from harness.engine.footprint import footprint
 from harness.jobs.planning.items import Item, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.jobs.runner import load
-from harness.reports.beside.turns import turn_scores, turn_times
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
+from harness.reports.turns import turn_scores, turn_times
 from harness.results.files import read_json
 from harness.results.store import StoredRun
 from harness.results.store import load as load_run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.commands import report
-from harness.reports.banner import shows_colour
+from harness.reports.document import shows_colour
 from harness.results import bands
 from harness.results.store import load
 from tests.fake_records import records, write_run

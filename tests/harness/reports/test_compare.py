@@ -10,7 +10,7 @@ import pytest
 
 from evals import stats
 from harness.reports.columns import notes, score_table
-from harness.reports.compare import Comparison, Entry, comparisons
+from harness.reports.compare import Comparison, ReportRow, comparisons
 from harness.reports.spreadsheet import table_rows
 from harness.results.store import StoredRun, find, load
 from harness.results.summary import summarise
@@ -40,7 +40,7 @@ def random_table(rng: np.random.Generator, folder: Path) -> Comparison:
         runs.append(StoredRun(folder, config("quest"), dict(INFO), lines, "complete"))
     rows = [summarise(r.records, config=r.config, info=INFO | {"method": "quest"}, full=runs[0].records) for r in runs]
     return Comparison(
-        "t", "recall", [Entry(r, runs[0], row, "quest") for r, row in zip(runs[1:], rows[1:], strict=True)]
+        "t", "recall", [ReportRow(r, runs[0], row, "quest") for r, row in zip(runs[1:], rows[1:], strict=True)]
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from harness.config.catalogue import entries
-from harness.reports import edited
 from harness.reports.compare import comparisons
+from harness.reports.conditions import code_versions
 from harness.reports.labels import spelled
 from harness.results.files import write_lines
-from harness.results.meaning import meaning_now
+from harness.results.identity import meaning_now
 from harness.results.store import find, load
 from tests.fake_records import records, rewrite, write_run
 
@@ -169,7 +169,7 @@ def test_rows_of_edited_code_say_which_is_todays(tmp_path: Path) -> None:
         facts = {"identity_sha256": folder.name, "sealed": False, "started": f"2026-01-01T0{hour}:30:00+00:00"}
         rewrite(folder, **facts, identity={"code": {"methods.quest": code}, "core": 2})
     [table] = comparisons([load(folder) for folder in folders])
-    [said] = edited.notes(table.entries)
+    [said] = code_versions(table.entries)
     assert said.startswith("quest: versions of its code (methods.quest): ")
     mark = folders[0].name[-8:-4]
     assert f"quest #{mark} 10% began 2026-01-01 09:30 with the code of today" in said

@@ -16,7 +16,7 @@ from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
 from harness.reports.page import outputs
 from harness.reports.page.build import as_json
-from harness.reports.page.words import meaning
+from harness.reports.page.data import meaning
 from harness.results.records import Record
 from harness.results.store import load
 from tests.fake_records import record, talk, turn, write_run

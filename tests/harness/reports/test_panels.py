@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.reports.panels import PANELS
+from harness.reports.costs import PANELS
 
 READ, _, _, TIME = PANELS
 

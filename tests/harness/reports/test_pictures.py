@@ -12,7 +12,7 @@ from PIL import Image
 
 from harness.commands import report
 from harness.reports import needles
-from harness.reports.panels import PANELS
+from harness.reports.costs import PANELS
 from harness.reports.pictures import draw, figures, frontier, heatmap
 from harness.results.records import Record
 from harness.results.summary import summarise

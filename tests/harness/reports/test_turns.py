@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.reports.beside.turns import notes, turn_reuse, turn_scores
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.page.data import page_data
+from harness.reports.turns import notes, turn_reuse, turn_scores
 from harness.results.store import load
 from tests.fake_records import talk, turn, write_run
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evals import stats
 from harness.reports.compare import comparisons
 from harness.results import bands
-from harness.results.alarms.alarm import Alarm, Row
+from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms
 from harness.results.records import Record
 from harness.results.store import StoredRun, load
@@ -24,7 +24,9 @@ SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 SIZE = 30
 
 
-def row(method: str, lines: Sequence[Record], full: Row | None = None, p: float | None = None, **facts: Any) -> Row:
+def row(
+    method: str, lines: Sequence[Record], full: AlarmRow | None = None, p: float | None = None, **facts: Any
+) -> AlarmRow:
     """`facts`: settings of the run; `info`: of run.json; `title`."""
     info, title = facts.pop("info", {}), facts.pop("title", method)
     known = {"method": method, "task_info": {"version": "1"}} | info
@@ -39,7 +41,7 @@ def row(method: str, lines: Sequence[Record], full: Row | None = None, p: float 
         "host_is_cpu": bool(info.get("host_is_cpu")),
         "memory": {"kv_host_bytes": max(line.kv["host"] for line in lines)},
     }
-    return Row(title, run, full.run if full else None, summary, p)
+    return AlarmRow(title, run, full.run if full else None, summary, p)
 
 
 def kinds(found: Sequence[Alarm]) -> list[str]:
@@ -55,7 +57,7 @@ def quarters(rng: np.random.Generator, size: int = SIZE) -> Floats:
     return rng.choice(5, p=[0.1, 0.2, 0.2, 0.2, 0.3], size=size) / 4
 
 
-def table(rng: np.random.Generator, full: Floats, methods: Sequence[Floats]) -> list[Row]:
+def table(rng: np.random.Generator, full: Floats, methods: Sequence[Floats]) -> list[AlarmRow]:
     """Outputs differ as scores do; p as a table stars it."""
     p = stats.holm([stats.p_value(list(one), list(full)) for one in methods])
     first = row("full", _lines(rng, full))

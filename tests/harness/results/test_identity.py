@@ -17,10 +17,9 @@ from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.jobs.job import Job
 from harness.jobs.run import evaluate
-from harness.results import meaning
+from harness.results import identity as identities
 from harness.results.files import read_json
-from harness.results.identity import identity, not_continued
-from harness.results.meaning import CORE, code_of
+from harness.results.identity import CORE, code_of, identity, not_continued
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -39,7 +38,7 @@ def f(x):
 
 
 def hashed(source: str) -> str:
-    return meaning.meaning(ast.parse(source))
+    return identities.meaning(ast.parse(source))
 
 
 def named(method: Any) -> dict[str, Any]:
@@ -65,11 +64,11 @@ def _elsewhere(changed: Path, find: Callable[[str], Path | None], name: str) -> 
 
 def test_a_change_in_one_method_reruns_that_method_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = [made(method) for method in (H2O(), PQ, Full())]
-    source, find = Path(importlib.import_module("methods.h2o").__file__ or ""), meaning._file
+    source, find = Path(importlib.import_module("methods.h2o").__file__ or ""), identities._file
     for text, same in ((f"# a comment\n{source.read_text()}", True), (f"{source.read_text()}\nx = 1\n", False)):
         changed = tmp_path / "h2o.py"
         changed.write_text(text)
-        monkeypatch.setattr(meaning, "_file", partial(_elsewhere, changed, find))
+        monkeypatch.setattr(identities, "_file", partial(_elsewhere, changed, find))
         after = [made(method) for method in (H2O(), PQ, Full())]
         assert after[1:] == before[1:]
         assert (after[0] == before[0]) is same

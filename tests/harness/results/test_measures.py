@@ -11,7 +11,7 @@ import pytest
 from harness.engine.batch.generation import Generation
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
-from harness.reports.page.words import meaning
+from harness.reports.page.data import meaning
 from harness.reports.spreadsheet import write_csv
 from harness.results.measures import MEASURES, Measure, markdown
 from harness.results.records import Record

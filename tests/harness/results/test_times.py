@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from harness.reports.compare import Comparison, comparisons
+from harness.reports.costs import PANELS
 from harness.reports.document import as_latex, as_text
 from harness.reports.page.data import page_data
-from harness.reports.panels import PANELS
 from harness.reports.spreadsheet import table_rows
 from harness.reports.stamps import stamps
-from harness.results.alarms.alarm import Row
+from harness.results.alarms.alarm import AlarmRow
 from harness.results.alarms.times import shared
 from harness.results.store import StoredRun, load
 from tests.fake_records import config, records, rewrite, write_run
@@ -32,12 +32,12 @@ def session(minutes: tuple[int, int] = (0, 1), pid: int = 1, host: str = "here",
     return {"started": began, "ended": over, "provenance": known} | ended
 
 
-def row(title: str, info: dict[str, Any], *, simulated: bool = False, trace: Any = None, **settings: Any) -> Row:
+def row(title: str, info: dict[str, Any], *, simulated: bool = False, trace: Any = None, **settings: Any) -> AlarmRow:
     run = StoredRun(Path(title), config(**settings), info, records([1.0]), "complete")
-    return Row(title, run, None, {"simulated": simulated, "trace": trace})
+    return AlarmRow(title, run, None, {"simulated": simulated, "trace": trace})
 
 
-def raised(*rows: Row) -> tuple[str, ...]:
+def raised(*rows: AlarmRow) -> tuple[str, ...]:
     return next((alarm.rows for alarm in shared(rows)), ())
 
 

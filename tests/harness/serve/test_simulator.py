@@ -17,9 +17,8 @@ from harness.history.placement import Move, Placement
 from harness.history.policies import POLICIES
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
-from harness.history.simulation.server import Server
-from harness.history.simulation.state import State
-from harness.history.simulation.trace import Conversation, Turn
+from harness.history.simulation.server import OpenConversation, Server
+from harness.history.simulation.trace import Conversation, TurnLengths
 from harness.history.store import HistoryStore
 from harness.serve.clock import Clock
 from harness.serve.loop import Loop
@@ -54,14 +53,17 @@ class Told(NamedTuple):
 
 def conversation(one: Session) -> Conversation:
     """As the simulator counts: the last token of an answer, which is never fed, is the next question's first."""
-    turns = [Turn(len(turn.prompt.ids) + (place > 0), turn.new_tokens - 1) for place, turn in enumerate(one.item.turns)]
+    turns = [
+        TurnLengths(len(turn.prompt.ids) + (place > 0), turn.new_tokens - 1)
+        for place, turn in enumerate(one.item.turns)
+    ]
     return Conversation(one.name, one.start_s, tuple(turns), one.think_s)
 
 
 class Knowing(Server):
     """A server that knows, as the loop does and CachedAttention's does not, which turn is a conversation's last."""
 
-    def _save(self, state: State, store: Placement) -> None:
+    def _save(self, state: OpenConversation, store: Placement) -> None:
         if state.turn < len(state.conversation.turns):
             super()._save(state, store)
 

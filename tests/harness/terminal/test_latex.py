@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from harness.commands import report
-from harness.terminal.latex import cell, escaped, latex_table
-from harness.terminal.tables import Column
+from harness.terminal.tables import Column, cell, escaped, latex_table
 from tests.fake_records import records, write_run
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.commands import explain, lint, report, show
 from harness.config.errors import sentence
-from harness.reports.banner import PLAIN, RED, banner
+from harness.reports.document import PLAIN, RED, banner
 from harness.results.alarms.alarm import Alarm
 from harness.results.records import Record
 from harness.terminal.visible import visible

@@ -1,12 +1,47 @@
-"""Runs that are there more than once, copied or made again, and what two runs differ in by arithmetic alone."""
+"""Runs side by side: the examples that two share, their scores by group, and whether two are one run, copied or made
+again."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from harness.results.pairs import paired
+from harness.results.records import Record
 from harness.results.store import StoredRun
+
+FULL = "full"  # the method that runs are held against
+
+
+def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Examples of both runs with the same id and the same prompt."""
+    known = {(other.id, other.prompt_sha256): other for other in others}
+    return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
+
+
+def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str], list[str]]:
+    """As evals/stats.py takes them: our scores and theirs, groups, units."""
+    ours = [record for record, _ in pairs]
+    scores, theirs = [record.score for record in ours], [record.score for _, record in pairs]
+    return scores, theirs, [record.group for record in ours], [record.independent for record in ours]
+
+
+def group_means(records: Sequence[Record]) -> dict[str, float]:
+    return {group: fmean(scores) for group, scores in by_group(records).items()}
+
+
+def mean_score(records: Sequence[Record]) -> float:
+    """Mean of group means."""
+    return fmean(group_means(records).values())
+
+
+def by_group(records: Sequence[Record]) -> dict[str, list[float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        groups[record.group].append(record.score)
+    return groups
+
 
 SETTINGS = ("dtype", "device", "batch", "threads", "prefill_chunk")
 VERSIONS, MACHINE = ("torch", "transformers", "triton"), ("cpu", "device_name", "threads")
@@ -14,8 +49,7 @@ VERSIONS, MACHINE = ("torch", "transformers", "triton"), ("cpu", "device_name", 
 
 def arithmetic(run: StoredRun) -> dict[str, Any]:
     """What rounding depends on, as far as it was recorded: settings, kernels, versions, machine."""
-    known = run.info.get("provenance") or {}
-    versions, machine = known.get("versions") or {}, known.get("machine") or {}
+    versions, machine = run.provenance("versions"), run.provenance("machine")
     found = {
         **{key: run.config.get(key) for key in SETTINGS},
         **{key: run.info.get(key) for key in ("backends", "own_forward", "plain_steps")},
@@ -31,7 +65,7 @@ def round_alike(a: StoredRun, b: StoredRun) -> bool:
     return all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
 
 
-def same(a: StoredRun, b: StoredRun) -> bool:
+def same_run(a: StoredRun, b: StoredRun) -> bool:
     """Whether they are one run by identity and conditions, and so should have the same answers."""
     mine = a.info.get("identity_sha256")
     return mine is not None and mine == b.info.get("identity_sha256") and round_alike(a, b)
@@ -48,7 +82,7 @@ def merged(runs: Sequence[StoredRun]) -> list[list[StoredRun]]:
     """Runs that are one with the same answers side by side, the one with most records first."""
     groups: list[list[StoredRun]] = []
     for run in sorted(runs, key=lambda one: -len(one.records)):
-        found = next((group for group in groups if same(group[0], run) and not changed(group[0], run)), None)
+        found = next((group for group in groups if same_run(group[0], run) and not changed(group[0], run)), None)
         if found is None:
             groups.append([run])
         else:

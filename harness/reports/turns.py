@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.config.settings import Settings
-from harness.reports.compare import Comparison, Entry
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import budget
-from harness.terminal.tables import SECONDS, Column, number, quantity, scaled, with_ci
+from harness.terminal.tables import SECONDS, Column, counts, number, quantities, quantity, with_ci
 
 DEFAULT = Settings().history
 TurnSummary = dict[str, Any]  # what summary.json says of a turn
-Value = Callable[[TurnSummary], float | None]
-Cells = Callable[[Sequence[TurnSummary | None]], tuple[list[str], str]]  # turns of a table -> cells, and their unit
 
 
-def notes(entries: Sequence[Entry]) -> Iterator[str]:
+def notes(entries: Sequence[ReportRow]) -> Iterator[str]:
     """How many prefills were paid, where that is fewer than examples; what the two times to a first token are."""
     rows = [(entry.title, entry.summary) for entry in entries]
     shared = [(title, row) for title, row in rows if row["prefills"] < row["num_examples"]]
@@ -36,28 +35,28 @@ def _shared(questions: int, prefills: int) -> str:
     return f"{questions} questions on {prefills} prefill{'s' * (prefills != 1)}"
 
 
-def _united(entry: Entry) -> bool:
+def _united(entry: ReportRow) -> bool:
     return any(record.unit for record in entry.run.records)
 
 
-def _finds_nothing(entry: Entry) -> bool:
+def _finds_nothing(entry: ReportRow) -> bool:
     later = [turn for number, turn in (entry.summary["turns"] or {}).items() if number != "1"]
     return _is_stored(entry) and bool(later) and not any(turn.get("hits") for turn in later)
 
 
 def turn_scores(comparison: Comparison) -> list[Column]:
     """Score of each turn; empty where all examples have one."""
-    return _by_turn("score\nby turn", comparison, "turns", _score, _scores)
+    return _by_turn("score\nby turn", comparison, "turns", "score")
 
 
 def ago_scores(comparison: Comparison) -> list[Column]:
     """Score by how many turns before the question the fact was told; empty where none is."""
-    return _by_turn("told so many\nturns before", comparison, "turns_ago", _score, _scores)
+    return _by_turn("told so many\nturns before", comparison, "turns_ago", "score")
 
 
 def turn_times(comparison: Comparison) -> list[Column]:
     """Median time to the first token of each turn, from its own start; empty where all examples have one."""
-    return _by_turn("TTFT\nby turn", comparison, "turns", lambda turn: turn["ttft_s"], _seconds)
+    return _by_turn("TTFT\nby turn", comparison, "turns", "ttft_s")
 
 
 def turn_reuse(comparison: Comparison) -> list[Column]:
@@ -73,7 +72,7 @@ def turn_reuse(comparison: Comparison) -> list[Column]:
         Column("history\nby turn", "", [entry.label for entry in entries], left=True),
         Column("budget", "", [budget(entry.summary) for entry in entries], left=True),
         Column("turn", "", numbers, values=[int(number) for number in numbers]),
-        Column("n", "", [str(turn["n"]) for turn in turns], values=[turn["n"] for turn in turns]),
+        counts("n", [turn["n"] for turn in turns]),
         Column("found in", "", [_found(turn) if name != "1" else "" for _, name, turn in rows], left=True),
         Column("lost", "", [str(turn.get("lost_turns") or "") for turn in turns]),
         number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
@@ -96,7 +95,7 @@ def reuse_rows(comparison: Comparison) -> list[tuple[int, str, TurnSummary]]:
     ]
 
 
-def _is_stored(entry: Entry) -> bool:
+def _is_stored(entry: ReportRow) -> bool:
     return bool(entry.run.config.get("history", DEFAULT) == "store")
 
 
@@ -108,38 +107,21 @@ def _found(turn: TurnSummary) -> str:
     return ", ".join(counts if len(counts) == 1 else (f"{tier} {count}" for tier, count in counts.items()))
 
 
-def _score(turn: TurnSummary) -> float:
-    return float(turn["score"])
-
-
-def _scores(turns: Sequence[TurnSummary | None]) -> tuple[list[str], str]:
-    return [with_ci(turn["score"], turn.get("ci95")) if turn else "" for turn in turns], ""
-
-
-def _seconds(turns: Sequence[TurnSummary | None]) -> tuple[list[str], str]:
-    return scaled([turn["ttft_s"] if turn else None for turn in turns], SECONDS)
-
-
-def _by_turn(head: str, comparison: Comparison, section: str, value: Value, written: Cells) -> list[Column]:
-    """`section` of summary.json; a row for each of its keys, a column for each run."""
+def _by_turn(head: str, comparison: Comparison, section: str, key: str) -> list[Column]:
+    """`key` of a `section` of summary.json; a row for each turn, a column for each run."""
     runs = [entry.summary.get(section) or {} for entry in comparison.entries]
-    turns = max(runs, key=len, default={})
-    found = [run.get(turn) for run in runs for turn in turns]
-    values = [turn and value(turn) for turn in found]
-    if not turns or all(one is None for one in values):
+    turns: dict[str, TurnSummary] = max(runs, key=len, default={})
+    found = [[run.get(turn, {}) for turn in turns] for run in runs]
+    values = {str(place): [turn.get(key) for turn in run] for place, run in enumerate(found)}
+    if all(value is None for run in values.values() for value in run):
         return []
-    cells, unit = written(found)
-    columns = _heads(head, turns)
-    for place, entry in enumerate(comparison.entries):
-        own = slice(place * len(turns), (place + 1) * len(turns))
-        title = " ".join(filter(None, (budget(entry.summary), unit)))
-        columns.append(Column(entry.label, title, cells[own], values=values[own]))
-    return columns
-
-
-def _heads(head: str, turns: dict[str, TurnSummary]) -> list[Column]:
+    columns = quantities(values, SECONDS)
+    if key == "score":
+        cells = [[with_ci(turn.get(key), turn.get("ci95")) for turn in run] for run in found]
+        columns = [replace(column, unit="", cells=own) for column, own in zip(columns, cells, strict=True)]
     return [
         Column(head, "", list(turns), left=True),
-        Column("n", "", [str(turn["n"]) for turn in turns.values()], values=[turn["n"] for turn in turns.values()]),
+        counts("n", [turn["n"] for turn in turns.values()]),
         Column("tokens\nso far", "", [f"{turn['tokens']:.0f}" if "tokens" in turn else "" for turn in turns.values()]),
+        *comparison.under_runs(columns),
     ]

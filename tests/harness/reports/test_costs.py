@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.reports import pareto
+from harness.reports import costs
 from harness.reports.compare import Comparison, comparisons
 from harness.results.store import find, load
 from tests.fake_records import records, talk, turn, write_run
@@ -15,13 +15,13 @@ from tests.fake_records import records, talk, turn, write_run
 
 def test_a_front_is_what_nothing_beats() -> None:
     points = [(1, 0.5), (2, 0.5), (2, 0.9), (3, 0.9), (4, 0.8), None, (1, 0.5), (5, 1.0)]
-    assert pareto.front(points) == {0, 2, 6, 7}
-    assert pareto.front([]) == pareto.front([None]) == set()
+    assert costs.front(points) == {0, 2, 6, 7}
+    assert costs.front([]) == costs.front([None]) == set()
 
 
 def test_a_front_rises() -> None:
     points = [tuple(point) for point in np.random.default_rng(0).random((200, 2)).tolist()]
-    front = sorted(points[i] for i in pareto.front(points))
+    front = sorted(points[i] for i in costs.front(points))
     assert [score for _, score in front] == sorted(score for _, score in front)
     for cost, score in points:
         assert any(c <= cost and s >= score for c, s in front)
@@ -41,16 +41,16 @@ def table(tmp_path: Path) -> Comparison:
 
 
 def test_bytes_within_a_point_count_what_is_moved(table: Comparison) -> None:
-    found = pareto.within(table)
+    found = costs.within(table)
     assert found["snapkv"] is None
     assert found["quest"] is not None
     assert found["quest"].title == "quest 10%"  # 100 bytes and 100 moved, as at 20 %, but a tie goes to the smaller
-    assert pareto.needed(found["quest"]) == ({"device": 100, "host": 0}, 100)
+    assert costs.needed(found["quest"]) == ({"device": 100, "host": 0}, 100)
     assert "h2o" not in found  # not complete
 
 
 def test_the_table_says_what_was_not_reached(table: Comparison) -> None:
-    method, total, of_full, *_, budget, difference, _ = pareto.within_table(table)
+    method, total, of_full, *_, budget, difference, _ = costs.within_table(table)
     assert method.cells == ["quest", "snapkv"]
     assert (total.cells, total.unit) == (["200", "not reached"], "B")
     assert of_full.cells == ["20.0", ""]
@@ -68,7 +68,7 @@ def test_bytes_of_an_example_are_added_up_before_rows_are_compared(tmp_path: Pat
         )
         write_run(tmp_path, [*short, *long], method)
     [found] = comparisons([load(run) for run in find([tmp_path])])
-    method, total, _, device, moved, host, *_ = pareto.within_table(found)
+    method, total, _, device, moved, host, *_ = costs.within_table(found)
     assert method.cells == ["pqcache", "sparq"]
     assert total.values == [4500, 5000]
     assert (device.values, moved.values, host.values) == ([3000, 2000], [1500, 3000], [9000, 6000])
@@ -79,7 +79,7 @@ def test_of_a_conversation_the_turn_counts_that_needs_the_most(tmp_path: Path) -
     write_run(tmp_path, [talk("a", *turns)])
     write_run(tmp_path, [talk("a", *turns)], "quest")
     [found] = comparisons([load(run) for run in find([tmp_path])])
-    assert pareto.within_table(found)[1].values == [14]
+    assert costs.within_table(found)[1].values == [14]
 
 
 def test_where_full_guesses_nothing_is_within_a_point_of_it(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_where_full_guesses_nothing_is_within_a_point_of_it(tmp_path: Path) -> N
         write_run(tmp_path / folder, records(scores), facts={"task_info": {"chance": 0.125}})
         write_run(tmp_path / folder, records(scores), "quest", facts={"task_info": {"chance": 0.125}})
         [found] = comparisons([load(run) for run in find([tmp_path / folder])])
-        assert bool(pareto.within_table(found)) == (folder == "right")
+        assert bool(costs.within_table(found)) == (folder == "right")
 
 
 def test_without_full_there_is_no_such_table(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 10), "quest")
     [found] = comparisons([load(run) for run in find([tmp_path])])
-    assert pareto.within_table(found) == []
+    assert costs.within_table(found) == []

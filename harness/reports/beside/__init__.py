@@ -1,1 +1,0 @@
-"""Tables that stand beside the main one: costs, turns."""
