@@ -121,14 +121,11 @@ def _summary(folder: Path, stored: StoredRun) -> Iterator[str]:
 
 
 def _files(work: Path) -> dict[str, Path]:
-    """All but the blocks of stores, whose names are drawn."""
-    skipped = (f"cache/{KERNELS}", "store/")
+    """All but kernels, and of stores the blocks, whose names are drawn, and the log of the index: one that met a full
+    disk keeps it until it is opened again, which a run that is complete does not do."""
+    kept = re.compile(rf"cache/{KERNELS}|store/.*(\.safetensors|{index.NAME}-wal)$")
     found = {path.relative_to(work).as_posix(): path for path in work.rglob("*") if path.is_file()}
-    return {name: path for name, path in found.items() if not name.startswith(skipped) or _is_no_block(name)}
-
-
-def _is_no_block(name: str) -> bool:
-    return name.startswith("store/") and not name.endswith(".safetensors")
+    return {name: path for name, path in found.items() if not kept.match(name)}
 
 
 def _orphans(work: Path) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_a_run_that_lacks_an_example_is_found(sound: Path, tmp_path: Path) -> No
         "runs/snapkv/.run.json.0123456789abcdef",
         "runs/examples.jsonl.damaged",
         "cache/tasks/ruler/.vt.jsonl.tmp",
-        "store/x/index.sqlite-wal",
+        "store/x/index.sqlite-shm",
         "store/x/blocks/ab/def.partial",
         "store/x/blocks/ab/def.safetensors",
     ],
