@@ -11,10 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from harness.config.compose import built, composed
-from harness.config.errors import is_known, sentence
+from harness.config.errors import exit_code
 from harness.config.nested import flatten
 from harness.config.settings import Settings
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
@@ -27,7 +28,7 @@ from harness.jobs.planning.effective import (
     without_effect_here,
 )
 from harness.jobs.planning.items import Item, prepare
-from harness.terminal.notices import complain, say, warn
+from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
 
 OF_RUNS = (  # keys, or what they begin with
@@ -42,13 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.show < 0:
         parser.error(f"--show {options.show} should be a number of prompts, from 0 on")
-    try:
-        return _lint(options.overrides, options.config_dir, options.show)
-    except Exception as error:
-        if not is_known(error):
-            raise
-        complain(sentence(error))
-        return 2
+    return exit_code(partial(_lint, options.overrides, options.config_dir, options.show))
 
 
 def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> int:

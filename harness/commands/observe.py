@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 import yaml
 
 from harness.config.compose import built, composed
-from harness.config.errors import is_known, sentence
+from harness.config.errors import exit_code
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 from harness.terminal.tables import Column, text_table
@@ -40,21 +41,11 @@ READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     with Stoppable("the same command begins anew") as stop:
-        code = _observe_or_say_why(options)
+        code = exit_code(partial(_observe, options.what, options.overrides, options.config_dir))
     return stop.code or code
 
 
-def _observe_or_say_why(options: argparse.Namespace) -> int:
-    try:
-        return _observe(options.what, options.overrides, options.config_dir)
-    except Exception as error:
-        if not is_known(error):
-            raise
-        complain(sentence(error))
-        return 2
-
-
-def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
+def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
     if what not in OBSERVATIONS:
         raise SettingsError(f"There is no observation {what!r}{suggestion(what, OBSERVATIONS)}")
     observation, others = _observation(what, words)
@@ -69,7 +60,6 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     say(f"{observation.title}: {result['model']['name']}, {result['prompt']['tokens']} tokens\n")
     say(text_table(_columns(observation.columns, result["layers"])))
     say(f"\nFigures and picture: {folder}")
-    return 0
 
 
 def _observation(what: str, words: Sequence[str]) -> tuple[Any, list[str]]:

@@ -12,14 +12,15 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.errors import is_known, sentence
+from harness.config.errors import exit_code
 from harness.config.settings import SettingsError
 from harness.results.files import canonical, write_atomically, write_json
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 
@@ -35,19 +36,8 @@ ROOT = Path("results/runs/simulations")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     with Stoppable("the same command begins anew") as stop:
-        code = _simulate_or_say_why(options)
+        code = exit_code(partial(_simulate, options))
     return stop.code or code
-
-
-def _simulate_or_say_why(options: argparse.Namespace) -> int:
-    try:
-        _simulate(options)
-    except Exception as error:
-        if not is_known(error):
-            raise
-        complain(sentence(error))
-        return 2
-    return 0
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -13,14 +13,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from harness.config import grids
 from harness.config.compose import built, composed
-from harness.config.errors import is_known, one_sentence
+from harness.config.errors import exit_code
 from harness.config.settings import Results
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import complain, say, say_once, warn
+from harness.terminal.notices import say, say_once, warn
 from harness.terminal.paths import typed
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
@@ -36,17 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forget()
     line = f"python -m harness.tune {shlex.join(given)}"
     with Stoppable(f"to go on: {line}") as stop:
-        code = _tune_or_say_why(options, line)
+        code = exit_code(partial(_tune, options, line))
     return stop.code or code
-
-
-def _tune_or_say_why(options: argparse.Namespace, command: str) -> int:
-    try:
-        _tune(options, command)
-    except Exception as error:
-        complain(one_sentence(error))
-        return 2 if is_known(error) else 1
-    return 0
 
 
 def _tune(options: argparse.Namespace, command: str) -> None:
@@ -68,16 +60,12 @@ def _tune(options: argparse.Namespace, command: str) -> None:
     say("\n".join(plan.lines()))
     if settings.dry_run:
         return
-    found = search(plan, _say)
+    found = search(plan, warn)
     say("\n" + "\n".join(found.lines()))
     preset.write(path, asked.chosen["method"], found.method, [found.headline, command, *found.provenance()])
     drawn = curves.draw(found.curves, found.full, out / f"{name}.png", f"{names['method']}: {plan.title}")
     say("\n".join(f"wrote {file}" for file in (path, *drawn)))
     say(f"run it: python -m harness --config-dir {out} method={name} ...")
-
-
-def _say(line: str) -> None:
-    warn(line)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.config.plugins import spell, suggestion
 from harness.config.settings import NESTED, Settings
+from harness.terminal.notices import complain
 from harness.terminal.visible import visible
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +63,16 @@ def one_sentence(error: BaseException) -> str:
         return f"{text.rstrip('.')} ({line}). {notes[0]}" if line and notes and isinstance(error, ValueError) else text
     where = notes[0] if notes else f"The traceback is in {_kept(error)}."
     return f"{type(error).__name__}: {sentence(error).rstrip('.')}{f' ({line})' * bool(line)}. {where}"
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """What a command exits with: the code of its work, 0 where that gives none. An error is said in one sentence; it
+    gives 2 where it is the user's to fix, else 1."""
+    try:
+        return work() or 0
+    except Exception as error:
+        complain(one_sentence(error))
+        return 2 if is_known(error) else 1
 
 
 def own_line(error: BaseException) -> str | None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from harness.config.errors import is_known, one_sentence
+from harness.config.errors import exit_code
 from harness.terminal.lasting import lasting_output
 from harness.terminal.notices import say_once
 from harness.terminal.paths import typed
@@ -28,17 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
     with Stoppable("the same command goes on behind the runs that are finished") as stop:
-        code = _serve_or_say_why(options)
+        code = exit_code(partial(_serve, options))
     return stop.code or code
-
-
-def _serve_or_say_why(options: argparse.Namespace) -> int:
-    try:
-        _serve(options)
-    except Exception as error:
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return 2 if is_known(error) else 1
-    return 0
 
 
 def _serve(options: argparse.Namespace) -> None:
