@@ -121,9 +121,9 @@ def _summary(folder: Path, stored: StoredRun) -> Iterator[str]:
 
 
 def _files(work: Path) -> dict[str, Path]:
-    """All but kernels, and of stores the blocks, whose names are drawn, and the log of the index: one that met a full
-    disk keeps it until it is opened again, which a run that is complete does not do."""
-    kept = re.compile(rf"cache/{KERNELS}|store/.*(\.safetensors|{index.NAME}-wal)$")
+    """All but kernels, and of stores the blocks, whose names are drawn, and the index with its log: a store that met a
+    full disk, or lost its index, is in order when it is opened again, which a run that is complete does not do."""
+    kept = re.compile(rf"cache/{KERNELS}|store/.*(\.safetensors|{index.NAME}(-wal)?)$")
     found = {path.relative_to(work).as_posix(): path for path in work.rglob("*") if path.is_file()}
     return {name: path for name, path in found.items() if not kept.match(name)}
 
