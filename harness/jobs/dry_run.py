@@ -11,8 +11,8 @@ from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured
 from harness.results.alarms.run import alike
+from harness.terminal.notices import say
 from harness.terminal.tables import digits
-from harness.terminal.visible import visible
 from methods.base import CostError
 from methods.full import Full
 
@@ -28,7 +28,7 @@ def show(job: Job, planner: Planner) -> None:
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
         head = f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}"
-        print(visible(f"{head}\n{cut}\n"))
+        say(f"{head}\n{cut}\n")
     lengths = [sum(len(turn.prompt.ids) for turn in item.turns) for item in job.items]
     contexts = list(by_context(job.items))
     info = job.model.describe()
@@ -45,7 +45,7 @@ def show(job: Job, planner: Planner) -> None:
         *([("Full", _beside(full))] if full else ()),
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
     ]
-    print("\n".join(f"{name:<9} {text}" for name, text in rows))
+    say("\n".join(f"{name:<9} {text}" for name, text in rows))
 
 
 def _budget(job: Job) -> str:

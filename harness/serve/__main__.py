@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.config.errors import exit_code
 from harness.terminal.lasting import lasting_output
-from harness.terminal.notices import say_once
+from harness.terminal.notices import say, say_once
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
 
@@ -47,8 +47,8 @@ def _serve(options: argparse.Namespace) -> None:
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
     runs.serve()
-    print(f"\n{runs.text()}")
-    print("\nwrote " + ", ".join(str(path) for path in runs.write()))
+    say(f"\n{runs.text()}")
+    say("\nwrote " + ", ".join(str(path) for path in runs.write()))
 
 
 def _parser() -> argparse.ArgumentParser:

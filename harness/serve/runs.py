@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from harness.serve.plan import Plan
 from harness.serve.run import RUN, SCHEMA, found, served
 from harness.serve.search import Limit, Search
 from harness.serve.traffic import Point
+from harness.terminal.notices import warn
 from harness.terminal.tables import digits, percent
 
 TABLES = "tables"
@@ -66,14 +66,14 @@ class Runs:
         plan.job.remove_leftovers()
         known = found(plan, self.out)
         if known is None:
-            _tell(_coming(plan))
+            warn(_coming(plan))
         made = known or served(plan, self.out)
         figures = made["figures"]
         row = {**made, "figures": figures | cost(figures["busy_s"], self.prices, made["reserved"])}
         self.rows.append((plan, row))
         if self.limit:
             self.searches[plan.point.system].learn(plan.rate, figures[self.limit.key] <= self.limit.seconds)
-        _tell(_said(plan, row, known is not None))
+        warn(_said(plan, row, known is not None))
 
     @property
     def lines(self) -> list[table.Line]:
@@ -116,10 +116,6 @@ class Runs:
             return None
         found = {name: {"highest": one.highest, "broken": one.broken} for name, one in self.searches.items()}
         return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _most(plan: Plan, limit: Limit) -> float:
