@@ -1,18 +1,21 @@
 """KIVI: keeps and reads every token, all but the last in few bits (arXiv 2402.02750, ICML'24).
 
 Keys have channels that are large throughout, so each channel has a range of its own for every `group` tokens. Values
-have no such channels, so each token has a range for every `group` channels. Tokens are quantised `residual` at a time,
-prompt and generated ones alike; those that do not fill such a block wait in full precision.
+have no such channels, so each token has a range for every `group` channels. Keys are quantised `residual` tokens at a
+time, prompt and generated ones alike, and those that do not fill such a block wait in full precision. A value is read
+as codes once `residual` newer ones are there: the last `residual` are always exact, as in the released code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
@@ -22,8 +25,8 @@ from methods.tiers.integers import IntCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """Holds the parameters. bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens are
-    quantised together."""
+    """Holds the parameters. bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens' keys are
+    quantised together, and how many values are never codes yet."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
@@ -34,16 +37,15 @@ class Kivi(Method):
         group_rule="-",
         dense_layers="none",
         sinks="-",
-        window="up to {residual} last tokens in full precision",
-        on_device="codes of {bits} bits, two fp16 numbers for every {group} codes, the last tokens",
+        window="the last {residual} values and up to {residual} last keys in full precision",
+        on_device="codes of {bits} bits, two fp16 numbers for every {group} codes, the last keys and values",
         on_host="all codes and the ranges of values: each step moves them back",
         index_cost="none",
         budget="not used",
         deviations=(
-            "values are quantised together with their keys, a block of {residual} tokens at a time, where the released "
-            "code keeps the last {residual} values and quantises one per step. A range is widened to what fp16 can "
-            "hold, so that its ends are not cut off. Attention unpacks all codes in each step; the released code's "
-            "CUDA kernel does so on the way, and gains speed by it"
+            "values have codes from when their keys have, beside which the last {residual} are held and read in full "
+            "precision. A range is widened to what fp16 can hold, so that its ends are not cut off. Attention unpacks "
+            "all codes in each step; the released code's CUDA kernel does so on the way, and gains speed by it"
         ),
         later_turns="reads what earlier turns left in {bits} bits, its prefill too",
     )
@@ -72,7 +74,10 @@ class Kivi(Method):
         if not (quantised := self.whole_blocks(case.sealed)):
             return costs.dense(case)
         room = self.whole_blocks(case.capacity)
-        return Cost(self.residual * case.row_bytes) + costs.pool(case, self.codec, room, quantised)
+        exact = self.residual * (
+            case.row_bytes + case.row_bytes // 2
+        )  # keys and values that wait, and values with codes
+        return Cost(exact) + costs.pool(case, self.codec, room, quantised)
 
     def check_model(self, spec: LayerSpec) -> None:
         self.codec.check(spec.head_dim)
@@ -82,9 +87,12 @@ class Kivi(Method):
 
 
 class KiviLayer(Layer, capturable=True):
-    """Holds the tokens that wait in its store."""
+    """Holds the tokens that wait in its store, and the values of the block before them."""
 
     method: Kivi
+    values: Tensor | None = (
+        None  # [B G residual D], exact, of the last tokens that are codes; read while they are recent
+    )
 
     def seal(self) -> None:
         super().seal()
@@ -95,6 +103,33 @@ class KiviLayer(Layer, capturable=True):
         self._quantise()
         return out
 
+    def attend_all(self, q: Tensor) -> Tensor:
+        if self.far is None:
+            return super().attend_all(q)
+        k, v, *_ = self.far.whole()
+        return self.attend(q, Segment(k, self._with_recent(v, self.store.length - 1)), self.store.since(0))
+
+    def bring_back(self) -> None:
+        waiting, quantised = self.store.length, self.away
+        super().bring_back()
+        if quantised:
+            stored = self.store.v[:, :, :quantised]
+            stored.copy_(self._with_recent(stored.clone(), waiting))
+        self.values = None
+
+    @property
+    def bytes_read(self) -> float:
+        recent = 0 if self.values is None else self.values[:, :, : 1 + self.method.residual - self.store.length].nbytes
+        return super().bytes_read + recent
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | ({} if self.values is None else {"recent": self.values})
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        recent = state.get("recent")
+        self.values = None if recent is None else recent.to(self.request.device, copy=True)
+
     def capture_refusal(self) -> str | None:
         after = self.store.length + self.request.capacity - self.stored
         if after >= self.method.residual:
@@ -104,13 +139,24 @@ class KiviLayer(Layer, capturable=True):
     def new_pool(self, room: int) -> Pool:
         return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
 
+    def _with_recent(self, v: Tensor, newer: int) -> Tensor:
+        """Return v [B G S D], decoded, with exact values of the tokens that fewer than `residual` came after; `newer`
+        are not codes. A step may be captured: what it leaves as codes is told on the device."""
+        assert self.values is not None
+        count = self.method.residual
+        at = torch.arange(count, device=v.device).view(-1, 1)
+        old = at < self.cache.counters.tensor(newer, v.device)
+        v[:, :, -count:] = torch.where(old, v[:, :, -count:], self.values)
+        return v
+
     def _quantise(self) -> None:
-        waiting = self.store
+        waiting, each = self.store, self.method.residual
         count = self.method.whole_blocks(waiting.length)
         if not count:
             return
         if self.far is None:
             self.far = self.new_pool(self.request.capacity)
         self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
-        self.store = KVStore(self.spec, self.cache, self.method.residual)
+        self.values = waiting.v[:, :, count - each : count].clone()
+        self.store = KVStore(self.spec, self.cache, each)
         self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])
