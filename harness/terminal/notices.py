@@ -18,7 +18,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """What is left out or was not as asked, on stderr; the command goes on."""
+    """How far a command is, what is left out or was not as asked, on stderr, at once; it goes on."""
     print(visible(text), file=sys.stderr, flush=True)
 
 

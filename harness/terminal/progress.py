@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from harness.terminal.notices import warn
+
 T = TypeVar("T")
 EVERY_S = 30.0  # between two lines of a log
 _counter: ContextVar[str] = ContextVar("counter", default="")  # "job 3/12 "
@@ -45,7 +47,7 @@ def announce(label: str, folder: Path, found: int, wanted: int) -> None:
         return
     _named.add(folder)
     state = "finished, reused" if found >= wanted else f"resumed, {found} of {wanted} were done" if found else "new"
-    _say(f"{label}: {state}: {folder}")
+    warn(f"{_counter.get()}{label}: {state}: {folder}")
 
 
 def progress(
@@ -83,8 +85,4 @@ def _lines(made: Iterator[T], label: str, wanted: int, what: str, clock: Callabl
         yield one
         if done == wanted or clock() - last >= EVERY_S:
             last = clock()
-            _say(f"{label}: {done}/{wanted} {what}, {last - begun:.0f} s")
-
-
-def _say(line: str) -> None:
-    print(f"{_counter.get()}{line}", file=sys.stderr, flush=True)
+            warn(f"{_counter.get()}{label}: {done}/{wanted} {what}, {last - begun:.0f} s")

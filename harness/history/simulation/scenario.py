@@ -14,7 +14,7 @@ from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
 from harness.history.placement import without_copies
 from harness.history.policies import POLICIES
-from harness.history.simulation.trace import Conversation, drawn, read
+from harness.history.simulation.trace import TracedConversation, drawn, read
 from harness.terminal.paths import typed
 from methods.tiers.tier import DISK, HOST, TIERS
 
@@ -81,7 +81,7 @@ class Scenario:
     def write_buffer_bytes(self) -> float:
         return inf if self.write_buffer is None else size("write_buffer", self.write_buffer)
 
-    def trace(self) -> list[Conversation]:
+    def trace(self) -> list[TracedConversation]:
         if self.data:
             return read(typed(self.data, "data="), self.sessions, self.rate, seed=self.seed, think_s=self.think_s)
         shape = {"question_share": self.question_share, "correlation": self.correlation}

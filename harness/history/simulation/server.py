@@ -20,7 +20,7 @@ from harness.history.policies import POLICIES
 from harness.history.simulation.costs import Costs
 from harness.history.simulation.disk import SimulatedDisk
 from harness.history.simulation.scenario import RECOMPUTE, Scenario
-from harness.history.simulation.trace import Conversation, TurnLengths
+from harness.history.simulation.trace import TracedConversation, TurnLengths
 from methods.tiers.tier import DISK, HOST
 
 
@@ -62,7 +62,7 @@ class Server:
         self.jobs: list[ServedTurn] = []
         self.moves: list[Move] = []
 
-    def serve(self, trace: Sequence[Conversation]) -> list[ServedTurn]:
+    def serve(self, trace: Sequence[TracedConversation]) -> list[ServedTurn]:
         self._last_s = max(one.start_s for one in trace)
         self.states = {one.name: OpenConversation(one) for one in trace}
         self._coming = [(at, next(self._order), one.name) for one in trace for at in self._known(one)]
@@ -77,7 +77,7 @@ class Server:
                 self.now_s = self._coming[0][0]
         return self.jobs
 
-    def _known(self, conversation: Conversation) -> Sequence[float]:
+    def _known(self, conversation: TracedConversation) -> Sequence[float]:
         """When questions come, as far as that does not depend on answers."""
         if self.scenario.arrivals == "answered":
             return [conversation.start_s]
@@ -247,7 +247,7 @@ class OpenConversation:
     """`history`: tokens of it that are in the context, window and cuts considered. `blocks`: tokens of the blocks in
     which the store has them, by name; a block is never changed, only made anew under another name."""
 
-    conversation: Conversation
+    conversation: TracedConversation
     turn: int = 0
     history: int = 0
     running: bool = False

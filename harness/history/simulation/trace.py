@@ -32,7 +32,7 @@ class TurnLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TracedConversation:
     """`think_s`: from an answer to the next question, one less than there are turns."""
 
     name: str
@@ -48,7 +48,7 @@ class TraceError(ValueError):
 @lru_cache(maxsize=4)
 def drawn(
     sessions: int, rate: float, *, seed: int = 0, think_s: float, question_share: float, correlation: float
-) -> list[Conversation]:
+) -> list[TracedConversation]:
     """`rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law. `question_share`: of a
     turn's tokens. `correlation`: of the normal variables behind turns and tokens, as more turns have more tokens."""
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def drawn(
 
 
 @lru_cache(maxsize=4)
-def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: float) -> list[Conversation]:
+def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: float) -> list[TracedConversation]:
     """Of a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations drawn in random
     order, all at most once. Tokens are counted as 4 characters each."""
     rng = np.random.default_rng(seed)
@@ -80,12 +80,12 @@ def rows_in(path: Path, key: str, shape: Shape = ANY) -> list[Row]:
     return rows_of(content, key, shape).rows
 
 
-def statistics(trace: Sequence[Conversation]) -> dict[str, float]:
+def statistics(trace: Sequence[TracedConversation]) -> dict[str, float]:
     """What a stand-in has to be judged by."""
     return law.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
 
 
-def cuts(trace: Sequence[Conversation], window: int) -> dict[str, float]:
+def cuts(trace: Sequence[TracedConversation], window: int) -> dict[str, float]:
     """What a window takes from single turns, before any history is cut: shares of turns and tokens."""
     turns = [turn for one in trace for turn in one.turns]
     kept = [turn.within(window) for turn in turns]
@@ -99,11 +99,11 @@ def cuts(trace: Sequence[Conversation], window: int) -> dict[str, float]:
 
 def timed(
     names: Sequence[str], turns: Sequence[Sequence[TurnLengths]], rate: float, think_s: float, rng: np.random.Generator
-) -> list[Conversation]:
+) -> list[TracedConversation]:
     """With times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
     return [
-        Conversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))
+        TracedConversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))
         for name, start, own in zip(names, starts, turns, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.outcome import simulated
 from harness.history.simulation.scenario import Scenario, scenarios
 from harness.history.simulation.server import ServedTurn, Server
-from harness.history.simulation.trace import Conversation, TurnLengths, cuts, drawn, statistics
+from harness.history.simulation.trace import TracedConversation, TurnLengths, cuts, drawn, statistics
 
 GB = 10**9
 
@@ -29,13 +29,13 @@ def priced(window: int = 1000, batch: int = 2) -> Costs:
     return Costs(Hardware(pcie_bytes_per_s=10 * GB, disk_bytes_per_s=2 * GB), prices, {"toy": model})
 
 
-def served(trace: list[Conversation], prices: Costs | None = None, **settings: object) -> list[ServedTurn]:
+def served(trace: list[TracedConversation], prices: Costs | None = None, **settings: object) -> list[ServedTurn]:
     scenario = Scenario(model="toy", **{"host": "1TB", "disk": "1TB", "copies": False, "write_buffer": None} | settings)  # type: ignore[arg-type]
     return Server(scenario, prices or priced()).serve(trace)
 
 
-def talk(name: str, start_s: float, *turns: tuple[int, int], think_s: float = 5.0) -> Conversation:
-    return Conversation(name, start_s, tuple(TurnLengths(*turn) for turn in turns), (think_s,) * (len(turns) - 1))
+def talk(name: str, start_s: float, *turns: tuple[int, int], think_s: float = 5.0) -> TracedConversation:
+    return TracedConversation(name, start_s, tuple(TurnLengths(*turn) for turn in turns), (think_s,) * (len(turns) - 1))
 
 
 def test_two_turns_by_hand() -> None:

@@ -85,7 +85,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_for_the_page_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, lines(3, 1.0, 0.2))
     (tmp_path / "file").touch()
-    assert report.main([str(tmp_path), "--html", str(tmp_path / "file")]) == 2
+    assert report.main([str(tmp_path), "--html", str(tmp_path / "file" / "page")]) == 2
     err = capsys.readouterr().err
     assert f"cannot write {tmp_path / 'file'}" in err
     assert "results.root" not in err

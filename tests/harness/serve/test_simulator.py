@@ -18,7 +18,7 @@ from harness.history.policies import POLICIES
 from harness.history.simulation.costs import Costs, Hardware, Prices, Served
 from harness.history.simulation.scenario import Scenario
 from harness.history.simulation.server import OpenConversation, Server
-from harness.history.simulation.trace import Conversation, TurnLengths
+from harness.history.simulation.trace import TracedConversation, TurnLengths
 from harness.history.store import HistoryStore
 from harness.serve.clock import Clock
 from harness.serve.loop import Loop
@@ -51,13 +51,13 @@ class Told(NamedTuple):
     queue_s: float
 
 
-def conversation(one: Session) -> Conversation:
+def conversation(one: Session) -> TracedConversation:
     """As the simulator counts: the last token of an answer, which is never fed, is the next question's first."""
     turns = [
         TurnLengths(len(turn.prompt.ids) + (place > 0), turn.new_tokens - 1)
         for place, turn in enumerate(one.item.turns)
     ]
-    return Conversation(one.name, one.start_s, tuple(turns), one.think_s)
+    return TracedConversation(one.name, one.start_s, tuple(turns), one.think_s)
 
 
 class Knowing(Server):
