@@ -1,4 +1,5 @@
-"""The harness: it knows contracts, never a concrete method or task.
+"""The harness: it knows the contracts of methods and tasks. Of the concrete ones it imports Full, which others are held
+against, and the lengths of conversations (evals/multiturn).
 
     from harness import attached, evaluate
 

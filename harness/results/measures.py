@@ -1,7 +1,8 @@
 """The one table of numbers that are measured of an answer's decode steps. It imports no torch.
 
-A new number is its measurement, an entry of `Generation.measured` (harness/engine/batch/generation.py), and its line
-here: records, summaries, tables, the report page, the CSV, trackers and docs/results.md read this table.
+A new number is its line here and its measurement, an entry of `Generation.measured`: `Slot.finish` makes it
+(harness/engine/batch/slot.py), or `RunningBatch.leave` (running.py beside it) from what a tracer noted. Records,
+summaries, tables, the report page, the CSV, trackers and docs/results.md read this table.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl
         meaning="Bytes copied between the tiers per step, counted where they are copied.",
         unit="bytes",
         head="moved",
-        shown="bytes copied between host and device per step, mean",
+        shown="bytes copied between the tiers per step, mean",
         sort="moved",
         hides_zeros=True,
         since_first=True,

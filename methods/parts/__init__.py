@@ -1,1 +1,2 @@
-"""Holds what several methods share: below the methods, above the contract (methods/base) and the layers."""
+"""Holds code that several methods use. The layers and the methods import it; it imports neither, and stands on the
+contract (methods/base) and the pools."""

@@ -1,4 +1,4 @@
-"""This is the storage floor: where rows of keys and values lie, and how they are written.
+"""Says where rows of keys and values lie (device, host memory, disk), how they are written, and how they move.
 
 It is plain torch that takes a device and a folder, and knows no method, no request and no conversation.
 `methods/pools/` and `harness/history/` stand on it. `tier.py` and `codecs.py` are tables that import no torch, for

@@ -30,7 +30,7 @@ def seal(cache: KVCache) -> float:
 UNION_EVERY = 8  # steps: to count a union costs a few percent of one
 
 
-class Clock:
+class SlotClock:
     """Seconds since `began`, but for those in which it was paused."""
 
     def __init__(self, began: float) -> None:
@@ -59,7 +59,7 @@ class Slot:
     ) -> None:
         """question [B Q]: what is decoded before the first token (protocol=context)."""
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
-        self.clock = Clock(began)
+        self.clock = SlotClock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.parts: list[dict[str, float]] = []  # of each step that was clocked (harness/engine/trace.py)
         self.read: list[float] = []  # bytes that each of the traced steps read, where all layers say
