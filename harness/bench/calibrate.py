@@ -26,7 +26,7 @@ class Limits(TypedDict):
     matmul_gflop_s: dict[str, float]
 
 
-class Limit(NamedTuple):
+class MeasuredSpeed(NamedTuple):
     """The best of many tries, since the limit is asked for."""
 
     what: str
@@ -43,17 +43,17 @@ def calibrate(device: torch.device, budget_s: float = 5.0) -> Limits:
     return {"read_gb_s": found[best], "read_by": best, "matmul_gflop_s": products}
 
 
-def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[Limit]:
+def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[MeasuredSpeed]:
     """Of every way to read, then of products in every dtype."""
     readers = _readers(device)
     share, side = budget_s / (len(readers) + len(DTYPES)), SIDE[device.type]
     memory = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.int32, device=device)
     for what, read in readers.items():
         tries = _tries(partial(read, memory), device, share)
-        yield Limit(what, "GB/s", memory.nbytes / min(tries) / 1e9, tries)
+        yield MeasuredSpeed(what, "GB/s", memory.nbytes / min(tries) / 1e9, tries)
     for what, dtype in DTYPES.items():
         tries = _tries(_product(side, dtype, device), device, share)
-        yield Limit(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
+        yield MeasuredSpeed(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
 
 
 def told(device: str) -> Limits:

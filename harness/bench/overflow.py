@@ -49,7 +49,7 @@ class Way(NamedTuple):
     never: bool = False
 
 
-class Read(NamedTuple):
+class Reading(NamedTuple):
     nll: float  # nats per token
     seconds: float  # until the shorter history was there
 
@@ -65,7 +65,7 @@ def ways(sinks: int) -> dict[str, Way]:
     }
 
 
-class Reader:
+class OverflowReader:
     """Reads texts under an attached Full, by its model's own forward."""
 
     def __init__(self, kv: Attachment, window: int, ratio: float, turn: int) -> None:
@@ -73,13 +73,13 @@ class Reader:
         self.rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
 
     @torch.inference_mode()
-    def read(self, text: Tensor, chosen: Mapping[str, Way]) -> dict[str, Read]:
+    def read(self, text: Tensor, chosen: Mapping[str, Way]) -> dict[str, Reading]:
         """text [1 S] with the window's tokens first, which are read once."""
         full = self._fresh(text.shape[1])
         self._logits(full, text[:, : self.window])
         return {name: self._read(full, text, way) for name, way in chosen.items()}
 
-    def _read(self, cache: KVCache, text: Tensor, way: Way) -> Read:
+    def _read(self, cache: KVCache, text: Tensor, way: Way) -> Reading:
         held, costs, seconds = self.window, list[Tensor](), 0.0
         if way.never:  # the others need the window as it is
             window, cache = cache, self._fresh(text.shape[1])
@@ -93,7 +93,7 @@ class Reader:
             logits = self._logits(cache, new)
             costs.append(cross_entropy(logits[0, :-1].float(), new[0, 1:], reduction="none"))
             held += new.shape[1]
-        return Read(float(torch.cat(costs).mean()), seconds)
+        return Reading(float(torch.cat(costs).mean()), seconds)
 
     def _shorter(self, cache: KVCache, text: Tensor, keep: int, way: Way) -> KVCache:
         fresh = self._fresh(self.window)
@@ -116,7 +116,7 @@ class Reader:
         return logits
 
 
-def row(name: str, read: Sequence[Read], recomputed: Sequence[Read]) -> dict[str, Any]:
+def row(name: str, read: Sequence[Reading], recomputed: Sequence[Reading]) -> dict[str, Any]:
     """Of all texts so far, with 95 % intervals."""
     nll, base = ([one.nll / MOST for one in some] for some in (read, recomputed))
     own, same = stats.interval(nll, [""] * len(nll)), stats.paired(nll, base, [""] * len(nll))
@@ -179,9 +179,9 @@ def main(options: argparse.Namespace) -> None:
         f"ratio {options.ratio:g}, {options.new} tokens in turns of {options.turn}"
     )
     report = output.Report("overflow", title, options, TABLE, model=loaded.name)
-    found: dict[str, list[Read]] = {name: [] for name in ways(options.sinks)}
+    found: dict[str, list[Reading]] = {name: [] for name in ways(options.sinks)}
     with attached(loaded.model, Full()) as kv:
-        reader = Reader(kv, options.window, options.ratio, options.turn)
+        reader = OverflowReader(kv, options.window, options.ratio, options.turn)
         for number, text in enumerate(texts(wikitext, source, settings, tokens), start=1):
             if report.out_of_time(f"text {number}"):
                 continue

@@ -94,7 +94,7 @@ class CanonicalCheck(ABC):
 
 
 @dataclass(frozen=True)
-class Score(CanonicalCheck):
+class ScoreCheck(CanonicalCheck):
     """A run whose score must lie in the interval of the recorded one."""
 
     name: str
@@ -183,10 +183,10 @@ def _generated(loaded: LoadedModel, record: Record) -> list[int]:
 NEEDLES = ("task=niah", "task.lengths=[512,1024]", "task.depths=5")
 RULER = ("task=ruler", "task.tasks=[niah_single_2,niah_multivalue]", "task.lengths=[1024]", "task.samples=5")
 CHECKS: tuple[CanonicalCheck, ...] = (
-    Score("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}"),
-    Score("Full on RULER", ("method=full", *RULER), f"prompts or scorer differ: {VERSIONS}; "
+    ScoreCheck("Full on needles", ("method=full", *NEEDLES), f"model or chat template differ: {VERSIONS}"),
+    ScoreCheck("Full on RULER", ("method=full", *RULER), f"prompts or scorer differ: {VERSIONS}; "
           "`python -m harness.lint task=ruler --show 1` shows a prompt"),
-    Score("PQCache on needles", ("method=pqcache", "budget=0.2", *NEEDLES), "if Full is right above, a kernel "
+    ScoreCheck("PQCache on needles", ("method=pqcache", "budget=0.2", *NEEDLES), "if Full is right above, a kernel "
           "is wrong here: run `python -m pytest tests/kernels tests/methods`, and report what fails"),
     SameTokens("Full is generate", ("method=full", *NEEDLES), f"this engine and transformers part: {VERSIONS}"),
     Perplexity("perplexity, fp32", "fp32", f"the model's numbers differ: {VERSIONS}", within=0.002),

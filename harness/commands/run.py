@@ -30,7 +30,7 @@ from harness.config.overrides import Overrides, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
 from harness.config.words import SWEEP, asks_hydra
 from harness.jobs.planning.planner import Planner
-from harness.sweeps.group import Group
+from harness.sweeps.group import JobGroup
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
@@ -92,7 +92,7 @@ class Command:
         """A single command, or one that writes nothing: without a ledger."""
         planner, labels, self.jobs = Planner(), _labels(jobs), len(jobs)
         for numbers in groups(jobs):
-            group = Group([jobs[number] for number in numbers], words.partial, planner)
+            group = JobGroup([jobs[number] for number in numbers], words.partial, planner)
             group.run()
             self.finished += group.folders
             for trouble in group.troubles:

@@ -28,10 +28,10 @@ _PACKAGE = "# @package _global_"
 
 
 @dataclass(frozen=True)
-class Layer:
+class ExperimentFile:
     """One file: what it chooses, what it sets, what it sweeps. Keys are dotted, as on the command line."""
 
-    file: Path
+    path: Path
     chosen: Mapping[str, str]  # group -> name, from `override /method: ...`
     values: Mapping[str, Any]
     grid: Mapping[str, str]  # hydra.sweeper.params, as written
@@ -44,23 +44,23 @@ class Experiment:
     folders: tuple[Path, ...] = (CONF,)
 
     @cached_property
-    def layers(self) -> list[Layer]:
+    def files(self) -> list[ExperimentFile]:
         """This file behind those it builds on."""
-        return [*(layer for base in self._bases for layer in base.layers), _layer(self.file, self._content)]
+        return [*(file for base in self._bases for file in base.files), _parsed(self.file, self._content)]
 
     @property
     def grid(self) -> dict[str, str]:
-        return {key: values for layer in self.layers for key, values in layer.grid.items()}
+        return {key: values for file in self.files for key, values in file.grid.items()}
 
     def words(self) -> Iterator[tuple[Path, Override]]:
         """What the files say, in the order in which the last of two words for one key holds, with the file of each."""
-        for layer in self.layers:
-            for key, value in (*layer.chosen.items(), *layer.values.items()):
+        for file in self.files:
+            for key, value in (*file.chosen.items(), *file.values.items()):
                 said = f"{key}={plain(value)}"
-                yield layer.file, Override(OverrideType.CHANGE, key, ValueType.ELEMENT, value, input_line=said)
-        files = {key: layer.file for layer in self.layers for key in layer.grid}
+                yield file.path, Override(OverrideType.CHANGE, key, ValueType.ELEMENT, value, input_line=said)
+        paths = {key: file.path for file in self.files for key in file.grid}
         for key, values in self.grid.items():
-            yield files[key], _swept(files[key], key, values)
+            yield paths[key], _swept(paths[key], key, values)
 
     @property
     def base(self) -> Experiment | None:
@@ -119,7 +119,7 @@ def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
     return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(GROUP, folders)}
 
 
-def _layer(file: Path, content: Mapping[str, Any]) -> Layer:
+def _parsed(file: Path, content: Mapping[str, Any]) -> ExperimentFile:
     overrides = [line for line in content.get("defaults", []) if isinstance(line, dict)]
     named = [(str(key), str(name)) for line in overrides for key, name in line.items()]
     chosen = {key.removeprefix("override").strip(" /"): name for key, name in named}
@@ -129,7 +129,7 @@ def _layer(file: Path, content: Mapping[str, Any]) -> Layer:
         )
     body = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
     params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
-    return Layer(file, chosen, dict(_dotted(body)), {str(key): str(values) for key, values in params.items()})
+    return ExperimentFile(file, chosen, dict(_dotted(body)), {str(key): str(values) for key, values in params.items()})
 
 
 def _dotted(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -19,14 +19,14 @@ ENDS = re.compile(r"\n|[.!?](?=\s)")
 
 
 @dataclass(frozen=True, slots=True)
-class Needle:
+class LocatedNeedle:
     """One answer. `positions`: of the tokens of its sentences in the prompt, ascending; none where all were cut."""
 
     answer: str
     positions: tuple[int, ...]
 
 
-def needles(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> list[Needle]:
+def needles(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> list[LocatedNeedle]:
     """One per reference that the uncut context holds; none at all for a text that is fed (teacher forcing)."""
     if example.teacher_forced:
         return []
@@ -36,11 +36,11 @@ def needles(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> list[Need
     for answer in known:
         spans = [_sentence(prompt.text, example, *place) for place in _places(prompt.text, answer)]
         tokens = {token + prompt.bos_added for span in spans for token in _tokens(ends, *span)}
-        found.append(Needle(answer, tuple(sorted(token for token in tokens if token < prompt.split))))
+        found.append(LocatedNeedle(answer, tuple(sorted(token for token in tokens if token < prompt.split))))
     return found
 
 
-def missing(found: Sequence[Needle], output: str) -> list[Needle]:
+def missing(found: Sequence[LocatedNeedle], output: str) -> list[LocatedNeedle]:
     """Those whose answer is not in the output; all of them where every answer is there."""
     return [needle for needle in found if plain(needle.answer) not in plain(output)] or list(found)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from harness.diagnosis.ladder import cause
-from harness.diagnosis.needles import Needle, missing, needles, plain
+from harness.diagnosis.needles import LocatedNeedle, missing, needles, plain
 from harness.diagnosis.probe import Reads
 from harness.diagnosis.replay import Replay, Replayed
 from harness.engine.attach import Attachment
@@ -67,8 +67,8 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
 
         def lines() -> Iterator[Record]:
             for record in pending:
-                case = Case(runner, full, items[record.id], record)
-                stored.append(job.folder, case.line(), info)
+                answer = WrongAnswer(runner, full, items[record.id], record)
+                stored.append(job.folder, answer.line(), info)
                 yield record
 
         wanted = [len(items[record.id].prompt.ids) for record in pending]
@@ -78,14 +78,14 @@ def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> No
 
 
 @dataclass
-class Case:
+class WrongAnswer:
     """One wrong answer."""
 
     runner: Runner
     full: Attachment
     item: Item
     record: Record
-    lost: list[Needle] = field(init=False)  # needles whose answers are missing
+    lost: list[LocatedNeedle] = field(init=False)  # needles whose answers are missing
 
     def __post_init__(self) -> None:
         found = needles(self.item.example, self.item.prompt, self.runner.loaded.tokenizer)

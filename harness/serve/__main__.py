@@ -38,12 +38,12 @@ def _serve(options: argparse.Namespace) -> None:
     from harness.history.simulation import costs
     from harness.results.files import unwritable
     from harness.serve.runs import Runs
-    from harness.serve.search import Limit
+    from harness.serve.search import FirstTokenLimit
     from harness.serve.traffic import points
 
     if why := unwritable(options.out):
         raise SettingsError(f"--out {options.out} cannot be written, for {why}: name another folder.")
-    limit = Limit.read(options.limit) if options.limit is not None else None
+    limit = FirstTokenLimit.read(options.limit) if options.limit is not None else None
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
     runs.serve()

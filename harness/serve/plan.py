@@ -22,14 +22,14 @@ VERSION = 2  # of the loop: goes up when its times mean something else
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     point: Point
     job: Job
     sessions: list[Session]
     rate: float  # new sessions per second
 
     @classmethod
-    def of(cls, point: Point, config_dirs: Sequence[Path] = ()) -> Plan:
+    def of(cls, point: Point, config_dirs: Sequence[Path] = ()) -> ServingPlan:
         traffic = point.traffic
         config = composed(point.words, config_dirs)
         recorded = trace.read(typed(traffic.replay, "replay=")) if traffic.replay else None
@@ -54,7 +54,7 @@ class Plan:
             sessions, rate = trace.drawn(job.items, seed=settings.seed, think_s=traffic.think_s), 1.0
         return cls(point, job, sessions, rate).at(traffic.rate or rate)
 
-    def at(self, rate: float) -> Plan:
+    def at(self, rate: float) -> ServingPlan:
         """The same conversations at another rate."""
         return replace(
             self, point=self.point.at(rate), sessions=trace.stretched(self.sessions, self.rate / rate), rate=rate

@@ -22,7 +22,7 @@ from harness.serve.answer import Answer
 from harness.serve.clock import CLOCKS
 from harness.serve.figures import figures
 from harness.serve.loop import Loop
-from harness.serve.plan import Plan
+from harness.serve.plan import ServingPlan
 from harness.terminal.progress import progress
 from kernels.temporary import TemporaryFolder
 
@@ -31,13 +31,13 @@ RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
 Row = dict[str, Any]
 
 
-def found(plan: Plan, out: Path) -> Row | None:
+def found(plan: ServingPlan, out: Path) -> Row | None:
     """What serving.json holds of the run, where an earlier command has made it."""
     file = out / plan.folder / RUN
     return read_json(file) if file.is_file() else None
 
 
-def served(plan: Plan, out: Path) -> Row:
+def served(plan: ServingPlan, out: Path) -> Row:
     """What serving.json holds of the run, from now on."""
     folder = out / plan.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def served(plan: Plan, out: Path) -> Row:
     return row
 
 
-def _serve(plan: Plan, folder: Path) -> Row:
+def _serve(plan: ServingPlan, folder: Path) -> Row:
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
     if job.settings.threads is not None:
@@ -87,14 +87,14 @@ def _fresh(settings: Settings) -> Iterator[Settings]:
         yield replace(settings, store=replace(settings.store, folder=str(folder)))
 
 
-def _told(answers: Iterator[Answer], plan: Plan) -> Iterator[Answer]:
+def _told(answers: Iterator[Answer], plan: ServingPlan) -> Iterator[Answer]:
     """How far they are, on stderr."""
     turns = [1 for one in plan.sessions for _ in one.item.turns]
     shown = plan.job.settings.progress
     return progress(answers, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn")
 
 
-def _lines(plan: Plan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:
+def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:
     """Of turns.jsonl: what was recorded of a turn, with its text and score."""
     items = {one.name: one.item.turns for one in plan.sessions}
     for answer in answers:

@@ -12,9 +12,9 @@ from harness.history.simulation.costs import Prices
 from harness.results.files import canonical, write_atomically, write_json
 from harness.serve import table
 from harness.serve.figures import cost
-from harness.serve.plan import Plan
+from harness.serve.plan import ServingPlan
 from harness.serve.run import RUN, SCHEMA, found, served
-from harness.serve.search import Limit, Search
+from harness.serve.search import FirstTokenLimit, RateSearch
 from harness.serve.traffic import Point
 from harness.terminal.notices import warn
 from harness.terminal.tables import digits, percent
@@ -31,21 +31,21 @@ class Runs:
         points: Sequence[Point],
         out: Path,
         prices: Prices,
-        limit: Limit | None = None,
+        limit: FirstTokenLimit | None = None,
         config_dirs: Sequence[Path] = (),
     ) -> None:
         self.out, self.prices, self.limit = out, prices, limit
-        self.systems: dict[str, Plan] = {}
+        self.systems: dict[str, ServingPlan] = {}
         self.plans = [self._plan(point, config_dirs) for point in points]
-        self.rows: list[tuple[Plan, Row]] = []
+        self.rows: list[tuple[ServingPlan, Row]] = []
         rates = sorted({plan.rate for plan in self.plans})
         self.searches = {}
         if limit:
-            self.searches = {name: Search(rates, _most(plan, limit)) for name, plan in self.systems.items()}
+            self.searches = {name: RateSearch(rates, _most(plan, limit)) for name, plan in self.systems.items()}
 
-    def _plan(self, point: Point, config_dirs: Sequence[Path]) -> Plan:
+    def _plan(self, point: Point, config_dirs: Sequence[Path]) -> ServingPlan:
         if point.system not in self.systems:
-            self.systems[point.system] = Plan.of(point, config_dirs)
+            self.systems[point.system] = ServingPlan.of(point, config_dirs)
         known = self.systems[point.system]
         return known.at(point.traffic.rate or known.rate)
 
@@ -56,13 +56,13 @@ class Runs:
             for plan in added:
                 self._serve(plan)
 
-    def _added(self) -> Iterator[Plan]:
+    def _added(self) -> Iterator[ServingPlan]:
         """The next step of every search, so that the systems take turns."""
         for system, search in self.searches.items():
             if (rate := search.next()) is not None:
                 yield self.systems[system].at(rate)
 
-    def _serve(self, plan: Plan) -> None:
+    def _serve(self, plan: ServingPlan) -> None:
         plan.job.remove_leftovers()
         known = found(plan, self.out)
         if known is None:
@@ -118,26 +118,26 @@ class Runs:
         return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
 
 
-def _most(plan: Plan, limit: Limit) -> float:
+def _most(plan: ServingPlan, limit: FirstTokenLimit) -> float:
     """The rate at which all sessions come within the seconds of the limit."""
     return len(plan.sessions) / limit.seconds
 
 
-def _coming(plan: Plan) -> str:
+def _coming(plan: ServingPlan) -> str:
     """A run before it begins: how much there is to do, and how long that takes at least."""
     turns, last_s = sum(len(one.item.turns) for one in plan.sessions), max(one.start_s for one in plan.sessions)
     waits = f", the last session comes after {last_s:.0f} s" if plan.point.traffic.clock == "wall" else ""
     return f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions{waits}"
 
 
-def _said(plan: Plan, row: Row, known: bool) -> str:
+def _said(plan: ServingPlan, row: Row, known: bool) -> str:
     """A run in a line."""
     figures = row["figures"]
     told = f"p90 of TTFT {digits(figures['ttft_p90_s'])} s, hits {percent(figures['hit_rate'])} %"
     return f"{plan.label}: {told}{' (was there already)' * known}"
 
 
-def _found(system: str, search: Search, least: float | None) -> str:
+def _found(system: str, search: RateSearch, least: float | None) -> str:
     """`least`: the highest rate of the system that keeps least."""
     name = f"{system}: " if system else ""
     if search.highest is None:

@@ -15,7 +15,7 @@ CLOSE = 1.1  # ratio of the two rates between which the limit lies
 
 
 @dataclass(frozen=True)
-class Limit:
+class FirstTokenLimit:
     """`p90=2s`: 90 % of the turns have their first token within 2 s of their question."""
 
     quantile: str
@@ -38,7 +38,7 @@ class Limit:
 
 
 @dataclass
-class Search:
+class RateSearch:
     """Of one system. `given`: rates that are run whatever comes of them. `most`: a rate beyond which nothing changes,
     for all sessions are there at once."""
 

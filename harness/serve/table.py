@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.serve.search import Limit
+from harness.serve.search import FirstTokenLimit
 from harness.terminal.tables import Column, number, share, text_table
 from methods.tiers.tier import TIERS
 
@@ -59,7 +59,7 @@ def spreadsheet(lines: Sequence[Line]) -> str:
     return text.getvalue()
 
 
-def draw(lines: Sequence[Line], path: Path, title: str, limit: Limit | None) -> tuple[Path, Path]:
+def draw(lines: Sequence[Line], path: Path, title: str, limit: FirstTokenLimit | None) -> tuple[Path, Path]:
     """A line per system; a PNG at `path`, a PDF beside it."""
     from matplotlib.ticker import LogLocator, NullLocator
 

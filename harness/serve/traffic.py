@@ -35,7 +35,7 @@ INSTEAD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class TrafficSettings:
     """Who comes, and how they are served."""
 
     rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
@@ -52,7 +52,7 @@ class Traffic:
             raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
 
 
-OWN = tuple(field.name for field in fields(Traffic))
+OWN = tuple(field.name for field in fields(TrafficSettings))
 TASK = "task=multiturn"  # where none is named
 OF_STORE = ("store.", "read_buffer")
 OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
@@ -62,7 +62,7 @@ OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 class Point:
     """One run. `words`: those of `python -m harness`; `named`: the keys that vary, with their values here."""
 
-    traffic: Traffic
+    traffic: TrafficSettings
     words: tuple[str, ...]
     named: Mapping[str, str]
 
@@ -103,7 +103,7 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool
     if beside_store:
         chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
     own = {key: word.value for key, word in chosen.items() if key in OWN}
-    traffic = Traffic(**own)
+    traffic = TrafficSettings(**own)
     others = [key for key in chosen if key not in OWN]
     named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if {"task", "replay"} & chosen.keys() else [TASK]

@@ -45,7 +45,7 @@ class Trouble(NamedTuple):
         return getattr(self.error, "__notes__", [])
 
 
-class Group:
+class JobGroup:
     """Jobs that run together, and what becomes of them. Errors are said at once if `aloud`."""
 
     def __init__(self, jobs: Sequence[JobConfig], partial: Partial, planner: Planner, aloud: bool = True) -> None:

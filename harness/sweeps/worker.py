@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import is_memory
 from harness.jobs.planning.planner import Planner
-from harness.sweeps.group import Group
+from harness.sweeps.group import JobGroup
 from harness.sweeps.ledger import Claim, Sweep, examples_in
 from harness.sweeps.session import PATIENCE, SweepSession
 from harness.terminal.progress import numbered
@@ -46,7 +46,7 @@ class _Attempt:
     def run(self, planner: Planner, aloud: bool) -> None:
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or None
         self.claim.note("started", jobs=self.jobs, host=socket.gethostname(), pid=os.getpid(), gpu=gpu)
-        group = Group([self.sweep.jobs[job] for job in self.jobs], self.sweep.partial, planner, aloud)
+        group = JobGroup([self.sweep.jobs[job] for job in self.jobs], self.sweep.partial, planner, aloud)
         try:
             with numbered(self.jobs[0] + 1, len(self.sweep.jobs) if len(self.jobs) == 1 else 1, aloud):
                 group.run(self._plan)
@@ -66,7 +66,7 @@ class _Attempt:
         had = examples_in(self.sweep.root, folders)
         self.claim.note("planned", job=self.jobs[place], **folders, examples=len(job.items), had=had)
 
-    def _became(self, place: int, group: Group) -> dict[str, Any]:
+    def _became(self, place: int, group: JobGroup) -> dict[str, Any]:
         """Done, or failed and why. A job without the Full that it asked for is not done."""
         folder, full = self.planned.get(place, (None, None))
         found = [made for made in group.made if made.folder == folder]

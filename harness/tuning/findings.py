@@ -17,7 +17,7 @@ from harness.results.provenance import git
 from harness.results.records import Record
 from harness.terminal.tables import BYTES, Column, percent, probability, quantity, scaled, text_table
 from harness.tuning.plan import SearchPlan
-from harness.tuning.search import Say, Search
+from harness.tuning.search import ParameterSearch, Say
 from harness.tuning.space import START, Point
 from harness.tuning.trials import Trials
 from methods.base import Method
@@ -27,7 +27,7 @@ from methods.tiers.tier import DEVICE, TIERS
 def search(plan: SearchPlan, say: Say) -> Findings:
     """Runs what is not there yet; the same plan finds the same."""
     trials, held_out = (Trials(plan.space, plan.start) for _ in range(2))
-    searching = Search(plan.space, plan.examples, trials, say)
+    searching = ParameterSearch(plan.space, plan.examples, trials, say)
     best = searching.run()
     say(f"held out: {len(plan.examples.held_out)} examples")
     held_out.run(list(dict.fromkeys([START, best])), "held-out", plan.examples.held_out)
@@ -39,7 +39,7 @@ class Findings:
     """`search` is through; `held_out` ran its `best` point beside the start."""
 
     plan: SearchPlan
-    search: Search
+    search: ParameterSearch
     best: Point
     held_out: Trials
 

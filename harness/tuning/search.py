@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Search:
+class ParameterSearch:
     """`trials` of the examples to choose by; `say` tells how far it is."""
 
     space: Space

@@ -13,7 +13,7 @@ from harness.config.settings import SettingsError
 from harness.history.simulation.costs import load as load_costs
 from harness.history.simulation.outcome import simulated
 from harness.history.simulation.scenario import Scenario, scenarios
-from harness.serve.plan import Plan
+from harness.serve.plan import ServingPlan
 from harness.serve.traffic import OWN, READ, points
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.harness.test_every_setting import OTHERS, STORE, Changes, Other, keys
@@ -143,7 +143,7 @@ def test_every_key_of_serve_makes_another_run(key: str, tmp_path: Path) -> None:
         words = [f"{name}={value}" for name, value in changes.items()]
         try:
             [point] = points(["task=talks", "method=full", *MODEL_ARGS, *words])
-            return Plan.of(point, [folder]).identity
+            return ServingPlan.of(point, [folder]).identity
         except ValueError as error:
             return str(error)
         except OSError as error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.bench import __main__ as bench
-from harness.bench.overflow import TT, Read, Reader, row, ways
+from harness.bench.overflow import TT, OverflowReader, Reading, row, ways
 from harness.engine.attach import attached
 from methods.full import Full
 from tests.tiny import prompt, tiny
@@ -18,9 +18,9 @@ from tests.tiny import prompt, tiny
 WINDOW, NEW, TURN = 64, 64, 16
 
 
-def read(text: torch.Tensor, ratio: float = 0.5) -> dict[str, Read]:
+def read(text: torch.Tensor, ratio: float = 0.5) -> dict[str, Reading]:
     with attached(tiny("llama"), Full()) as kv:
-        return Reader(kv, WINDOW, ratio, TURN).read(text, ways(2))
+        return OverflowReader(kv, WINDOW, ratio, TURN).read(text, ways(2))
 
 
 def test_rows_are_of_what_they_say() -> None:
@@ -44,8 +44,8 @@ def test_recomputing_reads_the_last_tokens_alone() -> None:
 
 
 def test_differences_are_of_the_same_texts() -> None:
-    recomputed = [Read(3 + 0.01 * place, 1.0) for place in range(30)]
-    worse = [Read(one.nll + 0.5 + 0.001 * place, 0.0) for place, one in enumerate(recomputed)]
+    recomputed = [Reading(3 + 0.01 * place, 1.0) for place in range(30)]
+    worse = [Reading(one.nll + 0.5 + 0.001 * place, 0.0) for place, one in enumerate(recomputed)]
     made = row("truncate_cache", worse, recomputed)
     middle, low, high = made["difference"]
     assert low < 0.5145 < high

@@ -17,7 +17,7 @@ from harness.canonical_checks.checks import (
     CheckedModel,
     Perplexity,
     SameTokens,
-    Score,
+    ScoreCheck,
     expected,
     measured,
     verdicts,
@@ -36,7 +36,7 @@ NEEDLES = (
     "generation.max_new_tokens=14",
     "warmup=0",
 )
-SCORE = Score("score", NEEDLES, "look at the model")
+SCORE = ScoreCheck("score", NEEDLES, "look at the model")
 TOKENS = SameTokens("tokens", NEEDLES, "look at the engine", prompts=1)
 TEXT = Perplexity("text", "fp32", "look at the numbers", within=0.002, prompt=64, scored=16)
 SMALL = (SCORE, TOKENS, TEXT)
@@ -82,7 +82,7 @@ def test_an_engine_that_picks_other_tokens_fails(tmp_path: Path, monkeypatch: py
 
 
 def test_a_check_that_cannot_run_fails_and_the_others_go_on(known: dict[str, Any], tmp_path: Path) -> None:
-    broken = Score("score", ("method=full", "task=niah", "task.lengths=[8]"), "advice")
+    broken = ScoreCheck("score", ("method=full", "task=niah", "task.lengths=[8]"), "advice")
     first, second = verdicts(CheckedModel(SmolLM2(), tmp_path), known, (broken, TEXT))
     assert (first.passed, second.passed) == (False, True)
     assert first.found.startswith("TaskError: task.lengths=8 leaves")

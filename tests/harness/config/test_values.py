@@ -14,7 +14,7 @@ from harness.config.values import SettingsError
 from harness.history.simulation.scenario import RANGES as SIMULATED
 from harness.history.simulation.scenario import Scenario
 from harness.serve.traffic import RANGES as SERVED
-from harness.serve.traffic import Traffic
+from harness.serve.traffic import TrafficSettings
 
 
 def settings(kind: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,7 +62,7 @@ def test_a_number_out_of_its_range_is_refused_by_the_name_of_its_key(key: str) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranges"), [(Traffic, SERVED), (Scenario, SIMULATED)], ids=["a server's", "a simulation's"]
+    ("kind", "ranges"), [(TrafficSettings, SERVED), (Scenario, SIMULATED)], ids=["a server's", "a simulation's"]
 )
 def test_so_is_every_number_of_the_other_commands(kind: Any, ranges: dict[str, Any]) -> None:
     numbers = {name for name, hint in get_type_hints(kind).items() if {int, float} & {hint, *get_args(hint)}}

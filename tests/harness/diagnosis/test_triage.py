@@ -20,7 +20,7 @@ from harness.jobs import runner
 from harness.jobs import triage as triage_job
 from harness.jobs.planning.items import prepare
 from harness.jobs.run import evaluate
-from harness.jobs.triage import Case
+from harness.jobs.triage import WrongAnswer
 from harness.models.embedded import SmolLM2
 from harness.results import triage
 from harness.results.files import read_json
@@ -150,7 +150,7 @@ def test_an_answer_that_the_scorer_does_not_see() -> None:
     alone: Any = SimpleNamespace(loaded=SimpleNamespace(tokenizer=MODEL.tokenizer()))
     for output, name in ((f"It is {answer[:1]},{answer[1:4]},{answer[4:]}.", "format"), ("", None)):
         wrong = record(item.example.id, score=0.0, output=output)
-        assert Case(alone, SimpleNamespace(), item, wrong).seen() == name  # type: ignore[arg-type]
+        assert WrongAnswer(alone, SimpleNamespace(), item, wrong).seen() == name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.config.settings import SettingsError
-from harness.serve.search import CLOSE, MOST, Limit, Search
+from harness.serve.search import CLOSE, MOST, FirstTokenLimit, RateSearch
 
 
-def searched(given: list[float], true: float) -> Search:
+def searched(given: list[float], true: float) -> RateSearch:
     """Over a system that keeps its limit up to the rate `true`."""
-    search = Search(given, most=100.0)
+    search = RateSearch(given, most=100.0)
     for _ in range(100):
         if (rate := search.next()) is None:
             return search
@@ -36,16 +36,16 @@ def test_what_no_rate_keeps_and_what_none_breaks_comes_to_an_end() -> None:
 
 
 def test_a_rate_above_a_broken_one_does_not_count() -> None:
-    search = Search([1.0, 2.0, 4.0], most=100.0)
+    search = RateSearch([1.0, 2.0, 4.0], most=100.0)
     for rate, within in ((1.0, True), (2.0, False), (4.0, True)):
         search.learn(rate, within)
     assert search.highest == 1.0
 
 
 def test_limits_are_read_or_refused() -> None:
-    limit = Limit.read("p90=2s")
+    limit = FirstTokenLimit.read("p90=2s")
     assert (limit.key, limit.seconds) == ("ttft_p90_s", 2.0)
-    assert Limit.read("p99=0.5").seconds == 0.5
+    assert FirstTokenLimit.read("p99=0.5").seconds == 0.5
     for wrong in ("p95=2s", "2s", "p90=0s", "p90=-1s", "p90=2ms"):
         with pytest.raises(SettingsError, match="p90=2s"):
-            Limit.read(wrong)
+            FirstTokenLimit.read(wrong)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.tuning.examples import Examples
-from harness.tuning.search import Search, curve_points, most_combinations
+from harness.tuning.search import ParameterSearch, curve_points, most_combinations
 from harness.tuning.space import START, Point, Space
 from harness.tuning.trials import Trials
 from methods.snapkv import SnapKV
@@ -37,7 +37,7 @@ def searched(score: Score, read: Score = lambda values: 20.0) -> tuple[Point, Fa
     trials.score, trials.read = score, read
     said: list[str] = []
     examples = Examples(ROUNDS, [])  # type: ignore[arg-type]
-    return Search(SPACE, examples, trials, said.append).run(), trials, said
+    return ParameterSearch(SPACE, examples, trials, said.append).run(), trials, said
 
 
 def test_values_that_only_win_together_with_others_are_found() -> None:
