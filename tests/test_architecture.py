@@ -61,7 +61,7 @@ HYDRA = {
     "harness/commands/run.py",
     *(
         f"harness/config/{name}.py"
-        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "rivals", "words")
+        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "two_budgets", "words")
     ),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }

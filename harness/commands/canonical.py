@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, say
 from harness.terminal.stopping import Stoppable
 from kernels.temporary import TemporaryFolder

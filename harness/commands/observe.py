@@ -22,7 +22,7 @@ from harness.config.errors import exit_code
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable

@@ -19,10 +19,10 @@ from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
+from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain, warn
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable
-from harness.terminal.visible import visible
 from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first

@@ -34,7 +34,7 @@ from harness.sweeps.group import JobGroup
 from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, complain_once, say_once, tell_of_builds
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable

@@ -18,10 +18,10 @@ from harness.diagnosis.quality import failure
 from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.store import StoredRun, load
+from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.tables import digits
-from harness.terminal.visible import visible
 
 FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from harness.config.errors import exit_code
 from harness.config.settings import SettingsError
 from harness.results.files import canonical, write_atomically, write_json
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable

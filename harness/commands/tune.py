@@ -20,7 +20,7 @@ from harness.config import grids
 from harness.config.compose import built, composed
 from harness.config.errors import exit_code
 from harness.config.settings import Results
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say, say_once, warn
 from harness.terminal.paths import typed
 from harness.terminal.progress import forget

@@ -20,8 +20,8 @@ from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.config.plugins import spell, suggestion
 from harness.config.settings import NESTED, Settings
+from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain
-from harness.terminal.visible import visible
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("evals", "harness", "kernels", "methods")

@@ -21,8 +21,8 @@ from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.renamed import refuse_renamed
-from harness.config.rivals import refuse_two_budgets
 from harness.config.settings import SettingsError
+from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set

@@ -20,7 +20,7 @@ from harness.jobs.job import Job, Presets
 from harness.jobs.triage import triage
 from harness.models.base import ModelSource
 from harness.results.store import StoredRun
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from methods.base import Method, refuse_other_than_method
 
 OF_COMMANDS = ("dry_run", "workers", "trackers")  # settings that `python -m harness` reads before it runs jobs

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.config.errors import exit_code
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say, say_once
 from harness.terminal.paths import typed
 from harness.terminal.stopping import Stoppable

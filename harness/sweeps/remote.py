@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.session import SweepSession
-from harness.terminal.lasting import lasting_output
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.stopping import Stoppable, interrupt
 
 if TYPE_CHECKING:

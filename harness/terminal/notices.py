@@ -6,7 +6,7 @@ import logging
 import sys
 from functools import cache
 
-from harness.terminal.visible import visible
+from harness.terminal.control_characters import visible
 
 BUILDING = "building kernels for this processor, once per machine and version: about a minute"
 SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, or fp32"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
 
-from harness.terminal.visible import visible
+from harness.terminal.control_characters import visible
 
 WIDTH = 160  # of a table in a terminal
 Units = Sequence[tuple[float, str]]

@@ -160,7 +160,7 @@ def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: p
 def test_what_follows_a_reader_that_left_goes_nowhere_until_the_end() -> None:
     """Python itself would raise for its buffer on its way out."""
     script = """
-        from harness.terminal.lasting import lasting_output
+        from harness.terminal.lasting_output import lasting_output
         with lasting_output():
             for _ in range(10_000):
                 print("a line of a table that nobody reads any more")

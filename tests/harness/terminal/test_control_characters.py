@@ -14,7 +14,7 @@ from harness.config.errors import sentence
 from harness.reports.document import PLAIN, RED, banner
 from harness.results.alarms.alarm import Alarm
 from harness.results.records import Record
-from harness.terminal.visible import visible
+from harness.terminal.control_characters import visible
 from tests.fake_records import record, write_failed, write_run
 
 NASTY = "\x1b]0;owned\x07 \x1b[2J\x9b31m\r\x7f\u202e"  # titles, clears and colours the terminal, turns the line around

@@ -1,4 +1,4 @@
-"""Words of a command line of which one takes the other's place."""
+"""Refuses a command line that says the budget in two ways, one of which would be ignored."""
 
 from __future__ import annotations
 
