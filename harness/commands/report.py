@@ -73,7 +73,8 @@ def _reported(options: argparse.Namespace) -> int:
         return 2
     except OSError as error:
         print(
-            f"error: cannot write {error.filename}: {files.reason(error)}; name another file or folder", file=sys.stderr
+            f"error: cannot write {error.filename or 'the report'}: {files.reason(error)}; name another file or folder",
+            file=sys.stderr,
         )
         return 2
     for message in unreadable:

@@ -40,12 +40,12 @@ def title(figure: Figure, text: str, *below: str) -> None:
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     """A PNG at `path` and a PDF beside it. Nothing is cut off, whatever stands outside the axes; the PNG has 256
     colours, for a page with many must stay light."""
-    drawn = BytesIO()
+    drawn, printed, vector = BytesIO(), BytesIO(), path.with_suffix(".pdf")
     figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
-    vector = path.with_suffix(".pdf")
     with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
-        figure.savefig(vector, bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
+        figure.savefig(printed, format="pdf", bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
+    vector.write_bytes(printed.getvalue())  # in memory first: matplotlib makes another error of a full disk
     return path, vector
 
 

@@ -198,3 +198,11 @@ def test_the_cost_of_reading_is_the_union_where_it_was_counted() -> None:
     row = {"budget": {"union": {"share": 0.28}, "attended": {"share": 0.2}}}
     assert PANELS[0].cost(row) == pytest.approx(28)
     assert PANELS[0].cost({"budget": row["budget"] | {"union": {"share": None}}}) == pytest.approx(20)
+
+
+def test_a_full_disk_stays_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").symlink_to("/dev/full")
+    figure = Figure()
+    figure.subplots().set_title("a title")
+    with pytest.raises(OSError, match="No space left"):
+        figures.save(figure, tmp_path / "a.png")
