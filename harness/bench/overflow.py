@@ -96,7 +96,8 @@ class OverflowReader:
         return Reading(float(torch.cat(costs).mean()), seconds)
 
     def _shorter(self, cache: KVCache, text: Tensor, keep: int, way: Way) -> KVCache:
-        fresh = self._fresh(self.window)
+        last = text.shape[1] + self.window - keep  # position up to which nothing more leaves
+        fresh = self._fresh(last if way.growing else self.window)
         if way.recompute:
             self._logits(fresh, text[:, -keep:])
             return fresh

@@ -139,6 +139,7 @@ class Claim:
         numbers = ", ".join(str(job + 1) for job in sweep.groups[group])
         self._lock = FolderLock(folder, wait=wait, of=f"job {numbers} of this sweep")
         self._path = folder / LOG
+        files.drop_half_line(self._path)
         if (log := self.log).is_torn:
             self.note("killed", made=log.made(), **_process(log.attempt[0]))
 
