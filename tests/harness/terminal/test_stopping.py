@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -255,14 +257,24 @@ def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(("words", "record"), [(STORE, 2), (ROWS, 4)], ids=["within", "behind the last"])
-def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path, words: tuple[str, ...], record: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "killed_at"),
+    [
+        (STORE, partial(signals.killed_behind, 2)),
+        (STORE, partial(signals.killed_behind, 4)),
+        (ROWS, partial(signals.at, "harness.engine.batch.slot:Slot.finish", 2, (signal.SIGKILL,))),
+    ],
+    ids=["store, within", "store, behind the last", "rows"],
+)
+def test_the_next_start_removes_what_a_killed_run_left(
+    tmp_path: Path, words: tuple[str, ...], killed_at: Callable[..., None]
+) -> None:
     """Also where the run was complete, so that the next start makes no such files any more."""
     if words is ROWS:
         (tmp_path / "disk").mkdir()
         words += (f"disk={tmp_path / 'disk'}",)
     words = (*OF_RUNS, *words, f"results.root={tmp_path / 'runs'}", f"--config-dir={configured(tmp_path / 'conf')}")
-    killed = Forked(signals.killed_behind, record, tmp_path / "temporary", "harness", *words)
+    killed = Forked(killed_at, tmp_path / "temporary", "harness", *words)
     assert killed.wait() == -signal.SIGKILL
     assert any(name.startswith(("kv-history-", "kv-rows-")) for name in leftovers(tmp_path))
     again = Forked(signals.at, APPEND, 100, (), tmp_path / "temporary", "harness", *words)
