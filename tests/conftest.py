@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +33,12 @@ SHARED = Path(os.environ.get("KV_HARNESS_SHARED", Path(__file__).parents[1] / ".
 
 def pytest_report_header() -> str:
     return f"inputs drawn from seed {os.environ.get('KV_HARNESS_TEST_SEED', '0')} (KV_HARNESS_TEST_SEED)"
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection of garbage, which several tests ask for, looks at the rest alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -151,7 +151,6 @@ class DiskRows(Rows):
         super().__init__(shape, dtype, place)
         with _writing(place.folder):
             folder = _folder_in(place.folder)
-        self.folder = place.folder
         self.file = self.room(shape, dtype, place)
         finalize(self, _delete, self.file, folder)
 
@@ -165,7 +164,7 @@ class DiskRows(Rows):
 
     def take(self, x: Tensor, start: int) -> None:
         row_bytes = self.shape[3] * self.dtype.itemsize
-        with _writing(self.folder), self.file.open("r+b") as file:
+        with _writing(self.file.parent.parent), self.file.open("r+b") as file:
             for head, rows in enumerate(x.flatten(0, 1).cpu()):
                 file.seek((head * self.shape[2] + start) * row_bytes)
                 file.write(rows.contiguous().view(torch.uint8).numpy())
