@@ -32,6 +32,7 @@ from harness.serve import __main__ as serve
 from harness.serve.traffic import points as serve_points
 from tests import forks
 from tests.forks import Forked
+from tests.quick import slow_if
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +85,16 @@ BLOCKS = blocks()
 def of_kind(*kinds: str) -> pytest.MarkDecorator:
     chosen = [block for block in BLOCKS if block.kind in kinds]
     return pytest.mark.parametrize("block", chosen, ids=[f"{b.page.name}:{b.line}" for b in chosen])
+
+
+def read_first() -> pytest.MarkDecorator:
+    """Every command of the pages that a newcomer reads, and of the others one block in four; the rest are slow."""
+    chosen = [block for block in BLOCKS if block.kind == "commands"]
+    quick = {id(block) for block in chosen[::4]} | {
+        id(b) for b in chosen if b.page.name in ("README.md", "commands.md")
+    }
+    params = slow_if(lambda block: id(block) not in quick, chosen)
+    return pytest.mark.parametrize("block", params, ids=[f"{b.page.name}:{b.line}" for b in chosen])
 
 
 def test_no_block_is_left_out() -> None:
@@ -143,7 +154,7 @@ def test_output_holds_no_command(block: CodeBlock) -> None:
     assert not re.search(r"^\s*\$ |python -m |make ", block.text, re.M)
 
 
-@of_kind("commands")
+@read_first()
 def test_commands_would_start(block: CodeBlock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded(block.text, tmp_path)
     assert calls

@@ -23,7 +23,7 @@ from methods.base import Method
 from methods.full import Full
 from methods.layers import Layer
 from tests.fast import MODEL, PQ, STREAMING, niah, run
-from tests.methods.test_contract import NAMES, WALKED, small
+from tests.methods.test_contract import NAMES, small
 from tests.talks import Talks
 from tests.tiny import prompt, tiny
 
@@ -128,17 +128,21 @@ class Rooted(Talks):
         yield from (replace(example, context=f"It lies in {env.data_root}.") for example in super().examples(env))
 
 
-def slow(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return tuple(
-        mark for known in WALKED if not isinstance(known, str) and name in known.values for mark in known.marks
-    )
+QUICK = ("full", "infinigen", "kivi", "oracle", "pqcache", "shadowkv", "snapkv", "streaming")  # all kinds of settings
+
+
+def slow(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.slow]
 
 
 NEEDLES, TALKS, GIVEN = niah(lengths=[200], depths=1), Talks(conversations=3, max_new_tokens=5), Given()
 SHORT = {"budget": 12}  # prompts that hold no larger windows
 WALKS = [
     *(pytest.param(name, NEEDLES, {}, marks=slow(name), id=name) for name in NAMES),
-    *(pytest.param(name, TALKS, SHORT, id=f"{name}, turns") for name in ("full", "pqcache", "snapkv")),
+    *(
+        pytest.param(name, TALKS, SHORT, id=f"{name}, turns", marks=slow(name))
+        for name in ("full", "pqcache", "snapkv")
+    ),
     pytest.param("pqcache", GIVEN, SHORT, id="given answers"),
 ]
 

@@ -167,9 +167,12 @@ DRY = (
 )  # fmt: skip
 
 
+QUICK = {*DRY, *[*WRONG][::3]}  # tests/wrong_inputs.py types a hundred more
+
+
 def cases() -> Iterator[ParameterSet]:
     for name in WRONG:
-        yield pytest.param(name, [], id=name)
+        yield pytest.param(name, [], id=name, marks=[] if name in QUICK else [pytest.mark.slow])
         marks = [] if name in DRY else [pytest.mark.slow]
         yield pytest.param(name, ["dry_run=true"], id=f"{name}, dry run", marks=marks)
 

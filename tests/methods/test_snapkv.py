@@ -79,6 +79,7 @@ def test_keeps_the_best_votes_and_the_window(shape: Shape, pooling: str, select_
 
 
 @pytest.mark.model
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [7, 15])
 def test_on_a_models_keys_each_query_head_keeps_what_the_released_code_keeps(kernel: int) -> None:
     """Its LongBench runs: window 32, max pooling, keys and values repeated to the query heads before anything else."""

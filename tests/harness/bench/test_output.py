@@ -68,6 +68,7 @@ bench.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_leaves_its_rows_and_says_that_it_is_partial(tmp_path: Path) -> None:
     words = "ops --heads 4 --kv-heads 2 --head-dim 64 --tokens 600 --budget 128 --prefill 40 --rounds 1 --dtype fp32"
     words += f" --ops group_weights top_k --out {tmp_path}"

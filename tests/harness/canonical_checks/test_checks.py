@@ -81,6 +81,7 @@ def test_an_engine_that_picks_other_tokens_fails(tmp_path: Path, monkeypatch: py
     assert (tokens.passed, tokens.found) == (False, "0 of 2 answers the same")
 
 
+@pytest.mark.slow
 def test_a_check_that_cannot_run_fails_and_the_others_go_on(known: dict[str, Any], tmp_path: Path) -> None:
     broken = ScoreCheck("score", ("method=full", "task=niah", "task.lengths=[8]"), "advice")
     first, second = verdicts(CheckedModel(SmolLM2(), tmp_path), known, (broken, TEXT))

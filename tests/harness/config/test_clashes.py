@@ -42,6 +42,7 @@ def test_a_run_with_the_other_kernels_installed(tmp_path: Path, site: Path, ours
     assert "streaming" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_transformers_was_imported_first(tmp_path: Path, site: Path) -> None:
     code = "import transformers, harness; from transformers import LlamaForCausalLM; from kernels import ops"
     done = python(tmp_path, ROOT, site, code=["-c", code])

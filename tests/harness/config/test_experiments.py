@@ -27,7 +27,7 @@ from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import Random
 from harness.models.shapes import SHAPES
 from harness.reports.papers import published
-from tests.quick import slow_if
+from tests.quick import every
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
@@ -69,7 +69,7 @@ def require(config: dict[str, Any]) -> None:
         method.check(budget, length)
 
 
-@pytest.mark.parametrize("name", slow_if(lambda name: name.startswith("small/"), ALL))
+@pytest.mark.parametrize("name", every(4, ALL))
 def test_every_job_of_an_experiment_is_one_that_runs(name: str) -> None:
     experiment = ALL[name]
     jobs = list(points(experiment))

@@ -24,7 +24,8 @@ from kernels.dispatch import use_backend
 from methods.full import Full
 from methods.oracle import Oracle
 from tests.harness.engine.test_graph import capturable
-from tests.methods.test_contract import attach, small, walked
+from tests.methods.test_contract import NAMES, attach, small, walked
+from tests.quick import slow_if
 from tests.tape import Tape
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -83,6 +84,9 @@ def forced(seed: int) -> Sampler:
     return Forced(prompt(6, seed=seed))
 
 
+SLOTS = ("full", "h2o", "infllm", "pqcache", "quest", "shadowkv")  # of which all tests are quick
+
+
 def engine_of(kv: Attachment, **how: Any) -> Engine:
     return Engine(kv, prefill_chunk=None if not kv.method.dense_prefill else 40, **how)
 
@@ -100,7 +104,7 @@ def test_each_gets_what_it_gets_alone(name: str) -> None:
 
 
 @pytest.mark.tokens
-@walked
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_captured_steps_are_the_same(name: str) -> None:
     """What a method refuses alone it refuses here, for the same reason."""
     with attach(capturable(name), 0.5) as kv, use_backend("torch"):
@@ -113,7 +117,7 @@ def test_captured_steps_are_the_same(name: str) -> None:
 
 
 @pytest.mark.tokens
-@walked
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     with attach(small(name), 0.5) as kv:
         engine = engine_of(kv)

@@ -124,7 +124,7 @@ def test_seconds_add_up_over_the_examples_of_a_batch(tmp_path: Path) -> None:
     assert all(0 < (record.decode_share_s or 0) < (record.share_s or 0) for record in made.records)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     """While a prompt is prefilled, those that have ended are gone."""
     made, held, plain = list[Any](), list[int](), Engine.cache

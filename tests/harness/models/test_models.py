@@ -473,6 +473,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @needs_wheel
 def test_the_embedded_tokenizer_agrees_with_transformers_but_for_space_before_digits() -> None:

@@ -89,6 +89,7 @@ def test_shares_of_older_ruler_runs_are_read_as_percents() -> None:
     assert [needle.depth for needle in found] == pytest.approx([5, 50, 98])
 
 
+@pytest.mark.slow
 def test_a_picture_per_task_and_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = planted("single", [1.0, 50.0]) + planted("multikey", [2.0, 60.0], 0.0) + [record("no depth")]
     write_run(tmp_path, lines)

@@ -80,6 +80,7 @@ def band(rng: np.random.Generator, size: int = SIZE) -> bands.Band:
     return bands.Band(known, {"g": quarters(rng, size).tolist()}, [])
 
 
+@pytest.mark.slow
 def test_tables_without_a_difference_rarely_raise_an_alarm() -> None:
     """200 tables of six methods as good as Full, a Full as good as its band: at most 16 (8 %) raise one."""
     rng, raised = np.random.default_rng(11), 0

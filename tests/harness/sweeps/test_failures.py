@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.commands.status import main as status
+from tests.quick import mostly_slow
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -40,6 +41,7 @@ def test_a_job_that_could_not_be_planned_has_no_folder_and_a_reason(
     assert "2: budget=-1 is neither a share of the prompt" in out
 
 
+@pytest.mark.slow
 def test_a_job_whose_full_failed_is_not_done(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from methods.full import Full
 
@@ -56,7 +58,7 @@ def test_a_job_whose_full_failed_is_not_done(cli: Cli, tmp_path: Path, monkeypat
     assert status([str(tmp_path / "runs")]) == 0
 
 
-@pytest.mark.parametrize("shared", ["false", "true"])
+@pytest.mark.parametrize("shared", mostly_slow(["false", "true"], "true"))
 def test_a_deleted_run_is_to_do_again(cli: Cli, tmp_path: Path, shared: str) -> None:
     sweep = ("-m", "method=streaming", "budget=0.2,0.4", "baseline=off", f"shared_prefill={shared}")
     assert cli(*sweep)[0] == 0

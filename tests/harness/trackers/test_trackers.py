@@ -271,6 +271,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
     return tracker.found
 
 
+@pytest.mark.slow
 def test_one_that_fails_leaves_the_others_alone(
     listed: list[FinishedRun], runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
