@@ -41,7 +41,8 @@ def test_a_full_disk_names_the_folder_of_its_rows(tmp_path: Path) -> None:
     from methods.tiers.rows import DiskRows, Place
 
     rows = DiskRows((1, 1, 4, 2), torch.float32, Place(torch.device("cpu"), tmp_path))
-    rows.file = Path("/dev/full")
+    rows.file.unlink()
+    rows.file.symlink_to("/dev/full")
     with pytest.raises(ValueError, match=rf"{tmp_path} \(No space left on device\): .* disk=FOLDER"):
         rows.take(torch.ones(1, 1, 4, 2), 0)
 

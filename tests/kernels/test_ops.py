@@ -21,7 +21,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INDICES = {"top_k"}  # compared by the scores they point at: ties may fall either way
 LONG = (  # cases that keep the interpreter busy for seconds, beside smaller ones of the same operation
     "prefill_attention-gqa3", "prefill_attention-gqa4", "prefill_attention-gqa8", "channel_sums-g4-16x4100",
-    "segment_attention_with_lse-gqa4", "segment_attention_with_lse-gqa3", "pq_weights-m2b9-g8", "pq_weights-m4b8-g8",
+    "segment_attention_with_lse-gqa", "pq_weights-m2b9-g8", "pq_weights-m4b8-g8",
     "pq_weights-m1b3-g8", "pq_weights-m2b9-g4", "pq_weights-m4b8-g4", "pq_weights-m2b6-g8",
 )  # fmt: skip
 

@@ -25,7 +25,9 @@ def recorded(length: int, repeated: bool = False) -> Sequences:
     return Recorded(length, layers=[0, 14, 29], repeated=repeated)
 
 
-sources = pytest.mark.parametrize("source", [random, pytest.param(recorded, marks=pytest.mark.model)])
+sources = pytest.mark.parametrize(
+    "source", [random, pytest.param(recorded, marks=[pytest.mark.model, pytest.mark.slow])]
+)
 
 
 def step(s: Sequences, layer: int, position: int = PROMPT) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,6 +22,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full
+from tests.quick import mostly_slow
 from tests.tiny import prompt, tiny
 
 NAMES = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
@@ -53,18 +53,9 @@ def _yaml(name: str) -> dict[str, Any]:
     return Entry(name, CONF / "method" / f"{name}.yaml").values()
 
 
-def _changes_numbers(name: str) -> bool:
-    """Whether it is a preset that runs as its method does, with other numbers."""
-    preset_of = re.search(r"^defaults: \[(\w+)\]", (CONF / "method" / f"{name}.yaml").read_text(), re.MULTILINE)
-    if preset_of is None:
-        return False
-    plain = _yaml(preset_of[1])
-    changed = [value for key, value in _yaml(name).items() if value != plain.get(key)]
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in changed)
-
-
-# for tests that run the engine: a preset of other numbers takes no path of its own there
-WALKED = [pytest.param(name, marks=pytest.mark.slow) if _changes_numbers(name) else name for name in NAMES]
+# for tests that run the engine: those that together take every path there is
+QUICK = ("adakv", "full", "h2o", "infinigen", "infllm", "kivi", "pqcache", "quest", "shadowkv", "snapkv")
+WALKED = mostly_slow(NAMES, *QUICK)
 walked = pytest.mark.parametrize("name", WALKED)
 
 

@@ -87,6 +87,7 @@ def test_each_layer_keeps_its_best_votes_and_the_window() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_on_a_models_keys_each_layer_keeps_what_the_released_code_keeps() -> None:
     check_kept(Recorded(650, layers=[0, 6, 14, 22, 29]), budget=130)
 
