@@ -29,10 +29,8 @@ check: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In random order, by one worker more than there are cores, since tests wait for processes and disks; -p no:randomly and
-# -n 0 turn either off.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
+# In random order, one worker per core; -p no:randomly and -n 0 turn either off.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test: setup  ## the test suite, on the CPU: at most 5 minutes on 2 quiet cores
 	$(PYTEST)
