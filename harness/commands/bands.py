@@ -15,9 +15,11 @@ from harness.results.records import StoreError
 from harness.results.store import find, load
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
+from harness.terminal.stopping import stoppable
 from harness.terminal.tables import Column, percent, text_table
 
 
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:

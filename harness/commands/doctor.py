@@ -17,6 +17,7 @@ from harness.models import devices
 from harness.models.base import ModelError
 from harness.models.embedded import cache_root, installed, verify
 from harness.results import provenance
+from harness.terminal.stopping import stoppable
 from kernels import toolchain
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
@@ -131,6 +132,7 @@ def _free_memory() -> float:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
+@stoppable
 def main(arguments: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(prog="python -m harness.doctor", description=__doc__).parse_args(arguments)
     found = list(checks())

@@ -22,11 +22,13 @@ from harness.results.store import find, load_all
 from harness.results.summary_file import Neighbours
 from harness.terminal.notices import complain, say, warn
 from harness.terminal.paths import typed
+from harness.terminal.stopping import stoppable
 from harness.terminal.tables import text_table
 
 WIDTH = 100
 
 
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:

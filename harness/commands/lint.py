@@ -30,6 +30,7 @@ from harness.jobs.planning.effective import (
 from harness.jobs.planning.items import Item, prepare
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
+from harness.terminal.stopping import stoppable
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs", "disk",
@@ -38,6 +39,7 @@ OF_RUNS = (  # keys, or what they begin with
 )  # fmt: skip
 
 
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)

@@ -28,8 +28,10 @@ from harness.results.records import Record, StoreError, scored
 from harness.results.store import StoredRun, find, load, write_rescored
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
+from harness.terminal.stopping import stoppable
 
 
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

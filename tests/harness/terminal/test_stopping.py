@@ -69,10 +69,15 @@ COMMANDS = {
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.store:find", "the same command begins anew"),
     "harness.canonical": ("harness.canonical_checks.checks:verdicts", "the same command begins anew"),
+    "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
+    "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
+    "harness.rescore": ("harness.results.folder.find:runs_below", "the same command begins anew"),
+    "harness.explain": ("harness.results.folder.find:runs_below", "the same command begins anew"),
+    "harness.bands": ("harness.results.folder.find:runs_below", "the same command begins anew"),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune", "harness.serve"))
+@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune", "harness.lint"))
 def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None:
     root, out = f"results.root={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}"
     talks = ["method=full", "task=talks", f"--config-dir={configured(tmp_path / 'conf')}"]
@@ -84,6 +89,9 @@ def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None
         "harness.simulate": ["sessions=20", out],
         "harness.report": [str(tmp_path)],
         "harness.canonical": [],
+        "harness.lint": ["method=streaming", *MODEL_ARGS, *TASK_ARGS],
+        "harness.doctor": [],
+        **{key: [str(tmp_path)] for key in ("harness.rescore", "harness.explain", "harness.bands")},
     }
     place, go_on = COMMANDS[name]
     stopped = Forked(signals.at, place, 1, (signal.SIGTERM,), tmp_path / "temporary", name, *words[name])
