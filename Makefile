@@ -32,7 +32,7 @@ check: setup  ## ruff and mypy
 # In random order, one worker per core; -p no:randomly and -n 0 turn either off.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-test: setup  ## the test suite, on the CPU: at most 5 minutes on 2 quiet cores
+test: setup  ## the test suite, on the CPU: under 10 minutes on 2 cores
 	$(PYTEST)
 
 test-all: setup  ## the test suite with what is slow by nature
