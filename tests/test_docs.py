@@ -88,9 +88,9 @@ def of_kind(*kinds: str) -> pytest.MarkDecorator:
 
 
 def read_first() -> pytest.MarkDecorator:
-    """Every command of the pages that a newcomer reads, and of the others one block in four; the rest are slow."""
+    """Every command of the pages that a newcomer reads, and of the others one block in eight; the rest are slow."""
     chosen = [block for block in BLOCKS if block.kind == "commands"]
-    quick = {id(block) for block in chosen[::4]} | {
+    quick = {id(block) for block in chosen[::8]} | {
         id(b) for b in chosen if b.page.name in ("README.md", "commands.md")
     }
     params = slow_if(lambda block: id(block) not in quick, chosen)

@@ -39,6 +39,7 @@ def test_the_site_builds(copy: Path) -> None:
     assert (copy / "build" / "site" / "docs" / "img" / "frontier.png").is_file()
 
 
+@pytest.mark.slow
 def test_what_leads_nowhere_fails_the_build(copy: Path) -> None:
     links = "[page](nowhere.md) [section](results.md#nowhere) [source](../harness/nowhere.py) [folder](../results)"
     with open(copy / "docs" / "data.md", "a") as file:

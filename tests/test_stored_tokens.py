@@ -50,11 +50,13 @@ def named(name: str) -> TokenCase:
 NEAR_TIE = named("sparq sinks=4 mean_value=False channel_copy=False prompt device llama"), 2
 
 
+@pytest.mark.slow
 def test_a_near_tie_is_not_stored() -> None:
     """It was: three disturbances of the weights left its tokens alone, and every Xeon with AMX had others."""
     assert steady(*NEAR_TIE) is None
 
 
+@pytest.mark.slow
 def test_rounding_is_told_from_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tokens, "SHAKES", 4)
     here, _ = run(*NEAR_TIE)

@@ -128,7 +128,7 @@ class Rooted(Talks):
         yield from (replace(example, context=f"It lies in {env.data_root}.") for example in super().examples(env))
 
 
-QUICK = ("full", "infinigen", "kivi", "oracle", "pqcache", "shadowkv", "snapkv", "streaming")  # all kinds of settings
+QUICK = ("full", "kivi", "pqcache", "snapkv")  # all kinds of settings
 
 
 def slow(name: str) -> list[pytest.MarkDecorator]:

@@ -19,6 +19,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     return said.out + said.err
 
 
+@pytest.mark.slow
 def test_the_whole_of_multi_news(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *NEWS, "task.max_prompt_tokens=4000", f"data.root={shared_data}")
     first, finding = text.splitlines()

@@ -129,7 +129,7 @@ def test_a_moved_block_is_the_same_block() -> None:
 
 
 @pytest.mark.parametrize("shape", ["qwen3-prompt", "partial-rotary", "odd", "dim96-prompt"])
-@pytest.mark.parametrize("make", [drawn, drawn_in_slices])
+@pytest.mark.parametrize("make", mostly_slow([drawn, drawn_in_slices], drawn_in_slices))
 def test_triton_rounds_where_torch_rounds(make: Callable[..., Any], shape: str) -> None:
     """float16 on the CPU: its interpreter cuts bfloat16 off. What differs is a sum that falls on an edge."""
     inputs = make(shape, torch.float16)

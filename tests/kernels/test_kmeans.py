@@ -51,7 +51,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "dim", "clusters"), [(301, 8, 16), (1000, 32, 64), (70, 64, 64), (517, 6, 5), (300, 128, 40)]
+    ("count", "dim", "clusters"),
+    [
+        (301, 8, 16),
+        (517, 6, 5),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1000, 32, 64), (70, 64, 64), (300, 128, 40))),
+    ],
 )
 def test_equals_plain_lloyd(backend: str, count: int, dim: int, clusters: int) -> None:
     x = points(3, count, dim)

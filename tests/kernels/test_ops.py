@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ OPS = {op.name: op for op in ops.ALL}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INDICES = {"top_k"}  # compared by the scores they point at: ties may fall either way
-LONG = (  # cases that keep the interpreter busy for seconds, beside smaller ones of the same operation
-    "prefill_attention-gqa3", "prefill_attention-gqa4", "prefill_attention-gqa8", "channel_sums-g4-16x4100",
-    "segment_attention_with_lse-gqa", "pq_weights-m2b9-g8", "pq_weights-m4b8-g8",
-    "pq_weights-m1b3-g8", "pq_weights-m2b9-g4", "pq_weights-m4b8-g4", "pq_weights-m2b6-g8",
-)  # fmt: skip
+# cases that keep the interpreter busy, beside smaller ones of the same operation
+LONG = re.compile(
+    r"prefill_attention-gqa[348]|channel_sums-g4-16x4100|segment_attention_with_lse-gqa|segment_attention-gqa[34]"
+    r"|pq_weights-m(1b3|2b9|4b8)-g[148]|pq_weights-m2b6-g8|windowed_(attention|sums)-.*-dim(96|128)|row_scores-dim(96|128|256)"
+)
 
 
 def dtypes(backend: str, device: str, place: int) -> list[torch.dtype]:
@@ -35,7 +36,7 @@ def dtypes(backend: str, device: str, place: int) -> list[torch.dtype]:
 
 def marks(case: OpCase, backend: str, device: str) -> list[pytest.MarkDecorator]:
     interpreted = backend == "triton" and device == "cpu"
-    return [pytest.mark.slow] if interpreted and str(case).startswith(LONG) else []
+    return [pytest.mark.slow] if interpreted and LONG.match(str(case)) else []
 
 
 def runs(device: str) -> list[Any]:

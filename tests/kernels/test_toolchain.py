@@ -38,6 +38,7 @@ def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "Python's headers are missing" in (toolchain.unfit() or "")
 
 
+@pytest.mark.slow
 def test_triton_falls_back_with_that_reason(tmp_path: Path) -> None:
     code = (
         "import torch; torch.cuda.is_available = lambda: True\n"

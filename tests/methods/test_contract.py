@@ -188,7 +188,7 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
         assert found - read == (0 if excess is None else excess.item())
 
 
-@methods
+@walked
 def test_a_long_answer_changes_neither_the_budget_nor_what_is_counted(name: str) -> None:
     """100 steps: windows and choices keep the sizes of the seal, and no generated token is dropped."""
     method, length = small(name), 61
@@ -303,7 +303,7 @@ def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
 
 @pytest.mark.tokens
 @methods
-@pytest.mark.parametrize("room", [0, 30], ids=["as_large", "larger"])
+@pytest.mark.parametrize("room", mostly_slow([0, 30], 30), ids=["as_large", "larger"])
 def test_a_turn_goes_on_in_another_cache(name: str, room: int) -> None:
     """What is stored of a cache between two turns is all that the next one needs."""
     method, wanted, made = small(name), [], []

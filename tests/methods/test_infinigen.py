@@ -113,6 +113,7 @@ def test_every_step_is_the_recipe(shape: Shape, change: dict[str, object]) -> No
             torch.testing.assert_close(outs[i], out, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("change", [{}, {"alpha": 99.0}, {"column_rule": "query"}])
 def test_on_a_models_keys_the_choice_is_the_released_codes(change: dict[str, object]) -> None:

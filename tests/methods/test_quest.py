@@ -161,6 +161,7 @@ def test_what_query_heads_share_moves_once(prompt: int, last_page: bool) -> None
         assert sum(map(len, unions)) < sum(len(head) for group in heads for head in group)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("budget", [0.1, 0.2, 0.5])
 def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:

@@ -96,7 +96,7 @@ def test_sparsity_and_heavy_hitters_are_those_of_the_models_own_weights() -> Non
         assert layer["top_0.2"] == pytest.approx(share.item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("what", mostly_slow(OBSERVATIONS, "key_spectrum"))
+@pytest.mark.parametrize("what", mostly_slow(OBSERVATIONS, "chunk_cosines"))
 def test_the_command_writes_figures_and_a_picture(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

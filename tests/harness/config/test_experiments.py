@@ -69,7 +69,7 @@ def require(config: dict[str, Any]) -> None:
         method.check(budget, length)
 
 
-@pytest.mark.parametrize("name", every(4, ALL))
+@pytest.mark.parametrize("name", every(8, ALL))
 def test_every_job_of_an_experiment_is_one_that_runs(name: str) -> None:
     experiment = ALL[name]
     jobs = list(points(experiment))

@@ -20,6 +20,7 @@ from methods.oracle import Oracle
 from methods.quest import Quest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from tests.quick import mostly_slow
 from tests.tiny import eager, prompt, tiny
 
 LENGTH, NEW = 240, 6
@@ -65,7 +66,7 @@ def test_dropped_generated_tokens_are_not_among_those_it_read(method: Method) ->
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("method", METHODS, ids=names)
-@pytest.mark.parametrize("context", [LENGTH, LENGTH - 20])
+@pytest.mark.parametrize("context", mostly_slow([LENGTH, LENGTH - 20], LENGTH - 20))
 def test_following_changes_no_token_of_any_method(method: Method, context: int) -> None:
     found = replayed(method, context=context)
     assert found.tokens == own_tokens(method, context=None if context == LENGTH else context)

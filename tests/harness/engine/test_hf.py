@@ -13,6 +13,7 @@ from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
 from methods.infinigen import InfiniGen
+from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
 
 NEW = 16
@@ -28,7 +29,7 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("chunk", [None, 1, 13])
+@pytest.mark.parametrize("chunk", mostly_slow([None, 1, 13], 13))
 def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> None:
     model, ids = tiny(architecture), prompt(61, batch=2)
     with attached(model, Full()) as kv:

@@ -310,7 +310,11 @@ def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "threads", "copies"), [(SchedulerAware, 2, False), (LRU, 0, False), (FIFO, 2, False), (LRU, 2, True)]
+    ("policy", "threads", "copies"),
+    [
+        (SchedulerAware, 2, False),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((LRU, 0, False), (FIFO, 2, False), (LRU, 2, True))),
+    ],
 )
 def test_the_simulator_and_the_store_do_the_same(
     policy: type[EvictionPolicy], threads: int, copies: bool, tmp_path: Path

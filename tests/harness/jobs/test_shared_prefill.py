@@ -22,6 +22,7 @@ from methods.infllm import InfLLM
 from methods.oracle import Oracle
 from methods.streaming import Streaming
 from tests.fast import MODEL, PQ, STREAMING, niah
+from tests.quick import mostly_slow
 
 ORACLE = Oracle(sinks=4, recent_ratio=0.5)
 JOBS = [(Full(), "device"), (ORACLE, "device"), (PQ, "host"), (PQ, "device"), (STREAMING, "device")]
@@ -34,7 +35,7 @@ def settings(root: Path, **changes: object) -> Settings:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("protocol", ["prompt", "context"])
+@pytest.mark.parametrize("protocol", mostly_slow(["prompt", "context"], "prompt"))
 def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
     task = niah(depths=2, needle="passkey")
     together = evaluate_together(

@@ -26,6 +26,7 @@ from harness.models.embedded import SmolLM2
 from harness.models.hub import HuggingFace
 from harness.models.random import Random, byte_tokenizer
 from harness.models.shapes import SHAPES
+from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
@@ -451,7 +452,7 @@ def test_unpermute_undoes_llama_cpp() -> None:
 
 @pytest.mark.model
 @needs_wheel
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["fp32", "bf16"], "bf16"))
 def test_the_embedded_model_speaks_english(dtype: str) -> None:
     loaded = SmolLM2().load(dtype, "cpu")
     turns = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

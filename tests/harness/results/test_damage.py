@@ -21,6 +21,7 @@ from harness.results.records import Record, StoreError
 from harness.results.store import Run, load
 from harness.terminal.notices import say_once
 from tests.fake_records import config, records, unbind
+from tests.quick import every
 
 SEED = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))
 FILES = (INFO, CONFIG, EXAMPLES, RESCORED, TRIAGED, SUMMARY)
@@ -343,7 +344,7 @@ def test_older_folders_are_read_and_that_is_said_once(root: Path, capsys: pytest
     assert told(capsys, report, root) == (expected, "")
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", every(4, range(40)))
 def test_no_older_folder_ends_a_command(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:

@@ -119,6 +119,7 @@ def events(folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_tensorboard_files_hold_scores_pictures_table_and_hparams(runs: list[Path]) -> None:
     opened("tensorboard").publish(runs)
     found = events(runs[1] / "tensorboard")
