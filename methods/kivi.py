@@ -90,9 +90,7 @@ class KiviLayer(Layer, capturable=True):
     """Holds the tokens that wait in its store, and the values of the block before them."""
 
     method: Kivi
-    values: Tensor | None = (
-        None  # [B G residual D], exact, of the last tokens that are codes; read while they are recent
-    )
+    recent: Tensor | None = None  # [B G residual D], the values of the last block of codes, exact
 
     def seal(self) -> None:
         super().seal()
@@ -113,22 +111,21 @@ class KiviLayer(Layer, capturable=True):
         waiting, quantised = self.store.length, self.away
         super().bring_back()
         if quantised:
-            stored = self.store.v[:, :, :quantised]
-            stored.copy_(self._with_recent(stored.clone(), waiting))
-        self.values = None
+            self._with_recent(self.store.v[:, :, :quantised], waiting)
+        self.recent = None
 
     @property
     def bytes_read(self) -> float:
-        recent = 0 if self.values is None else self.values[:, :, : 1 + self.method.residual - self.store.length].nbytes
+        recent = 0 if self.recent is None else self.recent[:, :, : 1 + self.method.residual - self.store.length].nbytes
         return super().bytes_read + recent
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | ({} if self.values is None else {"recent": self.values})
+        return super().state() | ({} if self.recent is None else {"recent": self.recent})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         recent = state.get("recent")
-        self.values = None if recent is None else recent.to(self.request.device, copy=True)
+        self.recent = None if recent is None else recent.to(self.request.device, copy=True)
 
     def capture_refusal(self) -> str | None:
         after = self.store.length + self.request.capacity - self.stored
@@ -140,13 +137,13 @@ class KiviLayer(Layer, capturable=True):
         return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
 
     def _with_recent(self, v: Tensor, newer: int) -> Tensor:
-        """Return v [B G S D], decoded, with exact values of the tokens that fewer than `residual` came after; `newer`
-        are not codes. A step may be captured: what it leaves as codes is told on the device."""
-        assert self.values is not None
+        """Put exact values into v [B G S D], decoded, for the tokens that fewer than `residual` came after, and return
+        it; `newer` are not codes. A step may be captured: which values stay as they were is told on the device."""
+        assert self.recent is not None
         count = self.method.residual
         at = torch.arange(count, device=v.device).view(-1, 1)
         old = at < self.cache.counters.tensor(newer, v.device)
-        v[:, :, -count:] = torch.where(old, v[:, :, -count:], self.values)
+        v[:, :, -count:] = torch.where(old, v[:, :, -count:], self.recent)
         return v
 
     def _quantise(self) -> None:
@@ -157,6 +154,6 @@ class KiviLayer(Layer, capturable=True):
         if self.far is None:
             self.far = self.new_pool(self.request.capacity)
         self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
-        self.values = waiting.v[:, :, count - each : count].clone()
+        self.recent = waiting.v[:, :, count - each : count].clone()
         self.store = KVStore(self.spec, self.cache, each)
         self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])

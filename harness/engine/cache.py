@@ -56,8 +56,7 @@ class KVCache(Cache):
         self.layers = list(layers)
         self.state = state
         self.sealed = False
-        self.num_tokens = 0  # where the next token stands
-        self._taken = 0  # tokens that it has had room for: fewer, where a caller leaves some out
+        self.num_tokens = 0
         self._further = False  # a turn has been sealed, here or where the contents come from
         self._sealed_tokens = 0  # of the prompts of all turns and the answers between them
         self.watch: Watch | None = None
@@ -93,7 +92,7 @@ class KVCache(Cache):
         """Of a fresh cache, of the same model and method: go on where `contents` was taken, with a further turn."""
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
-        self.num_tokens = self._taken = int(contents[0]["seen"])
+        self.num_tokens = int(contents[0]["seen"])
         self._further = True
         self.open_turn()
 
@@ -101,7 +100,7 @@ class KVCache(Cache):
         """The same behind `tokens` tokens, while the layers' states are on their way: `state` waits for that of one
         layer, and is asked just before the layer is used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
-        self.num_tokens = self._taken = tokens
+        self.num_tokens = tokens
         self._further = True
         self.open_turn()
 
@@ -120,7 +119,6 @@ class KVCache(Cache):
     def end(self) -> None:
         """After each forward of the model."""
         self.num_tokens += self._arriving
-        self._taken += self._arriving
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -152,7 +150,6 @@ class KVCache(Cache):
     def count_replayed(self, steps: int) -> None:
         """So many steps were replayed without the model's forward."""
         self.num_tokens += steps
-        self._taken += steps
         self.counters.steps += steps
         for layer in self.layers:
             layer.count_replayed(steps)
@@ -198,7 +195,7 @@ class KVCache(Cache):
 
     def _check_room(self, sequences: int, tokens: int) -> None:
         """Raise `RoomError` where more arrives than the cache was made for."""
-        held, needed = self.state.request.batch, self._taken + tokens
+        held, needed = self.state.request.batch, self.num_tokens + tokens
         if sequences != held:
             raise RoomError(
                 f"The cache is for batch={held} and {sequences} sequences arrive: make it with cache(..., batch="
@@ -206,7 +203,7 @@ class KVCache(Cache):
             )
         if needed > self.capacity:
             raise RoomError(
-                f"The cache is full: capacity={self.capacity} and {needed} tokens are needed, {self._taken} before "
+                f"The cache is full: capacity={self.capacity} and {needed} tokens are needed, {self.num_tokens} before "
                 f"and {tokens} that arrive; make it with cache(capacity={needed}) or more, the prompts and "
                 "answers of all turns together."
             )

@@ -118,6 +118,20 @@ def test_a_further_turn_attends_to_what_the_codes_hold() -> None:
         assert_close(old, new[:, :, : old.shape[2]], atol=2e-3 * float(scale.abs().max()), rtol=0)
 
 
+def test_a_further_turn_has_the_last_values_exactly() -> None:
+    """Those that no step has read as codes yet: `residual` of them, over the end of the last block of codes."""
+    s = Sequences(Shape(4, 2, 32, batch=2), 60)
+    layers = s.start(SMALL, None)
+    s.seal(layers, 0, 40)
+    s.decode(layers, 40)
+    layer: Any = layers[0]
+    assert (layer.far.length, layer.store.length) == (32, 9)
+    layer.reopen()
+    exact = (layer.store.v == s.v[0][:, :, :41]).all(-1).all(1).all(0)
+    assert exact.tolist() == [False] * 25 + [True] * 16
+    assert layer.recent is None
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_four_bits_give_fulls_distribution_on_needles(tmp_path: Path) -> None:

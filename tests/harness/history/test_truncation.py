@@ -21,6 +21,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
+from methods.kivi import Kivi
 from methods.lm_infinite import LMInfinite
 from methods.pyramidkv import PyramidKV
 from methods.snapkv import SnapKV
@@ -37,6 +38,7 @@ KEEPING: list[Method] = [
     Full(),
     InfiniGen(dense_layers=(0,), calibration_tokens=64),
     InfLLM(n_init=2, block=4, repr_topk=2, exc_block=8),
+    Kivi(residual=16, group=8),
 ]
 
 
@@ -54,7 +56,7 @@ def fed(kv: Attachment, ids: Tensor, decoded: int = 6) -> KVCache:
 def shortened(kv: Attachment, cache: KVCache, keep: int, **how: Any) -> KVCache:
     rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
     contents = [{name: x.clone() for name, x in state.items()} for state in cache.whole_contents()]
-    fresh = kv.start(KVCache, capacity=keep + 4 * NEW)
+    fresh = kv.start(KVCache, capacity=SEEN + 4 * NEW)  # for positions that go on behind what was seen, too
     fresh.refill(truncated(contents, fresh.layers, rotations, keep, **how))
     return fresh
 
