@@ -16,7 +16,7 @@ from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, say
-from harness.terminal.stopping import Stoppable
+from harness.terminal.stopping import stoppable
 from kernels.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 
 @lasting_output()
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    with Stoppable("the same command begins anew") as stop:
-        code = _checked(options.record)
-    return stop.code or code
+    return _checked(_parser().parse_args(arguments).record)
 
 
 def _checked(record: bool) -> int:

@@ -25,7 +25,7 @@ from harness.config.settings import SettingsError
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import Stoppable
+from harness.terminal.stopping import stoppable
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
@@ -38,11 +38,10 @@ READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data"
 
 
 @lasting_output()
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
-    with Stoppable("the same command begins anew") as stop:
-        code = exit_code(partial(_observe, options.what, options.overrides, options.config_dir))
-    return stop.code or code
+    return exit_code(partial(_observe, options.what, options.overrides, options.config_dir))
 
 
 def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:

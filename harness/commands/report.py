@@ -22,7 +22,7 @@ from harness.results.store import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import Stoppable
+from harness.terminal.stopping import stoppable
 from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first
@@ -44,17 +44,12 @@ SORTS = {
 MOST_PLACES = 5
 
 
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
-    with Stoppable("the same command begins anew") as stop:
-        return _reported(options)
-    return stop.code
-
-
-def _reported(options: argparse.Namespace) -> int:
     try:
         found = find(options.folders)
         runs, unreadable = load_all(found)
@@ -72,10 +67,7 @@ def _reported(options: argparse.Namespace) -> int:
         complain(error)
         return 2
     except OSError as error:
-        print(
-            f"error: cannot write {error.filename or 'the report'}: {files.reason(error)}; name another file or folder",
-            file=sys.stderr,
-        )
+        complain(f"cannot write {error.filename or 'the report'}: {files.reason(error)}; name another file or folder")
         return 2
     for message in unreadable:
         warn(f"left out: {message}")

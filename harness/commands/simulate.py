@@ -22,7 +22,7 @@ from harness.results.files import canonical, write_atomically, write_json
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import Stoppable
+from harness.terminal.stopping import stoppable
 
 if TYPE_CHECKING:
     from harness.history.simulation.costs import Costs
@@ -33,11 +33,10 @@ ROOT = Path("results/runs/simulations")
 
 
 @lasting_output()
+@stoppable
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
-    with Stoppable("the same command begins anew") as stop:
-        code = exit_code(partial(_simulate, options))
-    return stop.code or code
+    return exit_code(partial(_simulate, options))
 
 
 def _simulate(options: argparse.Namespace) -> None:
