@@ -118,7 +118,7 @@ def experiment_card(one: Experiment) -> str:
 
 def expected(one: Experiment) -> list[Published]:
     """What is published for it, or for the experiment that it is a variant of."""
-    return published(one.name) or (expected(one.base) if one.base else [])
+    return published(one.name) or [row for base in one.bases for row in expected(base)]
 
 
 def experiments_table(found: Mapping[str, Experiment]) -> str:

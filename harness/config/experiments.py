@@ -1,7 +1,8 @@
 """Experiments: yaml files in conf/experiment/ that stand for the words of a command line, each with a card.
 
 Hydra composes them (`# @package _global_`); here they are read to be checked, and to be listed. A small variant names
-another experiment in its `defaults` and changes what makes it slow.
+another experiment in its `defaults` and changes what makes it slow. What several files share stands in one whose name
+begins with `_`: it is a part of them, and no experiment of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Experiment:
     @cached_property
     def files(self) -> list[ExperimentFile]:
         """This file behind those it builds on."""
-        return [*(file for base in self._bases for file in base.files), _parsed(self.file, self._content)]
+        return [*(file for base in self.bases for file in base.files), _parsed(self.file, self._content)]
 
     @property
     def grid(self) -> dict[str, str]:
@@ -62,9 +63,15 @@ class Experiment:
         for key, values in self.grid.items():
             yield paths[key], _swept(paths[key], key, values)
 
-    @property
-    def base(self) -> Experiment | None:
-        return self._bases[-1] if self._bases else None
+    @cached_property
+    def bases(self) -> list[Experiment]:
+        """What its `defaults` name; the last says most, in Hydra as here."""
+        named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
+        known = _files(self.folders)
+        for name in named:
+            if name.removeprefix(f"/{GROUP}/") not in known:
+                raise ConfigError(f"{self.file}: there is no {GROUP} {name!r}{suggestion(name, known)}")
+        return [known[name.removeprefix(f"/{GROUP}/")] for name in named]
 
     @property
     def headline(self) -> str:
@@ -72,14 +79,14 @@ class Experiment:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The card, line by line: this file's words over those of its base."""
+        """The card, line by line: this file's words over those of its bases."""
         own: dict[str, str] = {}
         for line in self._comment[1:]:
             if found := _FACT.fullmatch(line):
                 own[found[1]] = found[2]
             elif own and line.startswith("  "):
                 own[[*own][-1]] += f" {line.strip()}"
-        merged = (self.base.facts if self.base else {}) | own
+        merged = {name: text for base in self.bases for name, text in base.facts.items()} | own
         return {name: merged[name] for name in FACTS if name in merged}
 
     @property
@@ -97,15 +104,6 @@ class Experiment:
             raise ConfigError(f"{self.file} must begin with the line `{_PACKAGE}`, or its keys would set nothing.")
         return content
 
-    @cached_property
-    def _bases(self) -> list[Experiment]:
-        named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
-        known = experiments(self.folders)
-        for name in named:
-            if name.removeprefix(f"/{GROUP}/") not in known:
-                raise ConfigError(f"{self.file}: there is no {GROUP} {name!r}{suggestion(name, known)}")
-        return [known[name.removeprefix(f"/{GROUP}/")] for name in named]
-
     @property
     def _comment(self) -> list[str]:
         """The comment that the file opens with, behind the package line."""
@@ -116,6 +114,11 @@ class Experiment:
 
 def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
     """By name; raises `NameTaken` where two folders hold one of the same name."""
+    return {name: file for name, file in _files(folders).items() if not name.rpartition("/")[2].startswith("_")}
+
+
+def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
+    """All of `experiments`, and the parts that they share."""
     return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(GROUP, folders)}
 
 

@@ -107,8 +107,8 @@ def _experiment(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[Ex
 def _checked_files(experiment: Experiment, groups: Known) -> Iterator[Override]:
     """The words of its files. A parameter must be one of what its own file chose; where another choice was made later,
     it does not apply."""
-    if experiment.base:
-        yield from _checked_files(experiment.base, groups)
+    for base in experiment.bases:
+        yield from _checked_files(base, groups)
     words = list(experiment.words())
     try:
         chosen = {group: _chosen(group, [word for _, word in words], known) for group, known in groups.items()}

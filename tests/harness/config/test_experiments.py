@@ -138,7 +138,7 @@ def test_a_small_variant_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_every_experiment_has_a_small_variant(name: str) -> None:
     small = ALL[f"small/{name}"]
-    assert small.base is not None
+    assert small.bases
     assert "small" in small.headline
 
 
@@ -208,6 +208,16 @@ def test_what_is_wrong_in_a_file_is_said_with_its_name(tmp_path: Path, case: str
     with pytest.raises(ValueError, match=r"mine\.yaml") as error:
         checked(["+experiment=mine"], [file.parents[1]], sweep=True)
     assert message in str(error.value)
+
+
+def test_a_shared_part_gives_values_and_card_and_is_no_experiment() -> None:
+    small = ALL["small/pqcache_fig9a"]
+    assert [base.name for base in small.bases] == ["pqcache_fig9a", "small/_needles"]
+    assert small.facts["data"] == small.bases[-1].facts["data"] != ALL["pqcache_fig9a"].facts["data"]
+    assert composed([f"+{GROUP}={small.name}", "method=h2o", "budget=0.1"])["dtype"] == "auto"
+    assert "small/_needles" not in ALL
+    with pytest.raises(SettingsError, match="There is no experiment 'small/_needles'"):
+        checked([f"+{GROUP}=small/_needles"])
 
 
 def test_a_file_without_the_package_line_is_refused(tmp_path: Path) -> None:
