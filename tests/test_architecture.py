@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -83,10 +83,11 @@ METHODS_KNOWN_TO_THE_HARNESS = (
     "methods.tiers",
 )
 PACKAGES = ("kernels", "methods", "evals", "harness")
-NAMESAKES = {  # classes that share a name, in packages where it may be part of the identity of runs
+NAMESAKES = {  # names that two things share, in packages where they may be part of the identity of runs
     "Niah",  # the paper's task and RULER's
     "Reader",  # of GSM8K's answers and of a conversation's texts
     "Rows",  # of a data set and of a tensor
+    "Shape",  # of a value in JSON and of a tensor
 }
 METHOD_ROOMS = (
     "budget",
@@ -231,11 +232,15 @@ def test_what_is_imported_from_us_is_a_file_of_this_tree(package: str) -> None:
                 assert found, f"{file.relative_to(ROOT)} imports {name} from {module}, which is no file here"
 
 
-def test_a_class_name_has_one_meaning() -> None:
-    """In every package, so that a name in a message, a traceback or a review says which class it is."""
-    named = [line for file in modules(*PACKAGES).values() for line in file.read_text().splitlines()]
-    classes = Counter(found[1] for line in named if (found := re.match(r"class (\w+)", line)))
-    assert {name for name, count in classes.items() if count > 1} == NAMESAKES
+def test_the_name_of_a_class_or_type_has_one_meaning() -> None:
+    """In every package, so that a name in a message, a traceback or a review says which it is. Two files may hold an
+    alias where it is the same."""
+    meanings = defaultdict[str, set[str]](set)
+    pattern = re.compile(r"^(?:class ([A-Z]\w+)|([A-Z]\w*[a-z]\w*) = (.+?)(?:  #.*)?$)", re.MULTILINE)
+    for name, file in modules(*PACKAGES).items():
+        for found in pattern.finditer(file.read_text()):
+            meanings[found[1] or found[2]].add(found[3] or name)
+    assert {name for name, found in meanings.items() if len(found) > 1} == NAMESAKES
 
 
 @pytest.mark.parametrize("package", PACKAGES)

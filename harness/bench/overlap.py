@@ -63,7 +63,7 @@ class Jobs:
         return perf_counter() - began
 
 
-class Load:
+class LoadedTurn:
     """Of one tier."""
 
     def __init__(self, jobs: Jobs, tier: str, buffers: Sequence[int], folder: Path, closing: ExitStack) -> None:
@@ -141,7 +141,7 @@ class SavedTurn:
         return TimedWay(turn_s, beside_s, talk.save_ahead_s + saved.save_s, hidden_s, None)
 
 
-Measured = Load | Save | SavedTurn
+Measured = LoadedTurn | Save | SavedTurn
 
 
 def rows_of(measured: Measured, done: Mapping[str, Sequence[TimedWay]]) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def main(options: argparse.Namespace) -> None:
 
 def _loads_and_saves(report: output.Report, jobs: Jobs, buffers: Sequence[int], rounds: int) -> None:
     with TemporaryFolder("store-", report.folder) as place, ExitStack() as closing:
-        for measured in [Load(jobs, tier, buffers, place / tier, closing) for tier in TIERS if tier != DEVICE]:
+        for measured in [LoadedTurn(jobs, tier, buffers, place / tier, closing) for tier in TIERS if tier != DEVICE]:
             _measure(report, measured, rounds)
         _measure(report, Save(jobs, place / "save", closing), rounds)
 

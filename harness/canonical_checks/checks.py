@@ -36,7 +36,7 @@ from methods.full import Full
 
 EXPECTED = Path(__file__).with_name("expected.json")
 TEXT = Path(__file__).with_name("fixed_text.md")
-Result = dict[str, Any]  # what a check found, as expected.json holds it
+CheckResult = dict[str, Any]  # what a check found, as expected.json holds it
 
 ALONE = ("baseline=off", "progress=false", "dtype=fp32", "device=cpu")
 VERSIONS = "hold the versions in `python -m harness.doctor` against constraints.txt, and install those"
@@ -72,20 +72,20 @@ class CanonicalCheck(ABC):
     advice: str
 
     @abstractmethod
-    def measure(self, subject: CheckedModel) -> Result: ...
+    def measure(self, subject: CheckedModel) -> CheckResult: ...
 
     @abstractmethod
-    def passes(self, found: Result, expected: Result) -> bool: ...
+    def passes(self, found: CheckResult, expected: CheckResult) -> bool: ...
 
     @abstractmethod
-    def told(self, plain: Result) -> str:
+    def told(self, plain: CheckResult) -> str:
         """A result in a few words."""
 
-    def bound(self, expected: Result) -> str:
+    def bound(self, expected: CheckResult) -> str:
         """What is expected, with its limits."""
         return self.told(expected)
 
-    def verdict(self, subject: CheckedModel, expected: Result) -> Verdict:
+    def verdict(self, subject: CheckedModel, expected: CheckResult) -> Verdict:
         try:
             found = self.measure(subject)
         except Exception as error:  # a check that cannot run has failed, and the others go on
@@ -101,20 +101,20 @@ class ScoreCheck(CanonicalCheck):
     words: tuple[str, ...]
     advice: str
 
-    def measure(self, subject: CheckedModel) -> Result:
+    def measure(self, subject: CheckedModel) -> CheckResult:
         scores: dict[str, list[float]] = {}
         for record in subject.run(self.words):
             scores.setdefault(record.group, []).append(round(record.score, 6))
         return {"scores": scores}
 
-    def passes(self, found: Result, expected: Result) -> bool:
+    def passes(self, found: CheckResult, expected: CheckResult) -> bool:
         ends = _interval(expected["scores"])
         return found["scores"].keys() == expected["scores"].keys() and ends.low <= _mean(found["scores"]) <= ends.high
 
-    def told(self, plain: Result) -> str:
+    def told(self, plain: CheckResult) -> str:
         return percent(_mean(plain["scores"]))
 
-    def bound(self, expected: Result) -> str:
+    def bound(self, expected: CheckResult) -> str:
         ends = _interval(expected["scores"])
         return f"{self.told(expected)} [{percent(ends.low, 0)}, {percent(ends.high, 0)}]"
 
@@ -130,7 +130,7 @@ class Perplexity(CanonicalCheck):
     prompt: int = 384
     scored: int = 192
 
-    def measure(self, subject: CheckedModel) -> Result:
+    def measure(self, subject: CheckedModel) -> CheckResult:
         loaded = subject.load(self.dtype)
         text = torch.tensor([loaded.tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]])
         head, tail = text[:, : self.prompt], text[:, self.prompt : self.prompt + self.scored]
@@ -141,13 +141,13 @@ class Perplexity(CanonicalCheck):
         assert made.nll is not None
         return {"perplexity": exp(made.nll[0])}
 
-    def passes(self, found: Result, expected: Result) -> bool:
+    def passes(self, found: CheckResult, expected: CheckResult) -> bool:
         return abs(found["perplexity"] / expected["perplexity"] - 1) <= self.within
 
-    def told(self, plain: Result) -> str:
+    def told(self, plain: CheckResult) -> str:
         return f"{plain['perplexity']:.4f}"
 
-    def bound(self, expected: Result) -> str:
+    def bound(self, expected: CheckResult) -> str:
         return f"{self.told(expected)} ± {percent(self.within)} %"
 
 
@@ -160,15 +160,15 @@ class SameTokens(CanonicalCheck):
     advice: str
     prompts: int = 3
 
-    def measure(self, subject: CheckedModel) -> Result:
+    def measure(self, subject: CheckedModel) -> CheckResult:
         records = subject.run(self.words)[: self.prompts]
         loaded = subject.load("fp32")
         return {"same": sum(_generated(loaded, record) == record.tokens for record in records), "of": len(records)}
 
-    def passes(self, found: Result, expected: Result) -> bool:
+    def passes(self, found: CheckResult, expected: CheckResult) -> bool:
         return found["of"] == found["same"] == expected["same"]
 
-    def told(self, plain: Result) -> str:
+    def told(self, plain: CheckResult) -> str:
         return f"{plain['same']} of {plain['of']} answers the same"
 
 
@@ -196,18 +196,18 @@ CHECKS: tuple[CanonicalCheck, ...] = (
 
 
 def verdicts(
-    subject: CheckedModel, expected: Mapping[str, Result], checks: Sequence[CanonicalCheck] = CHECKS
+    subject: CheckedModel, expected: Mapping[str, CheckResult], checks: Sequence[CanonicalCheck] = CHECKS
 ) -> Iterator[Verdict]:
     for check in checks:
         yield check.verdict(subject, expected[check.name])
 
 
-def measured(subject: CheckedModel, checks: Sequence[CanonicalCheck] = CHECKS) -> dict[str, Result]:
+def measured(subject: CheckedModel, checks: Sequence[CanonicalCheck] = CHECKS) -> dict[str, CheckResult]:
     """What expected.json is to hold."""
     return {check.name: check.measure(subject) for check in checks}
 
 
-def expected(file: Path = EXPECTED) -> dict[str, Result]:
+def expected(file: Path = EXPECTED) -> dict[str, CheckResult]:
     return files.read_json(file)
 
 

@@ -23,7 +23,7 @@ from harness.history.truncation import truncated
 from methods.tiers.tier import DEVICE
 
 Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]
-Start = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache
+NewCache = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Histories(ABC):
 
     stores: ClassVar[bool] = False
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: NewCache) -> None:
         self.start = start
 
     def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
@@ -193,7 +193,7 @@ class DevicePrefix(Histories):
     """Caches stay alive on the device, as many as there are conversations. One that holds anything but the beginning
     of what is asked for is of no use, and is let go."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: NewCache) -> None:
         super().__init__(start)
         self._alive: dict[str, tuple[list[int], KVCache]] = {}
 

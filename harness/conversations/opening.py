@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.conversations.fingerprint import fingerprint
-from harness.conversations.histories import DevicePrefix, Histories, Recompute, Start
+from harness.conversations.histories import DevicePrefix, Histories, NewCache, Recompute
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -48,7 +48,7 @@ def in_memory(history: str, attachment: Attachment) -> Histories:
     return IN_MEMORY.get(history, DevicePrefix)(_starting(attachment))
 
 
-def _starting(attachment: Attachment) -> Start:
+def _starting(attachment: Attachment) -> NewCache:
     return lambda capacity: attachment.start(KVCache, capacity=capacity)
 
 

@@ -19,7 +19,7 @@ from harness.history.positions import Rotation
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, Apart, K, Tensors, V, stays_away
 
-Contents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
+CacheContents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
 NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
 SEEN = "seen"
 
@@ -46,7 +46,7 @@ class Cut:
                 rotation.check(tokens)
             self._checked = tokens
 
-    def rows(self, contents: Contents, start: int, end: int) -> dict[str, Apart]:
+    def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, Apart]:
         """Of the tokens from `start` to `end`, by name [1 G T D]: views of where they lie, keys as they are rotated."""
         return {
             f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
@@ -71,7 +71,7 @@ class Cut:
 
         return stored
 
-    def rest(self, contents: Contents) -> Tensors:
+    def rest(self, contents: CacheContents) -> Tensors:
         """By layer and the name that it has there."""
         return {
             f"{layer}.{name}": x

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from harness.conversations.histories import Histories, Resumed, Start, both_ends
+from harness.conversations.histories import Histories, NewCache, Resumed, both_ends
 from harness.conversations.lost import refusal
-from harness.conversations.rows import Contents, Cut
+from harness.conversations.rows import CacheContents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.history.fingerprint import EXACT, behind_cut, computed_again
@@ -50,7 +50,7 @@ class StoredHistories(Histories):
 
     def __init__(
         self,
-        start: Start,
+        start: NewCache,
         attachment: Attachment,
         store: HistoryStore,
         read_buffer: int | None = None,
@@ -145,7 +145,7 @@ class StoredHistories(Histories):
             self.store.hold(session, 0, leaving, lineage)
         return leaving
 
-    def _leaving(self, contents: Contents, tokens: Sequence[int], start: int, rest: Tensors = NOTHING) -> Leaving:
+    def _leaving(self, contents: CacheContents, tokens: Sequence[int], start: int, rest: Tensors = NOTHING) -> Leaving:
         """Those of `tokens` from `start` on."""
         end = len(tokens)
         rows = self.cut.rows(contents, start, end) if start < end else {}

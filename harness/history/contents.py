@@ -21,7 +21,7 @@ from harness.history.statistics import Speeds, Statistics
 from methods.tiers.tier import DEVICE, DISK
 from methods.tiers.transfer.threads import Threads
 
-Saved = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
+Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
 
 class Contents(Sessions):
@@ -250,7 +250,7 @@ class Contents(Sessions):
         write = partial(self.disk.write, key, self.sessions[key], self.lineages[key])
         self.saving.submit(write, partial(self._saved, key, ticket), size)
 
-    def _saved(self, key: str, ticket: object, future: Future[Saved]) -> None:
+    def _saved(self, key: str, ticket: object, future: Future[Written]) -> None:
         """`ticket`: of a session that was to leave memory; since then it may have been brought back or replaced."""
         leaves = ticket is not None and self._away.get(key) is ticket
         error = future.exception()

@@ -40,7 +40,6 @@ from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DISK
 from methods.tiers.transfer.threads import Threads
 
-Clock = Callable[[], float]
 Given = Mapping[str, Tensor | Apart]
 Rest = Mapping[str, Tensor]
 NOTHING: Tensors = {}
@@ -72,7 +71,7 @@ class HistoryStore:
         codec: Codec = PLAIN,
         dtype: torch.dtype = torch.float32,
         share: bool = False,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         wall: Wall = time.time,
         **capacities: int,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from harness.models.architectures import class_of
 
 
-class Shape(NamedTuple):
+class Sizes(NamedTuple):
     model_type: str
     layers: int
     hidden: int
@@ -73,23 +73,23 @@ GPT_OSS = {"head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "num_
 # fmt: off
 SHAPES = {
     # name                   type     layers hidden inner heads KV   vocab     window         theta
-    "tiny":            Shape("llama",     3,   128,   256,  8,  2,     512,   131_072,       10_000.0, dtype="float32"),
-    "smollm2":         Shape("llama",    30,   576,  1536,  9,  3,  49_152,     8_192,      100_000.0,
+    "tiny":            Sizes("llama",     3,   128,   256,  8,  2,     512,   131_072,       10_000.0, dtype="float32"),
+    "smollm2":         Sizes("llama",    30,   576,  1536,  9,  3,  49_152,     8_192,      100_000.0,
                              more={"tie_word_embeddings": True}),
-    "llama-3.1-8b":    Shape("llama",    32,  4096, 14336, 32,  8, 128_256,   131_072,      500_000.0, LLAMA_31_ROPE),
-    "llama-3-8b-1m":   Shape("llama",    32,  4096, 14336, 32,  8, 128_256, 1_048_576, 3_580_165_449.0),
-    "llama-2-7b-chat": Shape("llama",    32,  4096, 11008, 32, 32,  32_000,     4_096,       10_000.0, dtype="float16"),
-    "mistral-7b-v0.2": Shape("mistral",  32,  4096, 14336, 32,  8,  32_000,    32_768,    1_000_000.0,
+    "llama-3.1-8b":    Sizes("llama",    32,  4096, 14336, 32,  8, 128_256,   131_072,      500_000.0, LLAMA_31_ROPE),
+    "llama-3-8b-1m":   Sizes("llama",    32,  4096, 14336, 32,  8, 128_256, 1_048_576, 3_580_165_449.0),
+    "llama-2-7b-chat": Sizes("llama",    32,  4096, 11008, 32, 32,  32_000,     4_096,       10_000.0, dtype="float16"),
+    "mistral-7b-v0.2": Sizes("mistral",  32,  4096, 14336, 32,  8,  32_000,    32_768,    1_000_000.0,
                              more={"sliding_window": None}),
-    "qwen2-7b":        Shape("qwen2",    28,  3584, 18944, 28,  4, 152_064,    32_768,    1_000_000.0,
+    "qwen2-7b":        Sizes("qwen2",    28,  3584, 18944, 28,  4, 152_064,    32_768,    1_000_000.0,
                              more={"rms_norm_eps": 1e-6}),
-    "yi-9b-200k":      Shape("llama",    48,  4096, 11008, 32,  4,  64_000,   262_144,   10_000_000.0,
+    "yi-9b-200k":      Sizes("llama",    48,  4096, 11008, 32,  4,  64_000,   262_144,   10_000_000.0,
                              more={"rms_norm_eps": 1e-6}),
     # plain RoPE: LongRoPE's factors change neither cost nor memory
-    "phi-3-mini-128k": Shape("phi3",     32,  3072,  8192, 32, 32,  32_064,   131_072,       10_000.0,
+    "phi-3-mini-128k": Sizes("phi3",     32,  3072,  8192, 32, 32,  32_064,   131_072,       10_000.0,
                              more={"sliding_window": 262_144}),
-    "gemma-3-1b":      Shape("gemma3_text", 26, 1152, 6912,  4,  1, 262_144,    32_768,    1_000_000.0, more=GEMMA_3),
-    "gpt-oss-20b":     Shape("gpt_oss",  24,  2880,  2880, 64,  8, 201_088,   131_072,      150_000.0, GPT_OSS_ROPE,
+    "gemma-3-1b":      Sizes("gemma3_text", 26, 1152, 6912,  4,  1, 262_144,    32_768,    1_000_000.0, more=GEMMA_3),
+    "gpt-oss-20b":     Sizes("gpt_oss",  24,  2880,  2880, 64,  8, 201_088,   131_072,      150_000.0, GPT_OSS_ROPE,
                              more=GPT_OSS),
 }
 # fmt: on

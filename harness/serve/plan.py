@@ -15,7 +15,7 @@ from harness.jobs.planning.items import itemised
 from harness.results.files import canonical
 from harness.serve import trace
 from harness.serve.trace import Session
-from harness.serve.traffic import Point
+from harness.serve.traffic import TrafficPoint
 from harness.terminal.paths import typed
 
 VERSION = 2  # of the loop: goes up when its times mean something else
@@ -23,13 +23,13 @@ VERSION = 2  # of the loop: goes up when its times mean something else
 
 @dataclass(frozen=True)
 class ServingPlan:
-    point: Point
+    point: TrafficPoint
     job: Job
     sessions: list[Session]
     rate: float  # new sessions per second
 
     @classmethod
-    def of(cls, point: Point, config_dirs: Sequence[Path] = ()) -> ServingPlan:
+    def of(cls, point: TrafficPoint, config_dirs: Sequence[Path] = ()) -> ServingPlan:
         traffic = point.traffic
         config = composed(point.words, config_dirs)
         recorded = trace.read(typed(traffic.replay, "replay=")) if traffic.replay else None
@@ -85,7 +85,7 @@ class ServingPlan:
         return f"{type(self.job.method).__name__.lower()}_{self.job.settings.history}_{self.rate:.4g}_{digest[:8]}"
 
 
-def _check(point: Point, job: Job) -> None:
+def _check(point: TrafficPoint, job: Job) -> None:
     traffic, settings = point.traffic, job.settings
     if any(turn.forced for item in job.items for turn in item.turns):
         raise SettingsError(

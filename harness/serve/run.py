@@ -28,16 +28,16 @@ from kernels.temporary import TemporaryFolder
 
 SCHEMA = 1
 RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
-Row = dict[str, Any]
+ServedRow = dict[str, Any]
 
 
-def found(plan: ServingPlan, out: Path) -> Row | None:
+def found(plan: ServingPlan, out: Path) -> ServedRow | None:
     """What serving.json holds of the run, where an earlier command has made it."""
     file = out / plan.folder / RUN
     return read_json(file) if file.is_file() else None
 
 
-def served(plan: ServingPlan, out: Path) -> Row:
+def served(plan: ServingPlan, out: Path) -> ServedRow:
     """What serving.json holds of the run, from now on."""
     folder = out / plan.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def served(plan: ServingPlan, out: Path) -> Row:
     return row
 
 
-def _serve(plan: ServingPlan, folder: Path) -> Row:
+def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
     if job.settings.threads is not None:
@@ -94,7 +94,7 @@ def _told(answers: Iterator[Answer], plan: ServingPlan) -> Iterator[Answer]:
     return progress(answers, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn")
 
 
-def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[Row]:
+def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:
     """Of turns.jsonl: what was recorded of a turn, with its text and score."""
     items = {one.name: one.item.turns for one in plan.sessions}
     for answer in answers:

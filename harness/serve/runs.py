@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ from harness.results.files import canonical, write_atomically, write_json
 from harness.serve import table
 from harness.serve.figures import cost
 from harness.serve.plan import ServingPlan
-from harness.serve.run import RUN, SCHEMA, found, served
+from harness.serve.run import RUN, SCHEMA, ServedRow, found, served
 from harness.serve.search import FirstTokenLimit, RateSearch
-from harness.serve.traffic import Point
+from harness.serve.traffic import TrafficPoint
 from harness.terminal.notices import warn
 from harness.terminal.tables import digits, percent
 
 TABLES = "tables"
-Row = Mapping[str, Any]
 
 
 class Runs:
@@ -28,7 +27,7 @@ class Runs:
 
     def __init__(
         self,
-        points: Sequence[Point],
+        points: Sequence[TrafficPoint],
         out: Path,
         prices: Prices,
         limit: FirstTokenLimit | None = None,
@@ -37,13 +36,13 @@ class Runs:
         self.out, self.prices, self.limit = out, prices, limit
         self.systems: dict[str, ServingPlan] = {}
         self.plans = [self._plan(point, config_dirs) for point in points]
-        self.rows: list[tuple[ServingPlan, Row]] = []
+        self.rows: list[tuple[ServingPlan, ServedRow]] = []
         rates = sorted({plan.rate for plan in self.plans})
         self.searches = {}
         if limit:
             self.searches = {name: RateSearch(rates, _most(plan, limit)) for name, plan in self.systems.items()}
 
-    def _plan(self, point: Point, config_dirs: Sequence[Path]) -> ServingPlan:
+    def _plan(self, point: TrafficPoint, config_dirs: Sequence[Path]) -> ServingPlan:
         if point.system not in self.systems:
             self.systems[point.system] = ServingPlan.of(point, config_dirs)
         known = self.systems[point.system]
@@ -130,7 +129,7 @@ def _coming(plan: ServingPlan) -> str:
     return f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions{waits}"
 
 
-def _said(plan: ServingPlan, row: Row, known: bool) -> str:
+def _said(plan: ServingPlan, row: ServedRow, known: bool) -> str:
     """A run in a line."""
     figures = row["figures"]
     told = f"p90 of TTFT {digits(figures['ttft_p90_s'])} s, hits {percent(figures['hit_rate'])} %"

@@ -59,7 +59,7 @@ OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 
 @dataclass(frozen=True)
-class Point:
+class TrafficPoint:
     """One run. `words`: those of `python -m harness`; `named`: the keys that vary, with their values here."""
 
     traffic: TrafficSettings
@@ -76,11 +76,11 @@ class Point:
         """What varies beside the rate."""
         return {key: value for key, value in self.named.items() if key != "rate"}
 
-    def at(self, rate: float) -> Point:
+    def at(self, rate: float) -> TrafficPoint:
         return replace(self, traffic=replace(self.traffic, rate=rate))
 
 
-def points(words: Sequence[str]) -> list[Point]:
+def points(words: Sequence[str]) -> list[TrafficPoint]:
     """All combinations of the values."""
     found = list(combinations(words, slowest="rate"))
     for key in found[0]:
@@ -98,7 +98,7 @@ def _is_stored(chosen: Mapping[str, Word]) -> bool:
     return "history" in chosen and chosen["history"].value == "store"
 
 
-def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> Point:
+def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> TrafficPoint:
     """`beside_store`: settings of the store are those of other points."""
     if beside_store:
         chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
@@ -107,7 +107,7 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool
     others = [key for key in chosen if key not in OWN]
     named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if {"task", "replay"} & chosen.keys() else [TASK]
-    return Point(traffic, (*task, *(chosen[key].text for key in others)), named)
+    return TrafficPoint(traffic, (*task, *(chosen[key].text for key in others)), named)
 
 
 def _refuse_unread(key: str) -> None:

@@ -15,7 +15,7 @@ from itertools import islice, zip_longest
 from harness.terminal.control_characters import visible
 
 WIDTH = 160  # of a table in a terminal
-Units = Sequence[tuple[float, str]]
+Scale = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
@@ -72,7 +72,7 @@ def markdown_table(columns: Sequence[Column]) -> str:
     return _markdown([[head.replace("\n", " ") for head in heads], sides, *rows])
 
 
-def scaled(values: Sequence[float | None], units: Units) -> tuple[list[str], str]:
+def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
     """Three significant digits in one unit for all, the largest in which the largest value is at least one."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
@@ -82,7 +82,7 @@ def scaled(values: Sequence[float | None], units: Units) -> tuple[list[str], str
 def quantity(
     head: str,
     values: Sequence[float | None],
-    units: Units,
+    units: Scale,
     per: str = "",
     hide_zeros: bool = False,
 ) -> Column:
@@ -91,7 +91,7 @@ def quantity(
     return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
 
 
-def quantities(columns: Mapping[str, Sequence[float | None]], units: Units) -> list[Column]:
+def quantities(columns: Mapping[str, Sequence[float | None]], units: Scale) -> list[Column]:
     """Columns by their heads, all in one unit."""
     cells, unit = scaled([value for values in columns.values() for value in values], units)
     rest = iter(cells)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.block import DecoderBlock, Head, Linear
-from kernels.cpu.ffi.bindings import Group, Struct, elements, integer, real
+from kernels.cpu.ffi.bindings import FieldGroup, Struct, elements, integer, real
 
 
-def _linear(outs: str, ins: str) -> Group:
-    return Group("Weights", {"weight": elements(f"{outs} * {ins}"), "bias": elements(outs, optional=True)})
+def _linear(outs: str, ins: str) -> FieldGroup:
+    return FieldGroup("Weights", {"weight": elements(f"{outs} * {ins}"), "bias": elements(outs, optional=True)})
 
 
 class BlockWeights(Struct):

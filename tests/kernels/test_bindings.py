@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu.ffi.bindings import Function, Group, Struct, elements, floats, header, int64s, integer, real
+from kernels.cpu.ffi.bindings import FieldGroup, Function, Struct, elements, floats, header, int64s, integer, real
 from tests.forks import Forked, script
 
 NO_SIZES = {"largest", "first", "iterations", "stride"}  # a flag, a place, rounds, and the stride of a repeated row
@@ -24,7 +24,7 @@ NO_SIZES = {"largest", "first", "iterations", "stride"}  # a flag, a place, roun
 
 class Example(Struct):
     x = elements(strides="batch row")
-    weights = Group("Pair", {"weight": elements("rows * width"), "bias": elements("rows", optional=True)})
+    weights = FieldGroup("Pair", {"weight": elements("rows * width"), "bias": elements("rows", optional=True)})
     rows_read = int64s("count")
     out = floats("count", written=True)
     rows = width = count = integer()

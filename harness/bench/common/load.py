@@ -25,7 +25,7 @@ class MarkedSeconds(float):
         return made
 
 
-class Counts(NamedTuple):
+class LoadCounts(NamedTuple):
     """Of all threads of a process, so far."""
 
     switches: int  # involuntary: a thread could go on, and somebody else got its CPU
@@ -53,17 +53,17 @@ class LoadWatch:
         return switches > 0 and waited_s > TOLERATED * passed
 
 
-def counts(process: int | None) -> Counts:
+def counts(process: int | None) -> LoadCounts:
     """Linux counts them by thread; elsewhere the waiting is estimated, and nothing is known of other processes."""
     threads = list(_threads(Path(f"/proc/{process or 'self'}/task")))
     if threads:
-        return Counts(*map(sum, zip(*threads, strict=True)))
+        return LoadCounts(*map(sum, zip(*threads, strict=True)))
     switches = getrusage(RUSAGE_SELF).ru_nivcsw if process is None else 0
-    return Counts(switches, switches * SLICE_S)
+    return LoadCounts(switches, switches * SLICE_S)
 
 
-def _threads(folder: Path) -> Iterator[Counts]:
+def _threads(folder: Path) -> Iterator[LoadCounts]:
     for task in folder.iterdir() if folder.is_dir() else ():
         with suppress(OSError, IndexError, ValueError):  # it has just ended, or the system does not count
             switches = int((task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2])
-            yield Counts(switches, int((task / "schedstat").read_text().split()[1]) / 1e9)
+            yield LoadCounts(switches, int((task / "schedstat").read_text().split()[1]) / 1e9)

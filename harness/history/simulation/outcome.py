@@ -23,11 +23,11 @@ from harness.history.simulation.trace import cuts, statistics
 from harness.terminal.tables import Column, number, percent, quantity, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
-Outcome = dict[str, Any]
+SimulatedRow = dict[str, Any]
 GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
-def simulated(scenario: Scenario, costs: Costs) -> Outcome:
+def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
     """`settings`, `trace`, `cuts` and `figures` of one run."""
     server = Server(scenario, costs)
     trace = scenario.trace()
@@ -46,7 +46,7 @@ def simulated(scenario: Scenario, costs: Costs) -> Outcome:
     }
 
 
-def _figures(server: Server, jobs: Sequence[ServedTurn]) -> Outcome:
+def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
     found = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
@@ -70,7 +70,7 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> Outcome:
     }
 
 
-def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Outcome:
+def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> SimulatedRow:
     """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
     prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
     hours = sum(job.busy_s for job in jobs) / 3600
@@ -86,7 +86,7 @@ def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Outcome:
     }
 
 
-def _traffic(server: Server) -> Outcome:
+def _traffic(server: Server) -> SimulatedRow:
     """Of the whole run, warm-up included."""
     return {
         "sessions_per_hour": _most_sessions(server.jobs),
@@ -111,7 +111,7 @@ def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
     return most
 
 
-def table(rows: Sequence[Outcome], runs: Sequence[Scenario]) -> str:
+def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
     """The keys that differ between the runs, then the figures."""
     told = [row["figures"] for row in rows]
     named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
@@ -131,7 +131,7 @@ def table(rows: Sequence[Outcome], runs: Sequence[Scenario]) -> str:
     return text_table([*named, *figures])
 
 
-def spreadsheet(rows: Sequence[Outcome]) -> str:
+def spreadsheet(rows: Sequence[SimulatedRow]) -> str:
     """CSV, a line per run: settings, then figures."""
     flat = [row["settings"] | row["figures"] for row in rows]
     text = io.StringIO()
@@ -141,7 +141,7 @@ def spreadsheet(rows: Sequence[Outcome]) -> str:
     return text.getvalue()
 
 
-def trace_line(told: Outcome) -> str:
+def trace_line(told: SimulatedRow) -> str:
     """What the trace is, in one line."""
     return (
         f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
@@ -150,7 +150,7 @@ def trace_line(told: Outcome) -> str:
     )
 
 
-def cuts_line(told: Outcome) -> str:
+def cuts_line(told: SimulatedRow) -> str:
     """What a model's window takes from the trace, in one line."""
     return (
         f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "

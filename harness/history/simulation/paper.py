@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure as Picture
 
 from harness.config.settings import SettingsError
-from harness.history.simulation.outcome import Outcome
+from harness.history.simulation.outcome import SimulatedRow
 from harness.history.simulation.scenario import Scenario, scenarios
 from harness.reports.pictures import figures
 from harness.results.files import read_yaml
@@ -37,7 +37,7 @@ class PaperClaim:
     kind: str = "value"
     over: Mapping[str, Any] | None = None
 
-    def ours(self, rows: Sequence[Outcome]) -> float:
+    def ours(self, rows: Sequence[SimulatedRow]) -> float:
         here = _find(rows, self.at)[self.of]
         if self.over is None:
             return float(here)
@@ -77,7 +77,7 @@ class Figure:
             if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
                 yield scenario
 
-    def table(self, rows: Sequence[Outcome]) -> str:
+    def table(self, rows: Sequence[SimulatedRow]) -> str:
         return text_table(
             [
                 Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
@@ -86,7 +86,7 @@ class Figure:
             ]
         )
 
-    def draw(self, rows: Sequence[Outcome], path: Path) -> Sequence[Path]:
+    def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
         """Ours as bars, the paper's numbers as lines over them: a PNG at `path`, a PDF beside it."""
         picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
         axes = picture.subplots()
@@ -114,7 +114,7 @@ def figure(number: str) -> Figure:
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)
 
 
-def _find(rows: Sequence[Outcome], at: Mapping[str, Any]) -> Outcome:
+def _find(rows: Sequence[SimulatedRow], at: Mapping[str, Any]) -> SimulatedRow:
     found = [row["figures"] for row in rows if all(row["settings"][key] == value for key, value in at.items())]
     if len(found) != 1:
         raise ValueError(f"{len(found)} runs have {dict(at)}")

@@ -21,13 +21,13 @@ from methods.tiers.codec import Codec
 
 FIELDS = {"moved_bytes": "moved_bytes_per_step", "device_bytes": "device_bytes"}
 VERBS = {"moved_bytes": "moves", "device_bytes": "holds on the device"}
-Measure = Literal["moved_bytes", "device_bytes"]
+AlignedBytes = Literal["moved_bytes", "device_bytes"]
 
 
 class Alignment(NamedTuple):
     """What is made equal, for which method, over which layers."""
 
-    measure: Measure
+    measure: AlignedBytes
     method: Method
     specs: Sequence[LayerSpec]
     placement: str
@@ -99,7 +99,7 @@ class AlignedBudget(Budget):
 
 def aligned(
     budget: Budget,
-    measure: Measure,
+    measure: AlignedBytes,
     method: Method,
     info: ModelInfo,
     dtype: str,

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
+from harness.results.folder.bound import Info
 from harness.results.lock import holder
 from harness.results.store import StoredRun
 from harness.terminal.tables import digits
@@ -65,7 +66,6 @@ def _span(numbers: Collection[float]) -> str:
     return " to ".join(dict.fromkeys(str(end) if isinstance(end, int) else digits(end) for end in ends))
 
 
-Info = Mapping[str, Any]
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
 

@@ -40,7 +40,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Group:
+class FieldGroup:
     """Describes fields that are a struct of their own in C++, and `<group>_<field>` in Python."""
 
     type: str
@@ -101,7 +101,7 @@ class Struct:
     header: ClassVar[list[str]]
 
     def __init_subclass__(cls) -> None:
-        named = {name: value for name, value in vars(cls).items() if isinstance(value, Field | Group)}
+        named = {name: value for name, value in vars(cls).items() if isinstance(value, Field | FieldGroup)}
         cls.header = _header(cls.__name__, named)
         cls.fields = dict(_flat(named))
         cls.pack = staticmethod(_checked(cls))
@@ -145,9 +145,9 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 """
 
 
-def _header(name: str, fields: dict[str, Field | Group]) -> list[str]:
+def _header(name: str, fields: dict[str, Field | FieldGroup]) -> list[str]:
     """Return the definition of a struct, after those it contains, and assertions about where its fields lie."""
-    groups = {field.type: field.fields for field in fields.values() if isinstance(field, Group)}
+    groups = {field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)}
     inner = [_definition(name, parts) for name, parts in groups.items()]
     places, at = [], 0
     for field_name, field in _with_dtype(fields).items():
@@ -167,7 +167,7 @@ def _with_dtype(fields: dict[str, Any]) -> dict[str, Any]:
     return {"is_bf16": integer(), **fields} if typed else fields
 
 
-def _with_strides(fields: dict[str, Any]) -> Iterator[tuple[str, Field | Group]]:
+def _with_strides(fields: dict[str, Any]) -> Iterator[tuple[str, Field | FieldGroup]]:
     for name, field in fields.items():
         yield name, field
         if isinstance(field, Field):
@@ -176,7 +176,7 @@ def _with_strides(fields: dict[str, Any]) -> Iterator[tuple[str, Field | Group]]
 
 def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
     for name, field in fields.items():
-        if isinstance(field, Group):
+        if isinstance(field, FieldGroup):
             yield from ((f"{name}_{part}", inner) for part, inner in field.fields.items())
         else:
             yield name, field

@@ -18,7 +18,7 @@ import torch
 
 from harness.bench import __main__ as bench
 from harness.bench.common import load, measure, output
-from harness.bench.common.load import Counts, LoadWatch, MarkedSeconds
+from harness.bench.common.load import LoadCounts, LoadWatch, MarkedSeconds
 from harness.bench.common.measure import marks, own_seconds
 from tests.abandoned import abandoned
 
@@ -149,7 +149,7 @@ def test_errors_alone_are_an_error(tmp_path: Path) -> None:
 def test_a_sample_is_disturbed_where_threads_lost_their_cpu_for_long(
     switches: int, waited_s: float, disturbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, found = iter([10.0, 11.0]), iter([Counts(5, 2.0), Counts(5 + switches, 2.0 + waited_s)])
+    clock, found = iter([10.0, 11.0]), iter([LoadCounts(5, 2.0), LoadCounts(5 + switches, 2.0 + waited_s)])
     monkeypatch.setattr(load, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(load, "counts", lambda process: next(found))
     assert LoadWatch().disturbed() == disturbed

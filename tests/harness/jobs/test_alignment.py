@@ -14,7 +14,7 @@ from harness.engine.attach import attached
 from harness.engine.batch.generation import never
 from harness.engine.engine import Engine
 from harness.jobs.job import Job
-from harness.jobs.planning.alignment import Alignment, Measure, aligned, shapes
+from harness.jobs.planning.alignment import AlignedBytes, Alignment, aligned, shapes
 from harness.jobs.planning.effective import codec_of
 from harness.jobs.run import evaluate
 from harness.reports.labels import budget
@@ -39,7 +39,7 @@ def settings(folder: Path, **changes: Any) -> Settings:
 )
 @pytest.mark.parametrize("asked", [40, 80, 200])
 def test_the_solution_costs_what_was_asked_for_and_no_more(
-    name: str, measure: Measure, placement: Any, asked: int
+    name: str, measure: AlignedBytes, placement: Any, asked: int
 ) -> None:
     method = small(name)
     if placement == "host" and not method.offloads:
