@@ -21,7 +21,7 @@ prompt token fetches before it enters; the seal replays that. Generated tokens t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -47,11 +47,12 @@ from methods.base import (
     check_layers,
 )
 from methods.base.counters import queues
+from methods.base.pieces import pieces
 from methods.layers import Layer, Pooled, Storage
 from methods.parts import costs, limited_pool
 from methods.parts.growing import GrowingRows
 from methods.parts.limited_pool import Counts, Eviction, Fetched
-from methods.parts.skew import largest, narrowed, skewing
+from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
 from methods.parts.uneven import one_by_one
 
 
@@ -172,10 +173,11 @@ class InfiniGenRead(Pooled, capturable=True):
 
     def observe(self, x: AttnInput) -> None:
         if self.follower is not None and self.follower.rehearses:
-            self.follower.rehearsed.append(self.follower.guessed_query(x))
+            for part in pieces(x.q.shape[2]):
+                before = replace(x, hidden=x.hidden[:, part], cos=x.cos[:, part], sin=x.sin[:, part])
+                self.follower.rehearsed.append(self.follower.guessed_query(before))
         if self.guesses:
-            grouped = x.q.float().unflatten(1, (self.spec.num_kv_heads, -1)).flatten(2, 3)  # [B G g*T D]
-            self.query_mass += self._skewed(grouped).abs().sum(2)
+            self.query_mass += column_mass(x.q, self.spec.num_kv_heads, self._skew)
 
     def forget(self, count: int, rows: Tensor) -> None:
         if self.plan is not None:
@@ -194,8 +196,8 @@ class InfiniGenRead(Pooled, capturable=True):
         width = int(self.method.partial_ratio * self.spec.head_dim)
         chosen = largest(self.query_mass, width)
         if self.method.column_rule == "union":
-            chosen |= largest(self._skewed(keys.float()).abs().sum(2), width)
-        columns = self._skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1))
+            chosen |= largest(column_mass(keys, self.spec.num_kv_heads, self._skew), width)
+        columns = skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1), self._skew)
         self.basis = narrowed(columns, chosen).to(keys.dtype)
         self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
         if self.slots is not None:
@@ -291,10 +293,8 @@ class InfiniGenRead(Pooled, capturable=True):
         if self.plan is not None:
             self.partial.length += steps
 
-    def _skewed(self, x: Tensor) -> Tensor:
-        """Multiply x [B G T D] by A; without a skew, return x itself."""
-        if not self.method.skew:
-            return x
-        matrices = self.request.prepared
-        assert isinstance(matrices, tuple)
-        return x @ matrices[self.spec.index]
+    @property
+    def _skew(self) -> Tensor | None:
+        """Return A [G D D], or None without a skew."""
+        matrices = self.request.prepared if self.method.skew else None
+        return matrices[self.spec.index] if isinstance(matrices, tuple) else None

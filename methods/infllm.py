@@ -154,16 +154,16 @@ class InfLLMRead(Select, capturable=True):
         self.rope_table.note(x)
         if not self.sparse:
             return self.layer.attend_prompt(x.q)
-        self.n_local, reads = self._spend_so_far()
-        outs, first = [], x.start
-        for q in x.q.split(min(self.method.exc_block, self.n_local), dim=2):
+        (self.n_local, reads), first = self._spend_so_far(), x.start
+        out, block = torch.empty_like(x.q.transpose(1, 2)).transpose(1, 2), min(self.method.exc_block, self.n_local)
+        for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
             far_q = self._far_query(q, first)
             if count := min(reads, self.blocks):
                 self.rows = self.select(far_q, count * self.method.block)
-            outs.append(self._execute(q, far_q, first))
+            block_out.copy_(self._execute(q, far_q, first))
             first += q.shape[2]
             self._fill_blocks(first)
-        return torch.cat(outs, 2)
+        return out
 
     def split(self, budget: int) -> Plan:
         """Return a plan whose window at the end of the prompt includes the tokens that have not filled a block yet."""

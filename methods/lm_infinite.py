@@ -22,6 +22,7 @@ from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
 from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base.pieces import pieces
 from methods.layers import Keep, Layer, sinks_and_recent
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
@@ -134,11 +135,15 @@ class LMInfiniteKeep(Keep, capturable=True):
         """Attend from queries at positions from `start` on. -> [B H T D]"""
         count = self.first_keys.shape[2]
         k, v = self.store.k, self.store.v
-        first = self._first(q, start, n_local)
         place = k.shape[2] - count - q.shape[2]  # what follows the first tokens is without a gap, up to the last query
-        later = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
-        merged: Tensor = ops.merge_attention(*zip(first, later, strict=True))
-        return with_sink(merged, torch.logaddexp(first[1], later[1]), self.spec.sink_logits)
+        out: Tensor
+        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
+        for part in pieces(q.shape[2]):
+            first, first_lse = self._first(q[:, :, part], start + part.start, n_local)
+            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
+            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
+            out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
+        return out
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
         """Return attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""

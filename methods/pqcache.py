@@ -126,8 +126,8 @@ class PQCache(Windowed):
         """Cluster the sub-vectors of keys. keys [B G M D] -> centroids [B G m C d'] in fp32, codes [B G m M]"""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
-        split = keys.float().view(batch, groups, count, self.m, dim // self.m).transpose(2, 3)
-        points = split.reshape(batch * groups * self.m, count, dim // self.m)
+        points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
+        points.view(batch, groups, self.m, count, -1).copy_(keys.unflatten(3, (self.m, -1)).transpose(2, 3))
         draw = torch.Generator().manual_seed(self.seed)
         initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
         centroids, codes = ops.kmeans(points, initial, rounds, tolerance)

@@ -27,6 +27,7 @@ from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, token_rows
@@ -244,18 +245,21 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
 
     def _factorise(self, keys: Tensor, count: int) -> None:
         """Factorise all keys of the prompt, and keep only the candidates' rows of u. keys [B G S D]"""
-        positions = torch.arange(keys.shape[2], device=keys.device)
-        joint = self.rope_table.unrotate(keys, positions).transpose(1, 2).flatten(2)  # [B S G*D]
-        rank = self.method.rank_of(*joint.shape[1:])
+        batch, groups, tokens, dim = keys.shape
+        joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
+        by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
+        for part in pieces(tokens):
+            positions = torch.arange(part.start, part.stop, device=keys.device)
+            by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
+        rank = self.method.rank_of(tokens, groups * dim)
         u, basis = low_rank(joint, rank, self.method.solver)
         self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
         self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
 
     def _index(self, keys: Tensor, outliers: int) -> None:
         """Make the landmarks, and find the outliers, which have none. keys [B G N c D]"""
-        keys = keys.float()
-        means = keys.mean(3)
-        lowest = cosine_similarity(keys, means.unsqueeze(3), dim=-1).amin(3)  # [B G N]
+        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
+        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(_landmarks, at_once), strict=True))
         self.outliers = ops.top_k(-lowest, outliers)
         others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
         numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
@@ -281,6 +285,13 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = self.hits = None
+
+
+def _landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it. [B G N c D] -> [B G N D], [B G
+    N] (fp32)"""
+    means = keys.float().mean(3)
+    return means, cosine_similarity(keys.float(), means.unsqueeze(3), dim=-1).amin(3)
 
 
 def _chunked(x: Tensor, count: int, size: int) -> Tensor:

@@ -25,9 +25,13 @@ _GATED = 512  # channels that one program gates
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
     normed = _normed(x.flatten(0, 1), block.norm, block.eps)
-    q, k, v = _products(normed, joint(block)[0], block.q, block.k, block.v)
+    whole = joint(block)[0]
+    q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = _turned(q, k, block, cos, sin, x.shape[0])
-    return normed.view(x.shape), q, k, v.view(*x.shape[:2], -1, block.head_dim).transpose(1, 2)
+    v = v.view(*x.shape[:2], -1, block.head_dim).transpose(1, 2)
+    if whole is not None and x.shape[1] > 1:  # as a view of the joint product it would keep a prompt's q and k with it
+        v = v.contiguous()
+    return normed.view(x.shape), q, k, v
 
 
 def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:

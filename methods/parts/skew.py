@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.lowrank import directions, gram
+from methods.base.pieces import pieces
 
 
 def skewing(q: Tensor, groups: int) -> Tensor:
@@ -14,6 +15,20 @@ def skewing(q: Tensor, groups: int) -> Tensor:
     fp32"""
     stacked = q[0].unflatten(0, (groups, -1)).flatten(1, 2)
     return directions(gram(stacked)).float()
+
+
+def skewed(x: Tensor, skew: Tensor | None) -> Tensor:
+    """Multiply x [B G T D] by A [G D D]; without a skew, return x itself."""
+    return x if skew is None else x @ skew
+
+
+def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
+    """Sum |x A| over all rows of a KV head, or of its query heads. x [B G|H T D] -> [B G D] (fp32)"""
+    mass = torch.zeros(x.shape[0], groups, x.shape[3], device=x.device)
+    for part in pieces(x.shape[2]):
+        grouped = x[:, :, part].float().unflatten(1, (groups, -1)).flatten(2, 3)  # [B G g*t D]
+        mass += skewed(grouped, skew).abs().sum(2)
+    return mass
 
 
 def largest(x: Tensor, count: int) -> Tensor:

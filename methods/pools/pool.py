@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
+from methods.base.pieces import pieces
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
 from methods.tiers.rows import DeviceRows, Rows, rows_in
@@ -58,10 +59,10 @@ class Pool:
         assert start == self.encoded
         self._extend(start + k.shape[2])
         whole = k.shape[2] // self.codec.block * self.codec.block
-        if whole:
-            written = self.codec.encode(k[:, :, :whole], v[:, :, :whole])
-            self._put(self._tokens, written.tokens, start)
-            self._put(self._blocks, written.blocks, start // self.codec.block)
+        for part in pieces(whole, self.codec.block):
+            written = self.codec.encode(k[:, :, part], v[:, :, part])
+            self._put(self._tokens, written.tokens, start + part.start)
+            self._put(self._blocks, written.blocks, (start + part.start) // self.codec.block)
         if whole < k.shape[2]:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)

@@ -131,6 +131,12 @@ class HostRows(MemoryRows):
 
     tier: ClassVar[str] = HOST
 
+    def take(self, x: Tensor, start: int) -> None:
+        """Copy head by head: between a GPU and the host torch would first put rows with gaps between them into a
+        further tensor on either side."""
+        for stored, rows in zip(self.stored.flatten(0, 1), x.flatten(0, 1), strict=True):
+            stored[start : start + x.shape[2]] = rows
+
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda")
