@@ -243,6 +243,16 @@ def test_the_name_of_a_class_or_type_has_one_meaning() -> None:
     assert {name for name, found in meanings.items() if len(found) > 1} == NAMESAKES
 
 
+def test_one_file_speaks_to_the_terminal() -> None:
+    """What it says holds no control character of others, and is there at once."""
+    printing = {str(file.relative_to(ROOT / "harness")) for file in sources("harness") if _prints(file)}
+    assert printing == {"terminal/notices.py", "bench/kvpress_worker.py"}  # the second answers another process
+
+
+def _prints(file: Path) -> bool:
+    return re.search(r"(?<!\w)print\(|std(out|err)\.write\(", file.read_text()) is not None
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_packages_that_run_are_those_of_this_tree(package: str) -> None:
     found = find_spec(package)

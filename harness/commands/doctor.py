@@ -17,6 +17,7 @@ from harness.models import devices
 from harness.models.base import ModelError
 from harness.models.embedded import cache_root, installed, verify
 from harness.results import provenance
+from harness.terminal.notices import say
 from harness.terminal.stopping import stoppable
 from kernels import toolchain
 
@@ -137,9 +138,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(prog="python -m harness.doctor", description=__doc__).parse_args(arguments)
     found = list(checks())
     for check in found:
-        print(f"{check.level:<5} {check.subject:<13} {check.text}")
+        say(f"{check.level:<5} {check.subject:<13} {check.text}")
     bad = sum(check.level == "bad" for check in found)
-    print(
+    say(
         f"\n{bad} problem{'s' * (bad != 1)} to solve."
         if bad
         else "\nReady. `python -m harness.canonical` runs six checks with known results."

@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if columns := cause_table(table):
                 say(f"\n{table.title}\n\n{text_table(columns)}")
         if options.plots:
-            print(*(f"drew {path}" for one in subjects for path in _draw(one)), sep="\n")
+            for path in (path for one in subjects for path in _draw(one)):
+                say(f"drew {path}")
     except StoreError as error:
         complain(error)
         return 2

@@ -16,7 +16,7 @@ from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_page, settings_text
 from harness.config.plugins import suggestion
 from harness.reports.papers import Published, published
-from harness.terminal.notices import complain
+from harness.terminal.notices import complain, say
 from harness.terminal.tables import aligned, code, table
 
 USAGE = (
@@ -44,16 +44,16 @@ def _main(arguments: Sequence[str]) -> int:
     folders = (CONF, *config_dirs(arguments))
     asked = [argument for argument in arguments if argument.partition("=")[0] in KINDS]
     if "-h" in arguments or "--help" in arguments:
-        print(USAGE)
+        say(USAGE)
         return 0
     if "settings" in arguments:
-        print(settings_page() if "--markdown" in arguments else settings_text(), end="")
+        say((settings_page() if "--markdown" in arguments else settings_text()).rstrip())
         return 0
     if "--markdown" in arguments and EXPERIMENT in asked:
-        print(experiments_table(experiments(folders)))
+        say(experiments_table(experiments(folders)))
         return 0
     if "--markdown" in arguments:
-        print(markdown(entries("method", folders)), end="")
+        say(markdown(entries("method", folders)).rstrip())
         return 0
     if strange := [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in FLAGS]:
         complain(f"there is no flag {strange[0]}{suggestion(strange[0], FLAGS)}\n{USAGE}")
@@ -68,7 +68,7 @@ def _main(arguments: Sequence[str]) -> int:
         if name and name not in found:
             complain(f"there is no {group} {name!r}{suggestion(name, found)}")
             return 2
-        print(_told(group, found, name))
+        say(_told(group, found, name))
     return 0
 
 

@@ -20,7 +20,7 @@ from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.store import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
-from harness.terminal.notices import complain, warn
+from harness.terminal.notices import complain, say, show, warn
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable
 from methods.tiers.tier import TIERS, bytes_key
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = [run for run in runs if not run.is_empty]
         tables = [_sorted(table, options.sort) for table in comparisons(shown)]
         left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-        print("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
+        show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
         for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
-            print(f"wrote {path}")
+            say(f"wrote {path}")
     except StoreError as error:
         complain(error)
         return 2
@@ -102,7 +102,7 @@ def _unbound(runs: Sequence[StoredRun]) -> Iterator[str]:
 def print_report(folders: Sequence[Path]) -> None:
     """The tables of these runs, as at the end of a command that ran them."""
     runs, unreadable = load_all(folders)
-    print("\n" + as_text(comparisons(runs), colour=shows_colour(sys.stdout), brief=True))
+    show("\n" + as_text(comparisons(runs), colour=shows_colour(sys.stdout), brief=True))
     for message in unreadable:
         warn(f"left out: {message}")
 

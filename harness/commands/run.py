@@ -35,7 +35,7 @@ from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
 from harness.sweeps.ledger import Sweep
 from harness.sweeps.worker import work_here
 from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import complain, complain_once, say_once, tell_of_builds
+from harness.terminal.notices import complain, complain_once, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Trackers
@@ -129,7 +129,7 @@ class Command:
             self.trackers.publish(list(dict.fromkeys(self.finished)))
         jobs_failed = any(one.job is not None for one in self.failed)
         if jobs_failed and (self.finished or self.jobs > 1):
-            print(self._failures(), file=sys.stdout if self.finished else sys.stderr)
+            (say if self.finished else warn)(self._failures())
         return 1 if self.failed else 0
 
     def _failures(self) -> str:
@@ -193,7 +193,7 @@ def _version() -> str:
 
 def _help(arguments: Sequence[str]) -> int:
     try:
-        print(help_text(arguments, config_dirs(arguments)))
+        say(help_text(arguments, config_dirs(arguments)))
     except ConfigError as error:  # a yaml file of the user's
         complain(sentence(error))
         return 1
@@ -204,7 +204,7 @@ def _help(arguments: Sequence[str]) -> int:
 def main() -> int:
     arguments = sys.argv[1:]
     if "--version" in arguments:
-        print(_version())
+        say(_version())
         return 0
     if {"-h", "--help"} & set(arguments):
         return _help(arguments)

@@ -21,7 +21,7 @@ from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
 from harness.sweeps.state import STATES, JobState, duration, each_once, estimate, other_runs, states_of
-from harness.terminal.notices import complain
+from harness.terminal.notices import complain, show
 from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while True:
             parts = look(options.folder)
             text = json.dumps([_plain(part) for part in parts], indent=2) if options.json else page(parts)
-            print(f"{CLEAR * (options.watch is not None and sys.stdout.isatty())}{text}", flush=True)
+            show(f"{CLEAR * (options.watch is not None and sys.stdout.isatty())}{text}")
             code = exit_code(parts)
             if options.watch is None or code != NOT_FINISHED:
                 return code

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from harness.terminal.notices import warn
+
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
@@ -55,7 +57,7 @@ class _Lasting:
         with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._below.fileno())
         if self is sys.stdout and isinstance(error, OSError) and error.errno != errno.EPIPE:
-            print(f"note: nothing more is printed: {error.strerror}.", file=sys.stderr)
+            warn(f"note: nothing more is printed: {error.strerror}.")
 
 
 def _lasting(stream: TextIO | None) -> TextIO:

@@ -17,6 +17,11 @@ def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
+def show(page: str) -> None:
+    """A page on stdout, at once, whose colours are ours: what it quotes went through `visible` as it was made."""
+    print(page, flush=True)
+
+
 def warn(text: str) -> None:
     """How far a command is, what is left out or was not as asked, on stderr, at once; it goes on."""
     print(visible(text), file=sys.stderr, flush=True)

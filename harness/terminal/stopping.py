@@ -17,6 +17,8 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Self
 
+from harness.terminal.notices import warn
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNTAKEN = (signal.SIG_DFL, signal.default_int_handler)  # neither ignored, as under nohup, nor submitit's or Ray's own
 ECHO_S = 0.5  # `timeout`, srun and shells send a signal twice: to the process, and to the group that it is in
@@ -101,7 +103,7 @@ class Stoppable:
         if isinstance(error, KeyboardInterrupt) or asked:
             self.code = 128 + stop.number
             if self.go_on:
-                print(f"\n{_sentence(stop, self.go_on)}", file=sys.stderr, flush=True)
+                warn(f"\n{_sentence(stop, self.go_on)}")
         _process.inside.remove(self)
         _process.depth -= 1
         if self._taken:
