@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from harness.config import plugins
 from harness.config.catalogue import CONF, GROUPS
 from harness.config.errors import explain
-from harness.config.overrides import checked
+from harness.config.overrides import Partial, checked
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
 
@@ -37,7 +37,7 @@ def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict
     return plain
 
 
-def built(config: dict[str, Any]) -> tuple[Any, Any, Any, Settings]:
+def built(config: Mapping[str, Any], partial: Partial | None = None) -> tuple[Any, Any, Any, Settings]:
     """Method, task, model and settings of a composed configuration."""
-    method, task, model = (plugins.build(config[kind], kind) for kind in GROUPS)
+    method, task, model = (plugins.build(config[kind], kind, (partial or {}).get(kind, ())) for kind in GROUPS)
     return method, task, model, settings_of(config)

@@ -28,6 +28,7 @@ from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
 COUNTS = ("samples", "rounds", "conversations")  # how tasks name how many examples they have
 Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
+Partial = Mapping[str, frozenset[str]]  # parameters, by group, that only some of the chosen have
 Known = Mapping[str, Mapping[str, Entry]]  # by group and name, all there are
 
 
@@ -38,7 +39,7 @@ class Overrides:
 
     words: list[str]
     jobs: int
-    partial: Mapping[str, frozenset[str]]
+    partial: Partial
     launcher: list[str]
     chosen: Chosen
     experiment: Experiment | None = None

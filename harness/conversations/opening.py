@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.settings import Settings, SettingsError, StoreSettings
+from harness.config.settings import Settings, StoreSettings
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.histories import DevicePrefix, Histories, NewCache, Recompute
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.disk import HistoryError
+from harness.history.disk import named_in_settings
 from harness.history.fingerprint import Fingerprint
 from harness.history.policies import POLICIES
 from harness.history.store import HistoryStore
@@ -61,7 +61,7 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
         codec.check(spec.head_dim)
     with TemporaryFolder("kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
         folder = made if made else Path(settings.folder) / run if settings.folder else None
-        with _naming_the_folder():
+        with named_in_settings():
             store = HistoryStore(
                 whose if settings.codec is None else replace(whose, codec=settings.codec),
                 **sizes,
@@ -80,12 +80,3 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
             )
         with store:
             yield store
-
-
-@contextmanager
-def _naming_the_folder() -> Iterator[None]:
-    """What a store says of its folder, with the setting that names it."""
-    try:
-        yield
-    except HistoryError as error:
-        raise SettingsError(f"store.folder: {error}.") from error

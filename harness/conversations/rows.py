@@ -16,6 +16,7 @@ from harness.engine.attach import Attachment
 from harness.history.overlap.leaving import StoredForm
 from harness.history.overlap.loading import LayerRows, Prepare
 from harness.history.positions import Rotation
+from harness.history.store import has_rows
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, Apart, K, Tensors, V, stays_away
 
@@ -30,8 +31,7 @@ class Cut:
     def __init__(self, attachment: Attachment) -> None:
         dtype, budget = attachment.model.dtype, attachment.budget
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
-        drops = budget is not None and budget.generated is not None
-        self.by_token = attachment.method.rows_stay and attachment.codec is None and not drops
+        self.by_token = has_rows(attachment.method, attachment.codec, budget.generated if budget else None)
         self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
         self.shareable = self.by_token and not attachment.method.uses_budget  # sparse reads shape the rows of answers
         # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone

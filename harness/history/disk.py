@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+from harness.config.settings import SettingsError
 from harness.history import index
 from harness.history.block import Block, write
 from harness.history.index import Index, StoredSession
@@ -57,6 +58,15 @@ def check_arguments(
         raise HistoryError(f"policy={policy!r} should be an object, such as LRU() of harness/history/policies.py")
     if bool(capacities.get(DISK)) != (folder is not None):
         raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
+
+
+@contextmanager
+def named_in_settings() -> Iterator[None]:
+    """What a store says of its folder, as an error of the setting that names the folder."""
+    try:
+        yield
+    except HistoryError as error:
+        raise SettingsError(f"store.folder: {error}.") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -35,6 +35,7 @@ from harness.history.overlap.loading import Loading, Prepare, as_it_is
 from harness.history.placement import Placement
 from harness.history.policies import EvictionPolicy, SchedulerAware
 from harness.history.statistics import Statistics
+from methods.base import Method
 from methods.tiers.block import Apart, Format, Tensors
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DISK
@@ -43,6 +44,12 @@ from methods.tiers.transfer.threads import Threads
 Given = Mapping[str, Tensor | Apart]
 Rest = Mapping[str, Tensor]
 NOTHING: Tensors = {}
+
+
+def has_rows(method: Method, codec: object, generated: int | None) -> bool:
+    """Whether all rows are in the cache of a run with this `codec` and this limit of `generated` tokens, as the model
+    made them: else what the method has kept is stored whole."""
+    return method.rows_stay and codec is None and generated is None
 
 
 class HistoryStore:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config import plugins
+from harness.config.compose import built
 from harness.config.errors import is_memory, one_sentence
+from harness.config.overrides import Partial
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import Settings, settings_of
 from harness.jobs.planning.machine import check_machine, check_results
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from harness.results.store import StoredRun
 
 OnPlan = Callable[[int, "Job", "Job | None"], None]  # place of the job, the job, the Full beside it
-Partial = Mapping[str, frozenset[str]]  # parameters, by kind of plug-in, that only some of the chosen have
 
 
 class Trouble(NamedTuple):
@@ -64,7 +65,7 @@ class JobGroup:
         jobs = []
         for place, composed in enumerate(self.jobs):
             try:
-                method, task, model, settings = built(composed, self.partial)
+                method, task, model, settings = self._built(composed.config)
                 job = self.planner.plan(method, task, model, settings, composed.presets)
                 full = job.full
                 if settings.dry_run:
@@ -80,6 +81,15 @@ class JobGroup:
 
             self.made = evaluate_together(jobs, self._note)
         self._give_back_memory()
+
+    def _built(self, config: Mapping[str, Any]) -> tuple[Any, Any, Any, Settings]:
+        """What the machine or its data lack is said before torch is imported."""
+        settings = settings_of(config)
+        refuse_unknown(config)
+        check_machine(settings)
+        check_results(settings)
+        plugins.build(config["task"], "task", self.partial["task"]).require(settings.data.folder())
+        return built(config, self.partial)
 
     def _show(self, job: Job) -> None:
         from harness.jobs.dry_run import show
@@ -101,16 +111,3 @@ class JobGroup:
 
             gc.collect()
             torch.cuda.empty_cache()
-
-
-def built(job: JobConfig, partial: Partial) -> tuple[Any, Any, Any, Settings]:
-    """Method, task, model and settings; what the machine or its data lack is said before torch is imported."""
-    config = job.config
-    settings = settings_of(config)
-    refuse_unknown(config)
-    check_machine(settings)
-    check_results(settings)
-    task = plugins.build(config["task"], "task", partial["task"])
-    task.require(settings.data.folder())
-    method, model = (plugins.build(config[kind], kind, partial[kind]) for kind in ("method", "model"))
-    return method, task, model, settings

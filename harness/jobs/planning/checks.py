@@ -10,8 +10,9 @@ import torch
 
 from evals.base import Task
 from harness.config import plugins
-from harness.config.settings import Settings, SettingsError, StoreSettings
-from harness.history.disk import HistoryError, check_folder
+from harness.config.settings import Settings, SettingsError
+from harness.history.disk import check_folder, named_in_settings
+from harness.history.store import has_rows
 from harness.jobs.planning.alignment import AlignedBudget, shapes
 from harness.jobs.planning.capacity import size
 from harness.jobs.planning.effective import codec_of
@@ -65,7 +66,9 @@ def _check_budget_is_said(settings: Settings, method: Method) -> None:
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
-    _check_place(store)
+    if store.folder is not None:
+        with named_in_settings():
+            check_folder(Path(store.folder))
     codec = None if store.codec is None else codecs.codec_of(store.codec)
     if codec is not None:
         _check_codec(f"store.codec={store.codec}", codec, info)
@@ -74,7 +77,7 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
             "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
             "leave overflow.window out."
         )
-    rows = _stores_rows(settings, method)
+    rows = has_rows(method, settings.codec, settings.budget_generated)
     passing = codec is not None and method.encodes and codec == codec_of(settings)  # codes are stored as they are
     for name, off in (("codec", None), ("share", False)):
         if getattr(store, name) != off and not rows and not (name == "codec" and passing):
@@ -89,25 +92,11 @@ def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> N
         )
 
 
-def _check_place(settings: StoreSettings) -> None:
-    """Refuse a folder that cannot be made or written to."""
-    if settings.folder is not None:
-        try:
-            check_folder(Path(settings.folder))
-        except HistoryError as error:
-            raise SettingsError(f"store.folder: {error}.") from error
-
-
 def _check_codec(word: str, codec: Codec, info: ModelInfo) -> None:
     try:
         codec.check(info.head_dim)
     except ValueError as error:
         raise SettingsError(f"{word}: {error}") from error
-
-
-def _stores_rows(settings: Settings, method: Method) -> bool:
-    """All of them, as the model made them."""
-    return method.rows_stay and settings.codec is None and settings.budget_generated is None
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:
@@ -161,7 +150,7 @@ def check_store(items: Sequence[Item], settings: Settings, method: Method, info:
 def _least_stored(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> int:
     """Bytes of a conversation behind its first turn, at least. What a method keeps is its own affair."""
     shortest = min(len(item.prompt.ids) for item in items if item.further)
-    tokens = shortest if _stores_rows(settings, method) else 1
+    tokens = shortest if has_rows(method, settings.codec, settings.budget_generated) else 1
     codec, dense = settings.store.codec or settings.codec, info.kv_bytes(settings.dtype, tokens)
     if codec is None:
         return dense
