@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from harness.engine.attach import attached
     from harness.engine.batch.running import RunningBatch
     from harness.engine.engine import Engine
-    from harness.jobs.run import evaluate
+    from harness.jobs.evaluate import evaluate
 
 __all__ = ["Engine", "RunningBatch", "attached", "evaluate"]
 _HOMES = {
     "Engine": "harness.engine.engine",
     "RunningBatch": "harness.engine.batch.running",
     "attached": "harness.engine.attach",
-    "evaluate": "harness.jobs.run",
+    "evaluate": "harness.jobs.evaluate",
 }
 
 settle_clashes()

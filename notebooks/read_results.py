@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from harness.reports.compare import comparisons
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 
 root = Path(os.environ.get("KV_HARNESS_RUNS", "../results/runs"))
 runs = [load(folder) for folder in find([root])]

@@ -27,7 +27,7 @@ import torch
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate_together
+from harness.jobs.evaluate import evaluate_together
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
 from harness.reports.costs import front

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from harness.config.settings import Results, Settings
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate, evaluate_together
 from harness.results.files import read_json
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fast import MODEL, STREAMING, niah
 from tests.faults.steps import Steps, Torn
 

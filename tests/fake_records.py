@@ -13,7 +13,7 @@ from harness.results.folder.bound import FILES
 from harness.results.folder.names import CONFIG, EXAMPLES, INFO
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, nested, whole
-from harness.results.store import Run
+from harness.results.run_folder import Run
 
 
 def record(name: str = "a", /, **changes: Any) -> Record:

@@ -8,9 +8,9 @@ from typing import Any
 from evals.base import Task
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from harness.models.random import Random
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.pqcache import PQCache
 from methods.streaming import Streaming

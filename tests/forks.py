@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PRELOAD = [
     "harness.__main__",
     "harness.commands.run",
-    "harness.jobs.run",
+    "harness.jobs.evaluate",
     "harness.reports.document",
     "tests.fast",
     "tests.forks",

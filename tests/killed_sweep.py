@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from harness.commands import run as command
 from harness.config.overrides import read
 from harness.config.settings import RunConfig
-from harness.results.store import load
+from harness.results.run_folder import load
 from harness.sweeps.jobs import JobConfig
 from harness.sweeps.ledger import sweeps_in
 from tests.crash_points import TIMES, killed

@@ -17,7 +17,7 @@ from typing import Any
 from harness.terminal import stopping
 from tests import forks
 
-APPEND = "harness.results.store:Run.append"
+APPEND = "harness.results.run_folder:Run.append"
 
 
 def from_a_terminal() -> None:

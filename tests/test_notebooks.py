@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from harness.config.settings import Results, Settings
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from tests.fast import MODEL, PQ, niah
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))

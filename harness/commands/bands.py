@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from harness.results import bands
 from harness.results.records import StoreError
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable

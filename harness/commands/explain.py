@@ -18,7 +18,7 @@ from harness.reports.labels import budget, labels
 from harness.reports.needles import cause_table
 from harness.results import files, triage
 from harness.results.records import StoreError
-from harness.results.store import find, load_all
+from harness.results.run_folder import find, load_all
 from harness.results.summary_file import Neighbours
 from harness.terminal.notices import complain, say, warn
 from harness.terminal.paths import typed

@@ -18,7 +18,7 @@ from harness.results import files
 from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, find, load_all
+from harness.results.run_folder import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain, say, show, warn
 from harness.terminal.paths import typed

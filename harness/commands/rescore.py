@@ -25,7 +25,7 @@ from harness.results.folder.names import EXAMPLES, RESCORED
 from harness.results.lock import FolderLock
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
-from harness.results.store import StoredRun, find, load, write_rescored
+from harness.results.run_folder import StoredRun, find, load, write_rescored
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable

@@ -17,7 +17,7 @@ from harness.diagnosis.next_steps import with_root
 from harness.diagnosis.quality import failure
 from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed

@@ -10,7 +10,7 @@ from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import PARTS, word
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 PROMPTS = "prompts"  # they differ wherever task or model do
 

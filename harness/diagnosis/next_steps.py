@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from evals.stats import ALPHA
 from harness.diagnosis.subject import Subject
 from harness.results import triage
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 EXAMPLES = ("samples", "rounds")  # a task's parameter for how many examples it makes
 FACTOR = 4

@@ -13,7 +13,7 @@ from harness.results.alarms.table import alarms
 from harness.results.alarms.times import SHARED
 from harness.results.compared import group_means, paired
 from harness.results.folder.names import ERROR
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.results.summary import detectable
 from harness.terminal.tables import digits, percent, probability
 

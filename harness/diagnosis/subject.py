@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.results.compared import FULL
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.results.summary_file import Neighbours, reference, summary_of
 
 

@@ -22,7 +22,7 @@ from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel
 from harness.results.provenance import provenance
 from harness.results.records import Record
-from harness.results.store import Run
+from harness.results.run_folder import Run
 from harness.terminal.progress import progress
 from methods.base import AttnInput, KVLayer
 

@@ -41,8 +41,8 @@ from harness.results.folder.find import akin, is_run
 from harness.results.folder.names import INFO
 from harness.results.identity import identity, not_continued
 from harness.results.records import Record, StoreError
-from harness.results.store import Run, StoredRun, read_records
-from harness.results.store import load as load_run
+from harness.results.run_folder import Run, StoredRun, read_records
+from harness.results.run_folder import load as load_run
 from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce

@@ -27,7 +27,7 @@ from harness.jobs.runner import Runner, load
 from harness.results import triage as stored
 from harness.results.lock import FolderLock
 from harness.results.records import Record
-from harness.results.store import load as load_run
+from harness.results.run_folder import load as load_run
 from harness.terminal.progress import progress
 from methods.full import Full
 

@@ -12,7 +12,7 @@ from harness.config.catalogue import GROUPS, entries
 from harness.config.nested import flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
 

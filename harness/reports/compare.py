@@ -16,7 +16,7 @@ from harness.reports.labels import budget, labels, titles
 from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms as table_alarms
 from harness.results.compared import FULL, merged, paired
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.results.summary import detectable
 from harness.results.summary_file import (
     ONE_TABLE,

@@ -17,7 +17,7 @@ from harness.reports.labels import NOT_NAMED, name, spelled_out
 from harness.results.files import canonical
 from harness.results.identity import CORE_VERSION, meaning_now
 from harness.results.records import Record
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
 

@@ -19,7 +19,7 @@ from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import budget
 from harness.results.alarms.run import at_chance
 from harness.results.compared import FULL
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.results.summary_file import method_of
 from harness.terminal.tables import BYTES, SECONDS, Column, counts, quantities, quantity, share
 from methods.tiers.tier import DEVICE, TIERS

@@ -13,7 +13,7 @@ from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import model_name
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.terminal.tables import BYTES, scaled
 
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label

@@ -51,7 +51,7 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
 
     from harness.reports.compare import comparisons
     from harness.reports.spreadsheet import table_rows
-    from harness.results.store import find, load_all
+    from harness.results.run_folder import find, load_all
 
     folder = runs / experiment if runs else None
     if folder is not None and folder.is_dir():

@@ -20,7 +20,7 @@ from harness.results import files
 from harness.results.compared import FULL
 from harness.results.identity import model_name
 from harness.results.records import Record
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 FILE = Path(__file__).with_name("bands.json")
 # Parameters by which a task says how many examples of which groups to run. They change no example.

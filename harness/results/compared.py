@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.results.records import Record
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 FULL = "full"  # the method that runs are held against
 

@@ -13,7 +13,7 @@ from harness.results.compared import FULL
 from harness.results.files import CHECKSUM
 from harness.results.folder.names import INFO, SUMMARY
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from harness.results.summary import summarise
 from methods.tiers.tier import DEVICE
 

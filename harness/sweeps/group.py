@@ -21,7 +21,7 @@ from harness.terminal.notices import complain_once
 
 if TYPE_CHECKING:
     from harness.jobs.job import Job
-    from harness.results.store import StoredRun
+    from harness.results.run_folder import StoredRun
 
 OnPlan = Callable[[int, "Job", "Job | None"], None]  # place of the job, the job, the Full beside it
 
@@ -77,7 +77,7 @@ class JobGroup:
             except Exception as error:
                 self._note(error, place)
         if jobs:
-            from harness.jobs.run import evaluate_together
+            from harness.jobs.evaluate import evaluate_together
 
             self.made = evaluate_together(jobs, self._note)
         self._give_back_memory()

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+from harness.jobs.evaluate import evaluate_together
 from harness.jobs.group import reporting
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import free_bytes
 from harness.jobs.planning.items import Item
-from harness.jobs.run import evaluate_together
 from harness.results.measures import over_known
 from harness.results.records import Record
-from harness.results.store import load
+from harness.results.run_folder import load
 from harness.tuning.space import START, Point, Space
 from methods.base import Method
 

@@ -14,7 +14,7 @@ from harness.models.converted import NOTE
 from harness.results.files import read_json
 from harness.results.folder.names import DAMAGED, SUMMARY
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from harness.results.summary_file import summary_damage
 from tests.faults.harm import SIGNALS
 from tests.faults.targets import KERNELS, Said

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.history import index
-from harness.results.store import load
+from harness.results.run_folder import load
 from harness.results.summary_file import summary_of, write_summary
 from tests.fake_records import records, write_run
 from tests.faults import __main__ as script

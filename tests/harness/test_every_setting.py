@@ -15,8 +15,8 @@ from harness.config.compose import composed
 from harness.config.nested import flatten
 from harness.config.settings import NESTED, WITHOUT_EFFECT, Results, Settings, SettingsError
 from harness.engine.attach import attached
+from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate
 from harness.terminal.notices import say_once
 from harness.trackers.session import MAKERS
 from methods.base import Method

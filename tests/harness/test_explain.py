@@ -12,7 +12,7 @@ from harness.reports.compare import comparisons
 from harness.reports.page.data import page_data
 from harness.results import triage
 from harness.results.files import read_json
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import record, records, write_failed, write_run
 
 MACHINE = {"provenance": {"machine": {"load_average": [6.5, 5.0, 4.0], "cpus_usable": 2}}}

@@ -16,7 +16,7 @@ import pytest
 from harness.commands import report, show
 from harness.reports.compare import comparisons
 from harness.results.folder import bound
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from harness.results.summary_file import reference
 from harness.terminal import tables
 from tests.fake_records import record, records, write_run

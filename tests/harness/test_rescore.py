@@ -14,8 +14,8 @@ from evals.base import Example, Score
 from evals.niah import Niah
 from harness.commands import report, rescore
 from harness.config.settings import Results, Settings
-from harness.jobs.run import evaluate
-from harness.results import store
+from harness.jobs.evaluate import evaluate
+from harness.results import run_folder
 from harness.results.folder.names import RESCORED
 from methods.full import Full
 from tests.fake_records import rewrite
@@ -64,8 +64,8 @@ def test_new_scores_are_shown_and_the_first_ones_kept(results: Path, capsys: pyt
     section = run_json(place)["rescored"]
     assert (section["first"]["task_version"], section["first"]["mean"]) == ("1", 0.0)
     assert (section["present"]["task_version"], section["present"]["mean"], section["changed"]) == ("2", 0.25, 1)
-    assert [record.score for record in store.read_records(place, run_json(place))] == [0.0, 0.0]
-    shown = store.load(place).records
+    assert [record.score for record in run_folder.read_records(place, run_json(place))] == [0.0, 0.0]
+    shown = run_folder.load(place).records
     assert [(record.score, record.details["letters"]) for record in shown] == [
         (0.5, len(shown[0].output)),
         (0.0, len(shown[1].output)),

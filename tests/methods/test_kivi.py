@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
 from harness.engine.footprint import footprint
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from harness.models.embedded import SmolLM2
 from methods.kivi import Kivi, KiviLayer
 from tests.methods.synthetic import SHAPES, Sequences, Shape

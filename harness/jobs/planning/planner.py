@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from harness.jobs.job import Job, Presets
     from harness.jobs.planning.items import Item
     from harness.models.base import ModelSource
-    from harness.results.store import StoredRun
+    from harness.results.run_folder import StoredRun
     from methods.base import Method
 
 

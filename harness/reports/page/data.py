@@ -20,7 +20,7 @@ from harness.reports.stamps import caution
 from harness.results.compared import FULL
 from harness.results.measures import MEASURES
 from harness.results.records import Record
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.results.summary_file import method_of
 from methods.tiers.tier import TIERS
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
 from harness.results.folder.bound import Info
 from harness.results.lock import holder
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.terminal.tables import digits
 from methods.tiers.tier import DEVICE, TIERS
 

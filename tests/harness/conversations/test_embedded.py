@@ -14,9 +14,9 @@ from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.config.settings import GenerationSettings, Results, Settings, StoreSettings
 from harness.conversations.histories import Recompute
 from harness.engine.attach import attached
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from harness.models.embedded import SmolLM2
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -18,15 +18,15 @@ from harness.diagnosis.ladder import cause
 from harness.engine import attach
 from harness.jobs import runner
 from harness.jobs import triage as triage_job
+from harness.jobs.evaluate import evaluate
 from harness.jobs.planning.items import prepare
-from harness.jobs.run import evaluate
 from harness.jobs.triage import WrongAnswer
 from harness.models.embedded import SmolLM2
 from harness.results import triage
 from harness.results.files import read_json
 from harness.results.folder.names import TRIAGED
 from harness.results.records import StoreError
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -17,12 +17,12 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.step_parts import PARTS, PHASES
 from harness.engine.trace import PROFILE, Stopwatch, Tracer
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate, evaluate_together
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
 from harness.results.records import Record
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from kernels import ops
 from tests.fast import MODEL, PQ, niah
 from tests.tiny import prompt, tiny

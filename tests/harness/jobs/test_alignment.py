@@ -13,10 +13,10 @@ from harness.config.settings import Results, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.engine.batch.generation import never
 from harness.engine.engine import Engine
+from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.planning.alignment import AlignedBytes, Alignment, aligned, shapes
 from harness.jobs.planning.effective import codec_of
-from harness.jobs.run import evaluate
 from harness.reports.labels import budget
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full

@@ -19,7 +19,7 @@ from harness.engine.trace import PROFILED
 from harness.jobs import runner as runner_module
 from harness.results.files import read_json
 from harness.results.records import Record
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
 from tests import fast

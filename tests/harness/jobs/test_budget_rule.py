@@ -11,8 +11,8 @@ import pytest
 from harness.commands.report import main as report
 from harness.config.compose import built, composed
 from harness.config.settings import CommonWindows, Results, Settings, SettingsError
+from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate
 from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.oracle import Oracle

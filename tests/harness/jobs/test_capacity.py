@@ -12,10 +12,10 @@ import torch
 from harness.config.settings import Results, Settings, SettingsError, StoreSettings
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.planning import capacity
 from harness.jobs.planning.capacity import Need, needed, refusal
-from harness.jobs.run import evaluate, evaluate_together
 from methods.full import Full
 from tests.allocations import Allocations
 from tests.fast import MODEL, PQ, STREAMING, niah

@@ -15,7 +15,7 @@ from harness.config.settings import Results, Settings
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import sealed
 from harness.jobs.planning.speed import Speed, measured
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -22,7 +22,7 @@ from harness.reports.stamps import meanings, stamps
 from harness.reports.turns import turn_reuse
 from harness.results.files import read_json
 from harness.results.lock import FolderLock
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from harness.sweeps.jobs import JobConfig, with_own_stores
 from harness.terminal.notices import say_once
 from harness.terminal.tables import digits

@@ -17,8 +17,8 @@ from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
 from harness.reports.compare import comparisons
 from harness.reports.turns import ago_scores, turn_scores
-from harness.results.store import StoredRun
-from harness.results.store import load as load_run
+from harness.results.run_folder import StoredRun
+from harness.results.run_folder import load as load_run
 from methods.base import Method
 from methods.full import Full
 from tests import fast

@@ -11,7 +11,7 @@ from evals.multiturn.overflow import NeedlesBehindOverflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.conversations.overflow import Overflow
 from harness.results.records import Reply
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -32,8 +32,8 @@ from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.reports.turns import turn_scores, turn_times
 from harness.results.files import read_json
-from harness.results.store import StoredRun
-from harness.results.store import load as load_run
+from harness.results.run_folder import StoredRun
+from harness.results.run_folder import load as load_run
 from harness.terminal.notices import say_once
 from kernels.dispatch import use_backend
 from methods.base import Method

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.config.settings import Results, Settings
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate, evaluate_together
 from harness.results.files import read_json
 from harness.results.folder import bound
-from harness.results.store import StoredRun, StoreError, load
+from harness.results.run_folder import StoredRun, StoreError, load
 from harness.terminal.notices import say_once
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah, run

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 
 from harness.config.settings import Results, Settings
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate, evaluate_together
 from harness.jobs.runner import Runner
 from harness.results.files import read_json
 from harness.results.lock import is_locked
-from harness.results.store import load
+from harness.results.run_folder import load
 from methods.base import CacheState, KVLayer, LayerSpec
 from methods.full import Full
 from methods.infllm import InfLLM

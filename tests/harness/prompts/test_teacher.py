@@ -18,11 +18,11 @@ from harness.engine.batch.generation import after
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import group
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from harness.prompts.prompt import PromptError, render
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced, forced_ids
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING
 from tests.tiny import prompt, tiny

@@ -10,7 +10,7 @@ import pytest
 from harness.commands import report
 from harness.reports.document import shows_colour
 from harness.results import bands
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}

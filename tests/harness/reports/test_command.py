@@ -12,7 +12,7 @@ import pytest
 from harness.config.catalogue import GROUPS
 from harness.config.compose import built, composed
 from harness.reports.command import command, spelled
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 
 WORDS = [
     ["method=pqcache", "budget=0.2", "task=niah"],

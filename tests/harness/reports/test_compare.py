@@ -12,7 +12,7 @@ from evals import stats
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, ReportRow, comparisons
 from harness.reports.spreadsheet import table_rows
-from harness.results.store import StoredRun, find, load
+from harness.results.run_folder import StoredRun, find, load
 from harness.results.summary import summarise
 from harness.terminal.tables import probability
 from tests.fake_records import config, record, records, write_run

@@ -11,7 +11,7 @@ import pytest
 from harness.commands import report
 from harness.reports.compare import comparisons
 from harness.reports.conditions import conditions
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from tests.fake_records import record, records, write_run
 
 

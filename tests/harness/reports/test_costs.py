@@ -9,7 +9,7 @@ import pytest
 
 from harness.reports import costs
 from harness.reports.compare import Comparison, comparisons
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from tests.fake_records import records, talk, turn, write_run
 
 

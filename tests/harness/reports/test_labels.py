@@ -15,7 +15,7 @@ from harness.reports.conditions import code_versions
 from harness.reports.labels import spelled
 from harness.results.files import write_lines
 from harness.results.identity import meaning_now
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from tests.fake_records import records, rewrite, write_run
 
 MANY = {"_target_": "methods.quest.Quest", **{f"a_parameter_with_a_long_name_{n}": 0 for n in range(9)}}

@@ -11,7 +11,7 @@ import pytest
 from harness.reports import noise
 from harness.reports.columns import notes
 from harness.reports.compare import Comparison, comparisons
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from tests.fake_records import records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}

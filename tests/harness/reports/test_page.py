@@ -18,7 +18,7 @@ from harness.reports.page import outputs
 from harness.reports.page.build import as_json
 from harness.reports.page.data import meaning
 from harness.results.records import Record
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import record, talk, turn, write_run
 from tests.quick import mostly_slow
 

@@ -10,7 +10,7 @@ import pytest
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import comparisons
 from harness.reports.stamps import meanings
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import records, write_run
 
 AWAY = {"kv_host_bytes": 10}

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.page.data import page_data
 from harness.reports.turns import notes, turn_reuse, turn_scores
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import talk, turn, write_run
 
 

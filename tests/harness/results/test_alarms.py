@@ -17,7 +17,7 @@ from harness.results import bands
 from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms
 from harness.results.records import Record
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from tests.fake_records import config, record, records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}

@@ -10,7 +10,7 @@ import pytest
 from harness.commands import bands as command
 from harness.results import bands
 from harness.results.records import Record
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from tests.fake_records import records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}

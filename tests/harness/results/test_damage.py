@@ -13,12 +13,12 @@ import pytest
 
 from harness.commands import explain, report, rescore, show, status
 from harness.reports.compare import comparisons
-from harness.results import files, store, triage
+from harness.results import files, run_folder, triage
 from harness.results.folder import bound
 from harness.results.folder.find import find
 from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, SUMMARY, TRIAGED
 from harness.results.records import Record, StoreError
-from harness.results.store import Run, load
+from harness.results.run_folder import Run, load
 from harness.terminal.notices import say_once
 from tests.fake_records import config, records, unbind
 from tests.quick import every
@@ -70,7 +70,7 @@ def scored_again(folder: Path) -> None:
     lines = [{"id": record.id, "score": 0.5, "details": {}} for record in run.records]
     version = {"task_version": "2", "sources": "abc", "mean": 0.5}
     section = {"first": version, "present": version, "changed": 3, "at": "2026-01-01T00:00:00+00:00"}
-    store.write_rescored(folder, lines, run.info)
+    run_folder.write_rescored(folder, lines, run.info)
     info = run.info | {"rescored": section | {"records": run.digest}}
     bound.write_info(folder, bound.bind(folder, info, EXAMPLES, RESCORED))
 

@@ -15,8 +15,8 @@ import pytest
 import methods
 from harness.config.plugins import describe
 from harness.config.settings import Settings
+from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
-from harness.jobs.run import evaluate
 from harness.results import identity as identities
 from harness.results.files import read_json
 from harness.results.identity import CORE, code_of, identity, not_continued

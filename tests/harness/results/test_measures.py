@@ -15,7 +15,7 @@ from harness.reports.page.data import meaning
 from harness.reports.spreadsheet import write_csv
 from harness.results.measures import MEASURES, Measure, markdown
 from harness.results.records import Record
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests.fake_records import record, talk, turn, write_run
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from harness.reports.spreadsheet import table_rows
 from harness.reports.stamps import stamps
 from harness.results.alarms.alarm import AlarmRow
 from harness.results.alarms.times import shared
-from harness.results.store import StoredRun, load
+from harness.results.run_folder import StoredRun, load
 from tests.fake_records import config, records, rewrite, write_run
 
 

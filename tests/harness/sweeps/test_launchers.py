@@ -16,7 +16,7 @@ import pytest
 
 from harness.commands.status import main as status
 from harness.results.files import read_json
-from harness.results.store import load
+from harness.results.run_folder import load
 from harness.sweeps.ledger import Sweep, sweeps_in
 from tests.crash_points import TIMES
 from tests.fast import MODEL_ARGS, TASK_ARGS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.results.files import read_json
-from harness.results.store import load
+from harness.results.run_folder import load
 from tests import forks, signals
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
@@ -20,7 +20,7 @@ from tests.quick import mostly_slow
 from tests.talks import configured
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
-APPEND, CLOSE = signals.APPEND, "harness.results.store:Run.close"
+APPEND, CLOSE = signals.APPEND, "harness.results.run_folder:Run.close"
 OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0", "progress=false")
 STREAMING = ("method=streaming", *OF_RUNS, *TASK_ARGS)
 ROWS = ("method=pqcache", "placement=disk", *TASK_ARGS)
@@ -67,7 +67,7 @@ COMMANDS = {
     "harness.bench": ("harness.bench.calibrate:speeds", "the rows so far are written, and marked as partial"),
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
-    "harness.report": ("harness.results.store:find", "the same command begins anew"),
+    "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
     "harness.canonical": ("harness.canonical_checks.checks:verdicts", "the same command begins anew"),
     "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
@@ -144,7 +144,7 @@ from harness.results.files import append_line
 from harness.terminal.stopping import Stoppable
 from tests import signals
 from tests.fake_records import record
-from tests.harness.results.test_store import opened
+from tests.harness.results.test_run_folder import opened
 
 signals.from_a_terminal()
 run = opened(Path(sys.argv[1]))

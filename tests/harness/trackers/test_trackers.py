@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from harness.config.settings import Settings, SettingsError, TensorBoardSettings, WandbSettings, settings_of
-from harness.results.store import load
+from harness.results.run_folder import load
 from harness.terminal.notices import say_once
 from harness.trackers import session
 from harness.trackers.base import FinishedRun, Tracker

@@ -11,9 +11,9 @@ import yaml
 
 from harness.commands import report, tune
 from harness.config.settings import TUNING_SEED, Results, Settings
-from harness.jobs.run import evaluate
+from harness.jobs.evaluate import evaluate
 from harness.jobs.runner import Runner
-from harness.results.store import find, load
+from harness.results.run_folder import find, load
 from tests.fast import MODEL, MODEL_ARGS
 from tests.harness.tuning.planted import Echo, Planted
 

@@ -14,12 +14,12 @@ import yaml
 
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.jobs import group
+from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.planning.effective import with_own_limit
-from harness.jobs.run import evaluate
 from harness.models.devices import DeviceError
 from harness.results.files import read_json
-from harness.results.store import Run, StoredRun
+from harness.results.run_folder import Run, StoredRun
 from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.pqcache import PQCache

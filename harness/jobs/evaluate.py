@@ -19,7 +19,7 @@ from harness.jobs.group import OnError, reporting, run_group
 from harness.jobs.job import Job, Presets
 from harness.jobs.triage import triage
 from harness.models.base import ModelSource
-from harness.results.store import StoredRun
+from harness.results.run_folder import StoredRun
 from harness.terminal.lasting_output import lasting_output
 from methods.base import Method, refuse_other_than_method
 

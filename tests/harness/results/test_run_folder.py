@@ -15,7 +15,7 @@ import pytest
 from harness.results.files import CHECKSUM, RUN
 from harness.results.lock import is_locked
 from harness.results.records import Record, RecordError
-from harness.results.store import FolderInUse, Run, StoreError, find, load, read_records
+from harness.results.run_folder import FolderInUse, Run, StoreError, find, load, read_records
 from kernels.temporary import replacing
 from tests.fake_records import config, record, unbind, write_run
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 WRITER = """
 import sys, time
 from pathlib import Path
-from harness.results.store import Run
+from harness.results.run_folder import Run
 from tests.fake_records import config, record
 run = Run.open(Path(sys.argv[1]), config("quest"), {"x": 1}, "niah", "quest")
 for name in "abc":
@@ -36,7 +36,7 @@ time.sleep(60)
 WAITER = """
 import sys
 from pathlib import Path
-from harness.results.store import Run
+from harness.results.run_folder import Run
 from tests.fake_records import config, record
 with Run.open(Path(sys.argv[1]), config("quest"), {"x": 1}, "niah", "quest", wait=True) as run:
     run.append(record("d"))
