@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from harness.jobs.planning.items import prepare
 from harness.jobs.runner import load
 from harness.models.base import ModelSource
 from harness.reports.pictures import figures
-from harness.results.files import canonical, write_json
+from harness.results.files import digest, write_json
 from harness.results.provenance import provenance
 from methods.full import Full
 from methods.layers.hybrid import whole_layers
@@ -55,7 +54,7 @@ def place(root: Path, result: dict[str, Any]) -> Path:
     own = {key: result[key] for key in ("what", "options", "model", "settings")} | {
         "sha256": result["prompt"]["sha256"]
     }
-    return root / "observations" / f"{result['what']}-{hashlib.sha256(canonical(own).encode()).hexdigest()[:8]}"
+    return root / "observations" / f"{result['what']}-{digest(own)[:8]}"
 
 
 def write(folder: Path, observation: Observation, result: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from harness.config.nested import flatten
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_latex, as_text, shows_colour
 from harness.reports.page.build import write_page
-from harness.reports.spreadsheet import write_csv
+from harness.reports.spreadsheet import table_rows
 from harness.results import files
 from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
@@ -117,7 +117,7 @@ def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out
             yield path
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(options.csv, tables)
+        files.write_csv(options.csv, table_rows(tables))
         yield options.csv
     if options.html:
         yield write_page(options.html, tables, left_out)

@@ -8,7 +8,6 @@ terminal, with all figures to simulation.json and simulation.csv in a folder of 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from harness.config.errors import exit_code
 from harness.config.settings import SettingsError
-from harness.results.files import canonical, write_atomically, write_json
+from harness.results.files import digest, write_csv, write_json
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
@@ -58,7 +57,7 @@ def _simulate(options: argparse.Namespace) -> None:
         say(f"\n{figure.table(rows)}")
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
     write_json(folder / "simulation.json", made | {"runs": rows})
-    write_atomically(folder / "simulation.csv", outcome.spreadsheet(rows))
+    write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
     say(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
 
@@ -67,7 +66,7 @@ def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
     """The same runs at the same costs have the same folder."""
     asked = {"runs": [asdict(run) for run in runs], "costs": asdict(known)}
     kind = f"figure_{figure}" if figure else f"{len(runs)}-runs"
-    return f"{kind}-{hashlib.sha256(canonical(asked).encode()).hexdigest()[:8]}"
+    return f"{kind}-{digest(asked)[:8]}"
 
 
 def _make(folder: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.results.files import canonical
+from harness.results.files import digest
 
+LENGTH = 32  # hexadecimal digits of a hash
 EXACT = ""  # rows that were computed in sight of their text alone
 
 
@@ -31,30 +32,30 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        return _sha256(canonical(asdict(self)).encode())
+        return _short(asdict(self))
 
 
 def behind_cut(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
     """The lineage of what stays of `tokens`, whose rows were of `lineage`: `dropped` of them left behind the first
     `sinks`. Rows that stay were computed in sight of those that left, so they never serve as rows of the same text."""
-    return _sha256(canonical({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks}).encode())
+    return _short({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks})
 
 
 def computed_again(lineage: str, tokens: Sequence[int]) -> str:
     """The lineage of what is computed in one piece where rows of `tokens`, of `lineage`, were lost, and of all behind
     it: not what a method that chooses has chosen turn by turn."""
-    return _sha256(canonical({"before": [lineage, list(tokens)], "lost": True}).encode())
+    return _short({"before": [lineage, list(tokens)], "lost": True})
 
 
 def content_digest(value: object) -> str:
     """Of tensors bit by bit, in tuples, lists and mappings; of all else what `repr` says."""
-    return _sha256(canonical({"value": _described(value)}).encode())
+    return _short({"value": _described(value)})
 
 
 def _described(value: object) -> object:
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return [str(value.dtype), list(value.shape), _sha256(data)]
+        data: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return [str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()[:LENGTH]]
     if isinstance(value, Mapping):
         return [[repr(key), _described(one)] for key, one in value.items()]
     if isinstance(value, (tuple, list)):
@@ -62,5 +63,5 @@ def _described(value: object) -> object:
     return repr(value)
 
 
-def _sha256(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def _short(plain: Mapping[str, Any]) -> str:
+    return digest(plain)[:LENGTH]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from harness.config.nested import flatten
@@ -14,15 +12,6 @@ from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import origin
 from harness.reports.stamps import stamps
-
-
-def write_csv(path: Path, tables: Sequence[Comparison]) -> None:
-    rows = table_rows(tables)
-    names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def table_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -6,10 +6,12 @@ another folder and numbers changed by hand are found on reading. Not a signature
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,11 @@ def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
         raise StoreError(f"a config must hold plain values only: {error}") from error
 
 
+def digest(plain: Mapping[str, Any]) -> str:
+    """The same for equal values: a name for what they stand for."""
+    return hashlib.sha256(canonical(plain).encode()).hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     return _read(path, json.loads)
 
@@ -46,6 +53,16 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A row may lack some of the columns."""
+    text = io.StringIO()
+    names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
 
 
 def write_yaml(path: Path, plain: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ session failed, `error.txt` (its traceback). What binds them to each other: resu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import traceback
@@ -77,7 +76,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder, wait=wait)
             try:
-                run = cls(folder, lock, _digest(identity), config)
+                run = cls(folder, lock, files.digest(identity), config)
                 is_new = not run._before
                 run.complement(task=task, method=method, identity=dict(identity))
                 if is_new:
@@ -90,7 +89,7 @@ class Run:
     @staticmethod
     def place(root: Path, identity: Mapping[str, Any], task: str, method: str) -> Path:
         """Where a run lives, whether it is there yet or not."""
-        return root / f"{_plain(task)}-{_plain(method)}-{_digest(identity)[:8]}"
+        return root / f"{_plain(task)}-{_plain(method)}-{files.digest(identity)[:8]}"
 
     def contains(self, example_id: str) -> bool:
         return example_id in self._ids
@@ -267,10 +266,6 @@ def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
     if session["status"] == "running":
         session["status"] = "interrupted"
     return kept | {"earlier": [*before.get("earlier", []), session]}
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(files.canonical(identity).encode()).hexdigest()
 
 
 def _plain(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from harness.config.compose import built, composed
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.job import Job
 from harness.jobs.planning.items import itemised
-from harness.results.files import canonical
+from harness.results.files import digest
 from harness.serve import trace
 from harness.serve.trace import Session
 from harness.serve.traffic import TrafficPoint
@@ -68,7 +67,7 @@ class ServingPlan:
     def trace(self) -> str:
         """Names the times and texts of the conversations."""
         times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]
-        return hashlib.sha256(canonical({"sessions": times}).encode()).hexdigest()
+        return digest({"sessions": times})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -81,8 +80,8 @@ class ServingPlan:
 
     @property
     def folder(self) -> str:
-        digest = hashlib.sha256(canonical(self.identity).encode()).hexdigest()
-        return f"{type(self.job.method).__name__.lower()}_{self.job.settings.history}_{self.rate:.4g}_{digest[:8]}"
+        kind = f"{type(self.job.method).__name__.lower()}_{self.job.settings.history}"
+        return f"{kind}_{self.rate:.4g}_{digest(self.identity)[:8]}"
 
 
 def _check(point: TrafficPoint, job: Job) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.history.simulation.costs import Prices
-from harness.results.files import canonical, write_atomically, write_json
+from harness.results.files import digest, write_csv, write_json
 from harness.serve import table
 from harness.serve.figures import cost
 from harness.serve.plan import ServingPlan
@@ -97,14 +96,13 @@ class Runs:
             "limit": str(self.limit),
             "prices": asdict(self.prices),
         }
-        digest = hashlib.sha256(canonical(asked).encode()).hexdigest()
-        return self.out / TABLES / f"{len(self.plans)}-runs-{digest[:8]}"
+        return self.out / TABLES / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
 
     def write(self) -> list[Path]:
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RUN, {"schema": SCHEMA, "limit": self._limit(), "runs": [row for _, row in self.rows]})
-        write_atomically(folder / "serving.csv", table.spreadsheet(self.lines))
+        write_csv(folder / "serving.csv", [line.flat for line in self.lines])
         job, traffic = self.plans[0].job, self.plans[0].point.traffic
         title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
         drawn = table.draw(self.lines, folder / "ttft.png", title, self.limit)

@@ -1,9 +1,7 @@
-"""Runs side by side: a table for the terminal, a spreadsheet, a picture of TTFT against the rate."""
+"""Runs side by side: a table for the terminal, a row for a spreadsheet, a picture of TTFT against the rate."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,11 @@ class Line:
     def system(self) -> str:
         return " ".join(self.named.values())
 
+    @property
+    def flat(self) -> dict[str, Any]:
+        """What varies, then the figures, of which a run of an earlier command may lack some."""
+        return {**self.named, "rate": self.rate, **self.figures}
+
 
 def table(lines: Sequence[Line]) -> str:
     told = [line.figures for line in lines]
@@ -48,17 +51,6 @@ def table(lines: Sequence[Line]) -> str:
     return text_table([*named, *figures])
 
 
-def spreadsheet(lines: Sequence[Line]) -> str:
-    """CSV, a line per run: what varies, then the figures."""
-    flat = [{**line.named, "rate": line.rate, **line.figures} for line in lines]
-    text = io.StringIO()
-    known = dict.fromkeys(key for line in flat for key in line)  # a run of an earlier command may lack some
-    writer = csv.DictWriter(text, list(known), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
-
-
 def draw(lines: Sequence[Line], path: Path, title: str, limit: FirstTokenLimit | None) -> tuple[Path, Path]:
     """A line per system; a PNG at `path`, a PDF beside it."""
     from matplotlib.ticker import LogLocator, NullLocator
@@ -77,9 +69,7 @@ def draw(lines: Sequence[Line], path: Path, title: str, limit: FirstTokenLimit |
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_minor_locator(NullLocator())
-    axes.grid(True, color=figures.GRID)
-    axes.spines[["top", "right"]].set_visible(False)
-    figures.plain(axes)
+    figures.framed(axes)
     if lines[0].named:
         axes.legend(frameon=False, fontsize=8.5)
     figures.title(picture, title)

@@ -55,11 +55,7 @@ def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
         axes.axhline(100 * full, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xticks(range(len(values)), [_short(value) for value in values])
     axes.set(xlabel=f"{name} (n = {_span([row.n for row in rows])})", ylim=(-3, 103), xlim=(-0.5, len(rows) - 0.5))
-    axes.grid(axis="y", color=figures.GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(figures.SOFT)
-    figures.plain(axes)
+    figures.framed(axes, "y")
 
 
 _START: dict[str, Any] = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "color": figures.INK, "zorder": 4}

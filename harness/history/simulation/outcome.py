@@ -6,8 +6,6 @@ The hit rate counts turns, first turns included, which have no history to be fou
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -129,16 +127,6 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
         quantity("disk\nread", [one["disk_read_bytes"] for one in told], GB, hide_zeros=True),
     ]
     return text_table([*named, *figures])
-
-
-def spreadsheet(rows: Sequence[SimulatedRow]) -> str:
-    """CSV, a line per run: settings, then figures."""
-    flat = [row["settings"] | row["figures"] for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
 
 
 def trace_line(told: SimulatedRow) -> str:

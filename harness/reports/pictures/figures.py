@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -24,6 +24,15 @@ def plain(axes: Axes) -> None:
     axes.xaxis.label.set(color=SOFT, fontsize=9)
     axes.yaxis.label.set(color=SOFT, fontsize=9)
     axes.title.set(color=INK, fontsize=9)
+
+
+def framed(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Lines to read values by, and two sides of a frame."""
+    axes.grid(axis=grid, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(SOFT)
+    plain(axes)
 
 
 def wrapped(figure: Figure, text: str) -> list[str]:

@@ -134,8 +134,4 @@ def _finish(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
         if axes.dataLim.xmin < 0.4 * axes.dataLim.xmax:  # else from 0 on would leave the lines too little room
             axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.grid(color=figures.GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(figures.SOFT)
-    figures.plain(axes)
+    figures.framed(axes)
