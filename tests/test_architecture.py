@@ -61,7 +61,16 @@ HYDRA = {
     "harness/commands/run.py",
     *(
         f"harness/config/{name}.py"
-        for name in ("compose", "errors", "experiments", "grids", "launchers", "overrides", "two_budgets", "words")
+        for name in (
+            "compose",
+            "experiments",
+            "grids",
+            "hydra_errors",
+            "launchers",
+            "overrides",
+            "two_budgets",
+            "words",
+        )
     ),
     *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from harness.config.errors import explained
 from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.stopping import Stoppable
 
 KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate")
@@ -22,14 +23,10 @@ def main(arguments: list[str]) -> int:
     return stop.code or code
 
 
-def _bench(kind: str, *words: str) -> int:
+@explained
+def _bench(kind: str, *words: str) -> None:
     module = import_module(f"harness.bench.{kind}")
-    try:
-        module.main(module.parser().parse_args(words))
-    except (ValueError, OSError) as error:  # written for the user by convention, as in harness/config/errors.py
-        complain(error)
-        return 2
-    return 0
+    module.main(module.parser().parse_args(words))
 
 
 if __name__ == "__main__":

@@ -10,33 +10,27 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from harness.config.errors import explained
 from harness.results import bands
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable
 from harness.terminal.tables import Column, percent, text_table
 
 
 @stoppable
-def main(arguments: Sequence[str] | None = None) -> int:
+@explained
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    try:
-        if options.folders:
-            made = bands.derived([load(folder) for folder in find(options.folders)])
-            if not made:
-                raise StoreError("no finished run of Full in these folders: run one with method=full")
-            bands.write(made, options.file)
-            say(f"{len(made)} band{'s' * (len(made) > 1)} written to {options.file}")
-        say(_table(bands.stored(options.file)))
-    except StoreError as error:
-        complain(error)
-        return 2
-    except OSError as error:
-        complain(f"cannot write {error.filename}: {error.strerror}")
-        return 2
-    return 0
+    if options.folders:
+        made = bands.derived([load(folder) for folder in find(options.folders)])
+        if not made:
+            raise StoreError("no finished run of Full in these folders: run one with method=full")
+        bands.write(made, options.file)
+        say(f"{len(made)} band{'s' * (len(made) > 1)} written to {options.file}")
+    say(_table(bands.stored(options.file)))
 
 
 def _table(known: Sequence[bands.Band]) -> str:

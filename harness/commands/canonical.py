@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from harness.models.base import ModelError
+from harness.config.errors import explained
 from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
 from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.stopping import stoppable
 from kernels.temporary import TemporaryFolder
 
@@ -25,21 +25,15 @@ if TYPE_CHECKING:
 
 @lasting_output()
 @stoppable
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
-    return _checked(_parser().parse_args(arguments).record)
-
-
-def _checked(record: bool) -> int:
-    try:
-        find_gguf()
-    except ModelError as error:
-        complain(error)
-        return 2
+    options = _parser().parse_args(arguments)
+    find_gguf()
     from harness.canonical_checks import checks  # torch and transformers
 
     with TemporaryFolder("kv-canonical-") as folder:
         subject = checks.CheckedModel(SmolLM2(), folder)
-        if record:
+        if options.record:
             files.write_json(checks.EXPECTED, checks.measured(subject))
             say(f"recorded in {checks.EXPECTED}")
             return 0

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.config.errors import explained
 from harness.diagnosis import quality, speed
 from harness.diagnosis.next_steps import next_steps
 from harness.diagnosis.subject import Subject, subject
@@ -16,11 +17,10 @@ from harness.reports.command import command
 from harness.reports.compare import comparisons
 from harness.reports.labels import budget, labels
 from harness.reports.needles import cause_table
-from harness.results import files, triage
-from harness.results.records import StoreError
+from harness.results import triage
 from harness.results.run_folder import find, load_all
 from harness.results.summary_file import Neighbours
-from harness.terminal.notices import complain, say, warn
+from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable
 from harness.terminal.tables import text_table
@@ -29,27 +29,21 @@ WIDTH = 100
 
 
 @stoppable
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        runs, damage = load_all(find(options.folders))
-        for text in damage:
-            warn(f"left out: {text}")
-        neighbours = Neighbours(runs)
-        subjects = [subject(run, neighbours) for run in runs]
-        say("\n\n".join(explanation(one) for one in subjects))
-        for table in comparisons([one.run for one in subjects]):
-            if columns := cause_table(table):
-                say(f"\n{table.title}\n\n{text_table(columns)}")
-        if options.plots:
-            for path in (path for one in subjects for path in _draw(one)):
-                say(f"drew {path}")
-    except StoreError as error:
-        complain(error)
-        return 2
-    except OSError as error:
-        complain(f"cannot write {error.filename}: {files.reason(error)}")
-        return 2
+    runs, damage = load_all(find(options.folders))
+    for text in damage:
+        warn(f"left out: {text}")
+    neighbours = Neighbours(runs)
+    subjects = [subject(run, neighbours) for run in runs]
+    say("\n\n".join(explanation(one) for one in subjects))
+    for table in comparisons([one.run for one in subjects]):
+        if columns := cause_table(table):
+            say(f"\n{table.title}\n\n{text_table(columns)}")
+    if options.plots:
+        for path in (path for one in subjects for path in _draw(one)):
+            say(f"drew {path}")
     return 2 if damage else 0
 
 

@@ -11,11 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from harness.config.compose import built, composed
-from harness.config.errors import exit_code
+from harness.config.errors import explained
 from harness.config.nested import flatten
 from harness.config.settings import Settings
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
@@ -40,12 +39,13 @@ OF_RUNS = (  # keys, or what they begin with
 
 
 @stoppable
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
     if options.show < 0:
         parser.error(f"--show {options.show} should be a number of prompts, from 0 on")
-    return exit_code(partial(_lint, options.overrides, options.config_dir, options.show))
+    return _lint(options.overrides, options.config_dir, options.show)
 
 
 def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> int:

@@ -10,7 +10,8 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, config_dirs, entries
+from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries
+from harness.config.errors import explained
 from harness.config.experiments import GROUP as EXPERIMENT
 from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_page, settings_text
@@ -32,15 +33,8 @@ What must be known before two of them are compared, with the defaults of conf/me
 `python -m harness.list --markdown`; change the card in a method's file and the comments in its yaml, not this page."""
 
 
+@explained
 def main(arguments: Sequence[str]) -> int:
-    try:
-        return _main(arguments)
-    except ConfigError as error:
-        complain(error)
-        return 2
-
-
-def _main(arguments: Sequence[str]) -> int:
     folders = (CONF, *config_dirs(arguments))
     asked = [argument for argument in arguments if argument.partition("=")[0] in KINDS]
     if "-h" in arguments or "--help" in arguments:

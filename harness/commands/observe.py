@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from harness.config.compose import built, composed
-from harness.config.errors import exit_code
+from harness.config.errors import explained
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
@@ -39,9 +38,10 @@ READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data"
 
 @lasting_output()
 @stoppable
-def main(arguments: Sequence[str] | None = None) -> int:
+@explained
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
-    return exit_code(partial(_observe, options.what, options.overrides, options.config_dir))
+    _observe(options.what, options.overrides, options.config_dir)
 
 
 def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.config.errors import explained
 from harness.config.nested import flatten
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_latex, as_text, shows_colour
@@ -20,7 +21,7 @@ from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
-from harness.terminal.notices import complain, say, show, warn
+from harness.terminal.notices import say, show, warn
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable
 from methods.tiers.tier import TIERS, bytes_key
@@ -45,30 +46,24 @@ MOST_PLACES = 5
 
 
 @stoppable
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
-    try:
-        found = find(options.folders)
-        runs, unreadable = load_all(found)
-        if not runs:
-            raise StoreError("; ".join(unreadable))
-        if found_at := _places(found, options.folders):
-            warn(found_at)
-        shown = [run for run in runs if not run.is_empty]
-        tables = [_sorted(table, options.sort) for table in comparisons(shown)]
-        left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-        show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
-        for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
-            say(f"wrote {path}")
-    except StoreError as error:
-        complain(error)
-        return 2
-    except OSError as error:
-        complain(f"cannot write {error.filename or 'the report'}: {files.reason(error)}; name another file or folder")
-        return 2
+    found = find(options.folders)
+    runs, unreadable = load_all(found)
+    if not runs:
+        raise StoreError("; ".join(unreadable))
+    if found_at := _places(found, options.folders):
+        warn(found_at)
+    shown = [run for run in runs if not run.is_empty]
+    tables = [_sorted(table, options.sort) for table in comparisons(shown)]
+    left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
+    show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
+    for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
+        say(f"wrote {path}")
     for message in unreadable:
         warn(f"left out: {message}")
     return 2 if unreadable else 0

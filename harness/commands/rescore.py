@@ -15,7 +15,7 @@ from typing import Any
 
 from evals.base import Example, Task
 from harness.config import plugins
-from harness.config.errors import is_known, sentence
+from harness.config.errors import explained, is_known, sentence
 from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
@@ -32,18 +32,14 @@ from harness.terminal.stopping import stoppable
 
 
 @stoppable
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.data_root is not None and not options.data_root.is_dir():
         parser.error(f"--data-root {options.data_root} is not a folder: give the one that holds the data sets")
     failed = False
-    try:
-        folders = find(options.folders)
-    except StoreError as error:
-        complain(error)
-        return 2
-    for folder in folders:
+    for folder in find(options.folders):
         try:
             say(first_scores(folder) if options.first else rescore(folder, options.data_root))
         except Exception as error:

@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
-from harness.config.errors import explain, sentence
+from harness.config.errors import sentence
+from harness.config.hydra_errors import explain
 from harness.config.keys import help_text
 from harness.config.overrides import Overrides, read
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of

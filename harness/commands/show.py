@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from harness.config.errors import explained
 from harness.diagnosis.difference import apart
 from harness.diagnosis.next_steps import with_root
 from harness.diagnosis.quality import failure
@@ -19,7 +20,7 @@ from harness.reports.command import command
 from harness.results.records import Record, Reply, StoreError
 from harness.results.run_folder import StoredRun, load
 from harness.terminal.control_characters import visible
-from harness.terminal.notices import complain, say
+from harness.terminal.notices import say
 from harness.terminal.paths import typed
 from harness.terminal.tables import digits
 
@@ -27,18 +28,14 @@ FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@explained
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
-    try:
-        run = load(options.run)
-        lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
-        for line in lines:
-            say(line)
-    except StoreError as error:
-        complain(error)
-        return 2
-    return 0
+    run = load(options.run)
+    lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
+    for line in lines:
+        say(line)
 
 
 def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:

@@ -11,12 +11,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.errors import exit_code
-from harness.config.settings import SettingsError
+from harness.config.errors import explained
 from harness.results.files import digest, write_csv, write_json
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
@@ -33,12 +31,9 @@ ROOT = Path("results/runs/simulations")
 
 @lasting_output()
 @stoppable
-def main(arguments: Sequence[str] | None = None) -> int:
+@explained
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
-    return exit_code(partial(_simulate, options))
-
-
-def _simulate(options: argparse.Namespace) -> None:
     from harness.history.simulation import costs, outcome, paper
     from harness.history.simulation.scenario import scenarios
     from harness.results.provenance import provenance
@@ -47,7 +42,7 @@ def _simulate(options: argparse.Namespace) -> None:
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
     folder = options.out or ROOT / _name(options.figure, runs, known)
-    _make(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = [outcome.simulated(run, known) for run in runs]
     traces = [outcome.trace_line(row["trace"]) for row in rows]
     for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
@@ -67,13 +62,6 @@ def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
     asked = {"runs": [asdict(run) for run in runs], "costs": asdict(known)}
     kind = f"figure_{figure}" if figure else f"{len(runs)}-runs"
     return f"{kind}-{digest(asked)[:8]}"
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"Cannot write to --out {folder} ({error.strerror}): name another folder.") from error
 
 
 def _parser() -> argparse.ArgumentParser:

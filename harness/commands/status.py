@@ -16,12 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.config.errors import explained
 from harness.config.settings import Results
 from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
 from harness.sweeps.session import last_command
 from harness.sweeps.state import STATES, JobState, duration, each_once, estimate, other_runs, states_of
-from harness.terminal.notices import complain, show
+from harness.terminal.notices import show
 from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
@@ -57,6 +58,7 @@ class Part(NamedTuple):
         return "; ".join(filter(None, words))
 
 
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -71,9 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.watch is None or code != NOT_FINISHED:
                 return code
             time.sleep(options.watch)
-    except StoreError as error:
-        complain(error)
-        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -13,12 +13,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from harness.config import grids
 from harness.config.compose import built, composed
-from harness.config.errors import exit_code
+from harness.config.errors import explained
 from harness.config.settings import Results
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say, say_once, warn
@@ -37,10 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forget()
     line = f"python -m harness.tune {shlex.join(given)}"
     with Stoppable(f"to go on: {line}") as stop:
-        code = exit_code(partial(_tune, options, line))
+        code = _tune(options, line)
     return stop.code or code
 
 
+@explained
 def _tune(options: argparse.Namespace, command: str) -> None:
     asked = grids.read(options.overrides, options.config_dir)
     method, task, model, settings = built(composed(asked.words, options.config_dir))

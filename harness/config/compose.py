@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from harness.config import plugins
 from harness.config.catalogue import CONF, GROUPS
-from harness.config.errors import explain
+from harness.config.hydra_errors import explain
 from harness.config.overrides import Partial, checked
 from harness.config.renamed import refuse_unknown
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from harness.config.errors import exit_code
+from harness.config.errors import explained
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say, say_once
 from harness.terminal.paths import typed
@@ -29,10 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
     with Stoppable("the same command goes on behind the runs that are finished") as stop:
-        code = exit_code(partial(_serve, options))
+        code = _serve(options)
     return stop.code or code
 
 
+@explained
 def _serve(options: argparse.Namespace) -> None:
     from harness.config.settings import SettingsError
     from harness.history.simulation import costs

@@ -87,7 +87,7 @@ def test_a_folder_for_the_page_that_cannot_be_made_is_named(tmp_path: Path, caps
     (tmp_path / "file").touch()
     assert report.main([str(tmp_path), "--html", str(tmp_path / "file" / "page")]) == 2
     err = capsys.readouterr().err
-    assert f"cannot write {tmp_path / 'file'}" in err
+    assert f"Cannot use {tmp_path / 'file'}" in err
     assert "results.root" not in err
 
 
