@@ -70,13 +70,14 @@ def _embedded_model() -> Check:
 
 
 def _machine() -> Iterator[Check]:
+    from harness.jobs.planning.capacity import free_bytes  # torch, which the versions above may lack
 
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]
     yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads")
     busy = load > 0.5 * cpus
     yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
-    free = _free_memory()
+    free = free_bytes("cpu") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     yield Check("note" if free < 4 * GIB else "ok", "memory", f"{free / GIB:.1f} GiB free")
     yield from _gpus()
 
@@ -123,14 +124,6 @@ def _hub() -> Check:
     except OSError:
         return Check("note", "hub", f"{address.hostname} is not reachable: the embedded model and data.root still work")
     return Check("ok", "hub", f"{address.hostname} is reachable")
-
-
-def _free_memory() -> float:
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return float(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
 @stoppable

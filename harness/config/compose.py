@@ -23,11 +23,9 @@ def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict
     """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
     ConfigStore.instance().store("schema", RunConfig)
     read = checked(overrides, config_dirs)
-    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
-    extra = [f"hydra.searchpath=[{path}]"] if path else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=[*read.words, *extra])
+            config = compose("config", overrides=with_folders(read.words, config_dirs))
     except HydraException as error:
         raise SettingsError(explain(error)) from error
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
@@ -35,6 +33,12 @@ def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict
     for kind, lacking in read.partial.items():  # left by the plug-in that an experiment chose first
         plain[kind] = {name: value for name, value in plain[kind].items() if name not in lacking}
     return plain
+
+
+def with_folders(words: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    """`words` for Hydra, which looks for yaml files in these folders too."""
+    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    return [f"hydra.searchpath=[{path}]", *words] if path else list(words)
 
 
 def built(config: Mapping[str, Any], partial: Partial | None = None) -> tuple[Any, Any, Any, Settings]:

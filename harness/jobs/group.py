@@ -11,12 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from harness.engine.hf import routed
 from harness.jobs.job import Job
 from harness.jobs.planning.items import Item, by_context, room
-from harness.jobs.runner import Runner, load
+from harness.jobs.runner import Runner
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel
@@ -133,9 +131,7 @@ def _generate(runs: Sequence[_Run]) -> None:
     if not runs:
         return
     first = runs[0].job
-    if first.settings.threads is not None:
-        torch.set_num_threads(first.settings.threads)
-    loaded = load(first.model, first.settings.dtype, first.settings.device)
+    loaded = first.load()
     started = []
     for run in runs:
         with _attempt(run):

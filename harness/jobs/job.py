@@ -32,7 +32,7 @@ from harness.jobs.planning.effective import (
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
-from harness.jobs.runner import is_loaded
+from harness.jobs.runner import is_loaded, load
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.calibration import calibration_text
 from harness.results.files import canonical, writing
@@ -150,6 +150,12 @@ class Job:
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
         settings = [job.settings for job in beside]
         return needed(self.model.describe(), self.settings, self.items, loaded=loaded, beside=settings)
+
+    def load(self) -> LoadedModel:
+        """The model, which computes with the job's threads from now on."""
+        if self.settings.threads is not None:
+            torch.set_num_threads(self.settings.threads)
+        return load(self.model, self.settings.dtype, self.settings.device)
 
     @property
     def names(self) -> tuple[str, str]:

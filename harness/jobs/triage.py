@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from harness.diagnosis.ladder import cause
@@ -23,7 +22,7 @@ from harness.engine.batch.generation import LENGTH
 from harness.engine.hf import routed
 from harness.jobs.job import Job
 from harness.jobs.planning.items import Item
-from harness.jobs.runner import Runner, load
+from harness.jobs.runner import Runner
 from harness.results import triage as stored
 from harness.results.lock import FolderLock
 from harness.results.records import Record
@@ -55,9 +54,7 @@ def triage(job: Job) -> None:
 
 
 def _examine(job: Job, pending: Sequence[Record], info: Mapping[str, Any]) -> None:
-    if job.settings.threads is not None:
-        torch.set_num_threads(job.settings.threads)
-    loaded = load(job.model, job.settings.dtype, job.settings.device)
+    loaded = job.load()
     items = {item.example.id: item for item in job.items}
     plain_run = replace(job.settings, fidelity=0, trace="off", graphs="off")
     attachment = job.attachment(loaded, info)

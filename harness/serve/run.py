@@ -9,12 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from harness.config.settings import Settings
 from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
-from harness.jobs.runner import Runner, load
+from harness.jobs.runner import Runner
 from harness.results.files import read_json, write_json, write_lines
 from harness.results.provenance import provenance
 from harness.serve import trace
@@ -49,9 +47,7 @@ def served(plan: ServingPlan, out: Path) -> ServedRow:
 def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
-    if job.settings.threads is not None:
-        torch.set_num_threads(job.settings.threads)
-    loaded = load(job.model, job.settings.dtype, job.settings.device)
+    loaded = job.load()
     with routed(loaded.model), _fresh(job.settings) as settings:
         attachment = job.attachment(loaded, {})
         with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:

@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from harness.config.catalogue import CONF
+from harness.config.compose import with_folders
 from harness.config.launchers import PACKAGES
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.remote import work_on
@@ -42,7 +43,7 @@ KILLED = (
 def check(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> None:
     """Raises what Hydra says of words that a launcher does not take."""
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        _composed(_with_folders(words, config_dirs))
+        _composed(with_folders(words, config_dirs))
 
 
 def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequence[Path] = ()) -> SweepSession:
@@ -50,7 +51,7 @@ def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequen
 
     Ctrl-C, or an error of the launcher, stops the workers; what they have made is kept.
     """
-    words = _with_folders(words, config_dirs)
+    words = with_folders(words, config_dirs)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         how, own = workers_for(sweep, _composed(words))
@@ -113,11 +114,6 @@ def lost(error: Exception) -> str:
     first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
     told = f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}".rstrip(": ")
     return "; ".join([told, *(f"{name}{MEMORY if name == 'SIGKILL' else ''}" for name in signals)])
-
-
-def _with_folders(words: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
-    return [f"hydra.searchpath=[{path}]", *words] if path else list(words)
 
 
 def _hydra() -> Hydra:

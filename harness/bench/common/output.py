@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from harness.bench.common.measure import CallKey, Estimate, Result, rounds_of
 from harness.results.files import write_atomically
-from harness.results.provenance import now, provenance
+from harness.results.provenance import load_average, now, provenance
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, digits, markdown_table, text_table
 from kernels.temporary import remove_abandoned
@@ -84,7 +83,7 @@ class Report:
         if not good:
             raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
         self._write("complete")
-        end = f"load average {os.getloadavg()[0]:.2f}; written to {self.folder}"
+        end = f"load average {load_average()[0]:.2f}; written to {self.folder}"
         say(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}{end}")
         if picture and not self.no_plot:
             with suppress(ImportError):
@@ -113,7 +112,7 @@ class Report:
         return "".join(f"{sentence}\n" for sentence in sentences)
 
     def _write(self, status: str) -> None:
-        ended = {"time": now(), "load_average": [round(load, 2) for load in os.getloadavg()]}
+        ended = {"time": now(), "load_average": load_average()}
         result = {**self._head, "status": status, "ended": ended, "left_out": self.left_out, "rows": self.rows}
         write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         partial = "PARTIAL: the benchmark has not ended, or was ended early.\n\n" if status == "partial" else ""

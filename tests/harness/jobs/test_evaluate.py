@@ -83,7 +83,7 @@ def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pyte
     def refuse(*arguments: object) -> None:
         raise AssertionError("the model was loaded again")
 
-    monkeypatch.setattr(group, "load", refuse)
+    monkeypatch.setattr("harness.jobs.job.load", refuse)
     again = run(tmp_path, shared_prefill=shared)
     assert again == first
 

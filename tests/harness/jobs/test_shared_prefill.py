@@ -222,7 +222,7 @@ def test_a_model_that_does_not_load_leaves_finished_runs_alone(
     def fail(*_: object) -> None:
         raise OSError("no weights")
 
-    monkeypatch.setattr("harness.jobs.group.load", fail)
+    monkeypatch.setattr("harness.jobs.job.load", fail)
     failed: list[Exception] = []
     made = evaluate_together([Job.plan(m, task, MODEL, chosen) for m in (Full(), PQ)], failed.append)
     assert [one.folder for one in made] == [full.folder]
