@@ -6,6 +6,7 @@ Results are rounded where transformers' modules round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,16 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from kernels.rope import rotate
+
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
+MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the measurements
+_PANEL = 32  # outputs; sums, too, go over multiples of it
+
+
+def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
+    """Say whether compiled products of a prompt pay on the CPU, which take no memory between them: for a block of such
+    widths, and such an MLP."""
+    return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 SOLVERS = ("gram_fp64", "gram_fp32", "thin_svd")
-_ROWS_AT_ONCE = 1 << 12  # bounds the copy in the Gram matrix's precision
+ROWS_AT_ONCE = 1 << 12  # bounds the copy in the Gram matrix's precision
 
 
 def gram(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return x^T x, not centred. x [... N C] -> [... C C]"""
     total = torch.zeros(*x.shape[:-2], x.shape[-1], x.shape[-1], dtype=dtype, device=x.device)
-    for rows in x.split(_ROWS_AT_ONCE, dim=-2):
+    for rows in x.split(ROWS_AT_ONCE, dim=-2):
         rows = rows.to(dtype)
         total += rows.transpose(-1, -2) @ rows
     return total

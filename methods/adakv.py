@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import CacheState, Card, Grids, KVLayer, LayerSpec
+from methods.base import CacheState, Card, Case, Grids, KVLayer, LayerSpec
+from methods.base.cost import Transient
 from methods.layers import Layer
+from methods.parts import costs
 from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
 
@@ -60,6 +62,11 @@ class AdaKV(SnapKV):
             raise ValueError(f"floor={self.floor} is no part of the even share: give 0 to 1, 0.2 in the paper.")
         if self.select_per != "kv_head":
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count the votes in their order, with numbers and heads, on top."""
+        ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
+        return super().transient(case, chunk) + Transient(seal=0 if self.reads_whole(case) else ranked)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, AdaKeep()) for spec in specs]

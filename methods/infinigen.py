@@ -46,6 +46,7 @@ from methods.base import (
     Plan,
     check_layers,
 )
+from methods.base.cost import Transient
 from methods.base.counters import queues
 from methods.base.pieces import pieces
 from methods.layers import Layer, Pooled, Storage
@@ -118,12 +119,23 @@ class InfiniGen(Method):
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
-        spec, width = case.spec, int(self.partial_ratio * case.spec.head_dim)
-        if self.column_rule == "union":
-            width = min(2 * width, spec.head_dim)
         case, tables = limited_pool.kept(self.pool_capacity, case)
-        partial = width * (case.capacity + spec.head_dim) * case.element_bytes + costs.FP32 * spec.head_dim
-        return costs.select(case, Plan(0, 0, case.budget), spec.num_kv_heads * partial + tables)
+        mass = costs.FP32 * case.spec.num_kv_heads * case.spec.head_dim
+        return costs.select(case, Plan(0, 0, case.budget), self.partial_bytes(case) + mass + tables)
+
+    def partial_bytes(self, case: Case) -> int:
+        """Return the bytes of partial keys and their basis, at most."""
+        dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
+        if self.column_rule == "union":
+            width = min(2 * width, dim)
+        return case.spec.num_kv_heads * width * (case.capacity + dim) * case.element_bytes
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count the partial keys twice, and for a limited pool the queries that fill it."""
+        if self.reads_whole(case) or case.spec.index in self.dense_layers:
+            return Transient()
+        filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
+        return filling + Transient(seal=2 * self.partial_bytes(case))
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]

@@ -24,6 +24,7 @@ from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
+from methods.base.cost import Transient
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
 from methods.parts.representatives import representatives, rotated_to, tokens_of_best
@@ -102,6 +103,19 @@ class InfLLM(Method):
         representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
         far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
         return costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2) + shared
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count an execution block of queries, eleven times in fp32 when its parts are merged, and the blocks that it
+        reads, once gathered and once beside the first tokens."""
+        shared = costs.rope_table(case).device_bytes
+        if self.reads_whole(case):
+            return Transient(kept=shared)
+        spec, (n_local, top) = case.spec, self.spend(case.budget)
+        queries, drawn = min(self.exc_block, n_local, chunk), costs.FP32 * spec.num_heads
+        merging = 11 * costs.FP32 * queries * spec.num_heads * spec.head_dim + drawn * (n_local + queries)
+        represented = spec.num_heads * case.sealed // self.block * spec.head_dim * case.element_bytes
+        prefill = merging + 2 * top * self.block * case.row_bytes
+        return Transient(shared + drawn * case.capacity + represented, prefill)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """Represent a block by a `share` of its tokens."""

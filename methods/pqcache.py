@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
+from methods.base.cost import Transient
 from methods.layers import Layer, Select
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -148,6 +149,14 @@ class PQCache(Windowed):
         if case.placement == DEVICE or not self.cache_tokens:
             return chosen
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count the clustered keys in fp32, and their codes before they are made small."""
+        if self.reads_whole(case):
+            return Transient()
+        plan, spec = self.windows.split(case.budget), case.spec
+        token = spec.num_kv_heads * (costs.FP32 * spec.head_dim + costs.INT64 * self.m)
+        return Transient(seal=token * (case.sealed - plan.sinks - plan.local))
 
     @property
     def slots(self) -> int:

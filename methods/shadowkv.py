@@ -21,15 +21,16 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from kernels import ops
-from kernels.lowrank import SOLVERS, low_rank
+from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base.cost import Transient
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
+from methods.parts.chunks import chunked, landmarks
 from methods.parts.hit_cache import HitCache, token_rows
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
@@ -137,6 +138,16 @@ class ShadowKV(Method):
         device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
         return device + costs.offload(case, stored, plan.top * values)
 
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
+        kept = Transient(kept=costs.rope_table(case).device_bytes)
+        if self.reads_whole(case):
+            return kept
+        channels = case.spec.num_kv_heads * case.spec.head_dim
+        factor = self.rank_of(case.sealed, channels) * (costs.FP32 + case.element_bytes % costs.FP32)
+        beside = max(case.sealed * factor, min(case.sealed, ROWS_AT_ONCE) * 2 * costs.FP32 * channels)
+        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside)
+
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim
         if self.rank > channels:
@@ -233,7 +244,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
     def _compress(self, plan: ChunkPlan) -> None:
         whole, count = self.store, plan.candidates
         self._factorise(whole.k, count)
-        keys, values = (_chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
+        keys, values = (chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
         self.values = rows_for(values, self.cache)
         self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
         resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
@@ -259,7 +270,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
     def _index(self, keys: Tensor, outliers: int) -> None:
         """Make the landmarks, and find the outliers, which have none. keys [B G N c D]"""
         at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
-        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(_landmarks, at_once), strict=True))
+        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
         self.outliers = ops.top_k(-lowest, outliers)
         others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
         numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
@@ -285,15 +296,3 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = self.hits = None
-
-
-def _landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it. [B G N c D] -> [B G N D], [B G
-    N] (fp32)"""
-    means = keys.float().mean(3)
-    return means, cosine_similarity(keys.float(), means.unsqueeze(3), dim=-1).amin(3)
-
-
-def _chunked(x: Tensor, count: int, size: int) -> Tensor:
-    """Return the first `count` chunks as rows. [B G S D] -> [B G N c*D]"""
-    return x[:, :, : count * size].unflatten(2, (count, size)).flatten(3)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.rope import rotate_by
 from methods.base import CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base.cost import Transient
 from methods.layers import Keep, Layer, sinks_and_recent
 from methods.parts import costs
 
@@ -65,6 +66,9 @@ class Streaming(Method):
 
     def cost(self, case: Case) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        return Transient(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import free_bytes, refusal, sealed, side_by_side, size
+from harness.jobs.planning.capacity import free_here, refusal, sealed, side_by_side, size
 from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured
@@ -69,7 +69,7 @@ def _bytes(job: Job) -> str:
         return full
     name = type(job.method).__name__
     try:
-        cost = sealed(job.settings, job.method, job.budget, info, job.items)
+        cost = sealed(job.holder, info, job.items)
     except CostError:
         return f"{full}; {name} does not say what it holds"
     told = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]
@@ -83,9 +83,9 @@ def _range(counts: Sequence[int]) -> str:
 
 def _memory(job: Job) -> str:
     """What the run itself would be refused with, or that it fits."""
-    need, free = job.need(), free_bytes(job.settings.device)
+    need, (free, free_host) = job.need(), free_here(job.settings.device)
     fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
-    return refusal(need, job.settings, free) or fits
+    return refusal(need, job.settings, free, free_host) or fits
 
 
 def _beside(full: Job) -> str:

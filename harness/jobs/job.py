@@ -17,7 +17,7 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.planning.capacity import Need, needed, refuse, size
+from harness.jobs.planning.capacity import Holder, Need, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,
@@ -148,8 +148,12 @@ class Job:
 
     def need(self, beside: Sequence[Job] = ()) -> Need:
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
-        settings = [job.settings for job in beside]
-        return needed(self.model.describe(), self.settings, self.items, loaded=loaded, beside=settings)
+        holders = [job.holder for job in beside]
+        return needed(self.model.describe(), self.holder, self.items, loaded=loaded, beside=holders)
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.settings, self.method, self.budget)
 
     def load(self) -> LoadedModel:
         """The model, which computes with the job's threads from now on."""

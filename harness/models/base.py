@@ -48,6 +48,8 @@ class ModelInfo:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    inner_size: int  # channels of an MLP, or of one expert
+    chosen_experts: int  # through which a token passes; 0 where the MLP is one
     vocab_size: int
     num_parameters: int
     dtype: str  # the checkpoint's own, one of DTYPES
@@ -135,6 +137,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        chosen_experts=getattr(config, "num_experts_per_tok", 0),
         vocab_size=config.vocab_size,
         num_parameters=count_parameters(config),
         dtype=own_dtype(config),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.block import DecoderBlock
+from kernels.block import TOKENS_AT_ONCE, DecoderBlock, fits_compiled
 from kernels.cpu import weights
 from kernels.cpu.ffi.bindings import Function, Struct, elements, integer, real
 from kernels.cpu.ffi.library import load
@@ -56,22 +56,17 @@ _library = load(
     Function("is_fast_in_bfloat16", returns="int64_t"),
 )
 
-TOKENS_AT_ONCE = 4096  # tokens of a prompt: bounds the memory between torch's products
 LEAST_TOKENS = 64  # below this, packing the weights does not pay
-MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the measurements
 _FAST = {
     torch.float32: bool(_library.is_fast_in_float32()),
     torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
 }
-_PANEL = 32  # outputs; sums, too, go over multiples of it
 
 
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
     """Say whether the products are compiled too, which pays for blocks of this size and so many tokens."""
-    inner = block.gate.weight.shape[0]
-    sizes = (*block.q.weight.shape, block.k.weight.shape[0], inner)
-    whole = not any(size % _PANEL for size in sizes)
-    return _FAST[x.dtype] and whole and inner <= MOST_INNER[x.dtype] and x.shape[0] * x.shape[1] >= LEAST_TOKENS
+    fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
+    return _FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
 def inputs(
@@ -115,8 +110,8 @@ def output_by_torch(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     the products takes bounded memory."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
-    for begin in range(0, len(rows), TOKENS_AT_ONCE):
-        part = slice(begin, begin + TOKENS_AT_ONCE)
+    for begin in range(0, len(rows), TOKENS_AT_ONCE["cpu"]):
+        part = slice(begin, begin + TOKENS_AT_ONCE["cpu"])
         middle = block.o(heads[part]).add_(rows[part])
         normed = normed_rows(middle, block.mlp_norm, block.eps)
         gate, up = block.gate(normed), block.up(normed)

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block import DecoderBlock, Head, Linear
+from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
 from kernels.gpu.common import padded, unfit_floats
 from kernels.gpu.weights import joint, unfit_weights
 
-TOKENS_AT_ONCE = 8192  # tokens of a prompt: bounds the memory of intermediate results
 _MOST_CHANNELS = 32768  # channels of a row that one program norms
 _TURNED = 16  # tokens of a head that one program rotates
 _GATED = 512  # channels that one program gates
@@ -43,7 +42,7 @@ def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: T
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = x.new_empty(rows.shape)
-    for some, seen, to in zip(*(part.split(TOKENS_AT_ONCE) for part in (rows, heads, out)), strict=True):
+    for some, seen, to in zip(*(part.split(TOKENS_AT_ONCE["cuda"]) for part in (rows, heads, out)), strict=True):
         middle, normed = _added_and_normed(some, block.o(seen), block.mlp_norm, block.eps)
         gate, up = _products(normed, joint(block)[1], block.gate, block.up)
         torch.add(middle, block.down(_gated(gate, up)), out=to)

@@ -7,7 +7,7 @@ head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
 from __future__ import annotations
 
 from methods.base.card import Card
-from methods.base.cost import Case, Cost, CostError
+from methods.base.cost import Case, Cost, CostError, Transient
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, Request
@@ -32,6 +32,7 @@ __all__ = [
     "PaperBudget",
     "Plan",
     "Request",
+    "Transient",
     "check_layers",
     "refuse_other_than_method",
 ]

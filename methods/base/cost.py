@@ -31,6 +31,16 @@ class Case:
         """Return the bytes of K and V of one token."""
         return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
 
+    @property
+    def query_bytes(self) -> int:
+        """Return the bytes of the queries of one token."""
+        return self.spec.num_heads * self.spec.head_dim * self.element_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Return the bytes of K and V of all tokens, which a layer holds until its seal."""
+        return self.capacity * self.row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -54,10 +64,33 @@ class Cost:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
+    def beside(self, case: Case) -> int:
+        """Return the bytes on the device that the seal makes while the prompt's keys and values are still there: all
+        that is then held, or what comes on top where these stay as they are."""
+        stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
+        return self.device_bytes - (case.dense_bytes if stays else 0)
+
     def __add__(self, other: Cost) -> Cost:
         away = {tier: self.away.get(tier, 0) + other.away.get(tier, 0) for tier in (*self.away, *other.away)}
         moved = self.moved_bytes_per_step + other.moved_bytes_per_step
         return Cost(self.device_bytes + other.device_bytes, moved, away)
+
+
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """Holds the bytes that a layer takes on the device for a while, beside keys and values of the prompt and what a
+    layer of Full takes. `+` adds them up.
+
+    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer. `seal`:
+    while it is sealed, at the most, if that is more than what it then holds.
+    """
+
+    kept: int = 0
+    prefill: int = 0
+    seal: int = 0
+
+    def __add__(self, other: Transient) -> Transient:
+        return Transient(self.kept + other.kept, self.prefill + other.prefill, self.seal + other.seal)
 
 
 class CostError(ValueError):

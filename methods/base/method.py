@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from methods.base.card import Card
-from methods.base.cost import Case, Cost, CostError
+from methods.base.cost import Case, Cost, CostError, Transient
 from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
@@ -113,6 +113,11 @@ class Method(metaclass=_TupleForList):
         """Return the bytes that `case` takes, by formula. Where a step's traffic depends on the text, it is the most
         that it can be."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Return the bytes that `case` takes for a while, by formula, when its prompt comes `chunk` tokens at a time.
+        What `cost` says is counted without this, and a step is taken to need less than a seal."""
+        return Transient()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
         """Return this method with scoring that moves `share` of the 16-bit key cache per step, as in PQCache's

@@ -13,12 +13,21 @@ FP32, INT64 = 4, 8  # bytes of an element
 
 def dense(case: Case) -> Cost:
     """Return the cost of having everything on the device, where nothing moves."""
-    return Cost(case.capacity * case.row_bytes)
+    return Cost(case.dense_bytes)
 
 
 def evict(case: Case, kept: int, copies: int = 1) -> Cost:
     """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside."""
     return Cost((kept + case.reserve) * copies * case.row_bytes) if kept < case.sealed else dense(case)
+
+
+def evicting(case: Case, kept: int, copies: int = 1) -> int:
+    """Return the bytes that an eviction takes beside the whole prompt: what is kept, once gathered and once in its
+    store, and where it stood."""
+    if kept >= case.sealed:
+        return 0
+    places = INT64 * case.spec.num_kv_heads * (2 * case.sealed + 3 * kept * copies)
+    return (2 * kept + case.reserve) * copies * case.row_bytes + places
 
 
 def select(case: Case, plan: Plan, index_bytes: int) -> Cost:

@@ -17,8 +17,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from methods.base import Budget, Case
+from methods.base import Budget, Case, Transient
 from methods.budget import BudgetError
+from methods.parts import costs
 
 Eviction = Literal["counter", "fifo", "lru"]
 Counts = list[int] | Tensor  # one for each sequence; a Tensor [B] where a step does not wait for them
@@ -118,6 +119,16 @@ def kept(asked: float | None, case: Case) -> tuple[Case, int]:
     left = min(case.sealed, slots)
     case = replace(case, sealed=left, budget=min(case.budget, left))
     return case, TABLE_BYTES * left * case.spec.num_kv_heads
+
+
+def filling(asked: float | None, policy: Eviction, case: Case) -> Transient:
+    """Return what the prompt takes while it passes through the pool, and until then: the queries by which its tokens
+    fetch."""
+    slots = size(asked, case.capacity)
+    if slots is None:
+        return Transient()
+    rehearsed = 0 if policy == "fifo" else case.sealed * case.query_bytes
+    return Transient(rehearsed, 0, costs.evicting(case, slots - case.reserve))
 
 
 def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:

@@ -1,44 +1,70 @@
-"""Checks that a run fits into memory before weights load: the system would kill it without a word.
+"""Forecasts the bytes of a run, and checks that they fit before weights load: the system would kill it without a word.
 
-Weights, Full's KV cache at its longest and the most that a store of conversations holds are exact; the activations of a
-prefill are estimated from below.
+They are counted where they are most: in the prefill of the longest prompt, or at its seal, with the other examples of a
+batch sealed beside it. A step takes less. The layers' part is what the method says of itself (`cost` and `transient` of
+methods/base/method.py); where it says nothing, Full's keys and values are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.items import Item
-from harness.models.base import DTYPE_BYTES, ModelInfo
+from harness.models.architectures import ARCHITECTURES
+from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
-from methods.base import Budget, Case, Cost, Method
+from kernels.block import TOKENS_AT_ONCE, fits_compiled
+from methods.base import Budget, Case, Cost, CostError, Method, Transient
 from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, TIERS
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-STREAMS = 2  # of hidden states that live together in a prefill: the residual and its norm
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a run takes on its device."""
+    """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `method`: what its
+    layers take beside keys and values of the prompt; `activations` are 0 where a seal takes more than the prefill."""
 
     weights: int
     kv: int
     activations: int
+    method: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.activations
+        return self.weights + self.kv + self.activations + self.method
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "KV cache": self.kv, "activations": self.activations}
-        return f"{size(self.total)} ({', '.join(f'{name} {size(part)}' for name, part in parts.items())})"
+        parts |= {"the method's own": self.method} if self.method else {}
+        beside = f" and {size(self.host)} of host memory" if self.host else ""
+        return f"{size(self.total)} ({', '.join(f'{name} {size(part)}' for name, part in parts.items())}){beside}"
+
+
+class Holder(NamedTuple):
+    """What decides which bytes the caches of a job take."""
+
+    settings: Settings
+    method: Method
+    budget: Budget | None
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the cache of one example on the device, and in host memory beside a GPU."""
+
+    kv: int  # keys and values of the prompt, as Full holds them until the seal
+    kept: int  # beside them until then
+    prefill: int  # beside both, while a chunk of the prompt passes through a layer
+    sealing: int  # of all layers, when they are most during the seal
+    sealed: int
+    host: int
 
 
 def size(count: int) -> str:
@@ -47,74 +73,153 @@ def size(count: int) -> str:
 
 
 def needed(
-    info: ModelInfo,
-    settings: Settings,
-    items: Sequence[Item],
-    *,
-    loaded: bool = False,
-    beside: Sequence[Settings] = (),
+    info: ModelInfo, holder: Holder, items: Sequence[Item], *, loaded: bool = False, beside: Sequence[Holder] = ()
 ) -> Need:
-    """`loaded`: the weights are there already. `beside`: settings of the jobs that share the prefill."""
-    stores = (1 + len(beside)) * stored(info, settings, items)
-    kv = caches([settings, *beside]) * side_by_side(info, settings, items) + stores
-    prompt = max(len(item.prompt.ids) for item in items)
-    rows = min(prompt, settings.prefill_chunk or prompt)
-    width = STREAMS * info.hidden_size + 2 * (info.num_heads + info.num_kv_heads + 1) * info.head_dim
+    """`loaded`: the weights are there already. `beside`: the jobs that share the prefill."""
+    settings, holders = holder.settings, [holder, *beside]
+    running = _longest(items, settings.batch)
+    of_jobs = [[cache_bytes(one, info, item) for item in running] for one in holders]
+    if settings.shared_prefill:  # then nothing is sealed before all is prefilled
+        caches = [cache for of_job in of_jobs for cache in of_job]
+        kv = sum(cache.kv for cache in caches)
+        kept = sum(cache.kept for cache in caches)
+        sealing = kept + max(cache.sealing - cache.kv - cache.kept for cache in caches)
+    else:
+        *others, longest = of_jobs[0]
+        kv = longest.kv + sum(cache.sealed for cache in others)
+        kept, sealing = longest.kept, longest.sealing - longest.kv
+    # Jobs that share a prefill have Full's own cache beside them; fidelity compares with an exact one
+    if any(one.settings.shared_prefill or one.settings.fidelity for one in holders):
+        kv += side_by_side(info, settings, items)
+    stores = [stored(info, settings, items, host=host) * len(holders) for host in (False, True)]
+    host = max(sum(cache.host for cache in of_job) for of_job in of_jobs) + stores[1]
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
-    return Need(weights, kv, rows * width * DTYPE_BYTES[settings.dtype])
+    states = activations(info, settings, min(_prompt(items), settings.prefill_chunk or _prompt(items)))
+    prefill = kept + max(cache.prefill for of_job in of_jobs for cache in of_job)
+    if states + prefill < sealing:
+        return Need(weights, kv + stores[0], 0, sealing, host)
+    return Need(weights, kv + stores[0], states, prefill, host)
+
+
+def cache_bytes(holder: Holder, info: ModelInfo, item: Item) -> CacheBytes:
+    """Bytes of one example, with the layers that slide, which hold their windows and a chunk."""
+    slides = info.kv_bytes(holder.settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
+    chunk = min(len(item.prompt.ids), holder.settings.prefill_chunk or len(item.prompt.ids))
+    cases = _cases(holder, info, item)
+    try:
+        costs = [holder.method.cost(case) for case in cases]
+        passing = [holder.method.transient(case, chunk) for case in cases]
+    except CostError:
+        costs, passing = [Cost(case.dense_bytes) for case in cases], [Transient()] * len(cases)
+    here = [_count(cost, holder.settings.device == "cpu") for cost in costs]
+    before = [case.dense_bytes + layer.kept for case, layer in zip(cases, passing, strict=True)]
+    sealing = 0
+    for at, (case, layer, cost) in enumerate(zip(cases, passing, costs, strict=True)):
+        made = cost.beside(case) + here[at] - cost.device_bytes
+        sealing = max(sealing, sum(here[:at]) + sum(before[at:]) + max(layer.seal, made))
+    return CacheBytes(
+        kv=slides + sum(case.dense_bytes for case in cases),
+        kept=sum(layer.kept for layer in passing),
+        prefill=max(layer.prefill for layer in passing),
+        sealing=slides + sealing,
+        sealed=slides + sum(here),
+        host=0 if holder.settings.device == "cpu" else sum(_count(cost, True) - cost.device_bytes for cost in costs),
+    )
+
+
+def _count(cost: Cost, host: bool) -> int:
+    """Bytes on the device, with those in other memory if that is the same."""
+    return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
+
+
+def _cases(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
+    """What a cost is asked for, layer by layer, once the last turn is sealed."""
+    settings, budget = holder.settings, holder.budget
+    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
+    prompt = item.sealed(settings.protocol)[-1]
+    how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+    return [
+        Case(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
+        for spec in shapes(info)
+    ]
+
+
+def activations(info: ModelInfo, settings: Settings, rows: int) -> int:
+    """Bytes of hidden states: in attention the residual, its norm, queries, keys, values and what they attend to live
+    together; around the MLP two residuals and what was attended to. The angles are there all the time."""
+    hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
+    states = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
+    return (states + rows * 2 * info.head_dim) * DTYPE_BYTES[settings.dtype]
+
+
+def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
+    """Numbers that an MLP holds between its products: of some tokens at once, or of all where the model runs its own
+    forward, which an expert of GPT-OSS takes in nine steps."""
+    hidden, inner, known = info.hidden_size, info.inner_size, ARCHITECTURES.get(info.architecture)
+    if known is None or not known.by_blocks:
+        return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
+    device = "cpu" if settings.device == "cpu" else "cuda"
+    widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
+    if device == "cpu" and fits_compiled(widths, inner, torch_dtype(settings.dtype)):
+        return 0
+    return min(rows, TOKENS_AT_ONCE[device]) * (3 * hidden + 2 * inner)
+
+
+def _longest(items: Sequence[Item], count: int) -> list[Item]:
+    return sorted(items, key=lambda item: item.room)[-count:]
+
+
+def _prompt(items: Sequence[Item]) -> int:
+    return max(len(item.prompt.ids) for item in items)
 
 
 def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
     """Bytes of keys and values that `batch` examples hold together, at most, under Full."""
-    longest = sorted(item.room for item in items)[-settings.batch :]
-    return sum(info.kv_bytes(settings.dtype, tokens) for tokens in longest)
+    return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
 
 
-def sealed(settings: Settings, method: Method, budget: Budget | None, info: ModelInfo, items: Sequence[Item]) -> Cost:
-    """Bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of `method`; raises
+def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
+    """Bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the method; raises
     `CostError` where it declares none. The layers that slide hold their windows beside."""
-    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
+    settings, total = holder.settings, Cost(0)
     whole = info.num_whole_layers == info.num_layers
-    total = Cost(0)
-    for item in sorted(items, key=lambda item: item.room)[-settings.batch :]:
-        prompt = item.sealed(settings.protocol)[-1]
-        how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
-        for spec in shapes(info):
-            tokens = prompt if budget is None else budget.tokens(prompt, spec.index)
-            total += method.cost(Case(spec, prompt, tokens, *how))
+    for item in _longest(items, settings.batch):
         total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
+        for case in _cases(holder, info, item):
+            total += holder.method.cost(case)
     return total
 
 
-def stored(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
-    """Bytes that a store of conversations holds on the device at most; other memory counts where that is the CPU."""
+def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: bool = False) -> int:
+    """Bytes that a store of conversations holds on the device at most, or in host memory beside a GPU; other memory
+    counts as the device's where that is the CPU."""
     if settings.history != "store":
         return 0
     sizes = settings.store.capacities
-    here = [tier == DEVICE or (settings.device == "cpu" and not TIERS[tier].in_files) for tier in sizes]
-    room = sum(compress(sizes.values(), here))
+    memory = {tier: room for tier, room in sizes.items() if not TIERS[tier].in_files}
+    room = sum(room for tier, room in memory.items() if (settings.device == "cpu" or tier == DEVICE) != host)
     return min(room, sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further))
 
 
-def caches(group: Sequence[Settings]) -> int:
-    """KV caches on the device while one prompt is run. Jobs that share a prefill hold one each, and its own is there
-    beside them; so is the exact one that fidelity compares with. On a GPU placement=host makes it the host's matter."""
-    own = sum(settings.device == "cpu" or settings.placement == DEVICE for settings in group)
-    return own + any(settings.shared_prefill or settings.fidelity for settings in group)
-
-
-def refusal(need: Need, settings: Settings, free: int | None) -> str | None:
-    """Why `need` does not fit into `free` bytes and what helps; None where it fits, or where nobody knows."""
-    if free is None or need.total <= free:
-        return None
-    return (
-        f"The run needs {need} in {settings.dtype} but only {size(free)} are free on {settings.device}: use "
-        f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
-    )
+def refusal(need: Need, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
+    """Why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None where
+    it fits, or where nobody knows."""
+    if free is not None and need.total > free:
+        return (
+            f"The run needs {need} in {settings.dtype} but only {size(free)} are free on {settings.device}: use "
+            f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
+        )
+    if free_host is not None and need.host > free_host:
+        return (
+            f"The run needs {size(need.host)} of host memory beside {settings.device} but only {size(free_host)} are "
+            f"free: use placement=disk or {'a smaller batch' if settings.batch > 1 else 'fewer tokens'}; "
+            "memory_check=off tries anyway."
+        )
+    return None
 
 
 def refuse(need: Need, settings: Settings) -> None:
-    if settings.memory_check == "on" and (reason := refusal(need, settings, free_bytes(settings.device))):
+    if settings.memory_check == "on" and (reason := refusal(need, settings, *free_here(settings.device))):
         raise SettingsError(reason)
 
 
@@ -130,13 +235,18 @@ def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
         yield "shared_prefill=false, which holds one cache at a time"
     if settings.batch > 1:
         yield "a smaller batch"
+        if settings.device != "cpu" and settings.placement == DEVICE:
+            yield "placement=host"  # of the others: one that is prefilled lies on the device
     if settings.history == "store":
         yield "a smaller store"
-    if settings.device != "cpu" and need.kv:
-        yield "placement=host"
     if settings.prefill_chunk is None and need.activations > need.kv:
         yield "prefill_chunk=2048"
     yield "fewer tokens"
+
+
+def free_here(device: str) -> tuple[int | None, int | None]:
+    """What can be allocated on `device` now, and in host memory beside it; None: unknown."""
+    return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
 
 
 def free_bytes(device: str) -> int | None:

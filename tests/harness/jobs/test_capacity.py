@@ -7,17 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness.config.settings import Results, Settings, SettingsError, StoreSettings
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.planning import capacity
-from harness.jobs.planning.capacity import Need, needed, refusal
+from harness.jobs.planning.capacity import Holder, Need, needed, refusal
 from methods.full import Full
-from tests.allocations import Allocations
 from tests.fast import MODEL, PQ, STREAMING, niah
 
 GIB = 2**30
@@ -30,7 +26,7 @@ both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the report: 21.6 GiB."""
     monkeypatch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: int(21.6 * GIB))
-    monkeypatch.setattr("harness.jobs.dry_run.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.jobs.dry_run.free_here", lambda device: (int(21.6 * GIB), None))
 
 
 def never(*_: object) -> None:
@@ -82,7 +78,12 @@ def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
         (Need(10, 0, 0), {"dtype": "fp32"}, "use dtype=bf16 (5.00 B);"),
         (Need(10, 0, 0), {"dtype": "bf16"}, "use a smaller model;"),
         (Need(1, 9, 0), {"dtype": "bf16", "batch": 2}, "use a smaller batch or fewer tokens;"),
-        (Need(1, 9, 0), {"dtype": "bf16", "device": "cuda"}, "use placement=host or fewer tokens;"),
+        (Need(1, 9, 0), {"dtype": "bf16", "device": "cuda"}, "use fewer tokens;"),
+        (
+            Need(1, 9, 0),
+            {"dtype": "bf16", "device": "cuda", "batch": 2},
+            "use a smaller batch or placement=host or fewer tokens;",
+        ),
         (Need(1, 2, 9), {"dtype": "bf16"}, "use prefill_chunk=2048 or fewer tokens;"),
     ],
 )
@@ -93,34 +94,49 @@ def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None
     assert helps in str(refusal(need, settings, 8))
 
 
+def test_host_memory_beside_a_gpu_is_checked_too() -> None:
+    settings, need = Settings(device="cuda", dtype="bf16", placement="host", batch=2), Need(1, 2, 3, host=10)
+    assert refusal(need, settings, 100, 10) is None
+    assert refusal(need, settings, 100, None) is None
+    told = "needs 10.0 B of host memory beside cuda but only 9.00 B are free: use placement=disk or a smaller batch;"
+    assert told in str(refusal(need, settings, 100, 9))
+    assert str(need).endswith(" and 10.0 B of host memory")
+
+
+def full(settings: Settings) -> Holder:
+    return Holder(settings, Full(), None)
+
+
 def test_what_is_there_or_elsewhere_is_not_counted() -> None:
     from harness.jobs.planning.items import prepare
 
     info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items = prepare(niah(), MODEL, settings)
-    whole = needed(info, settings, items)
+    whole = needed(info, full(settings), items)
     longest = max(len(item.prompt.ids) + item.new_tokens for item in items)
     assert (whole.weights, whole.kv) == (info.weight_bytes("fp32"), info.kv_bytes("fp32", longest))
-    assert needed(info, settings, items, loaded=True) == replace(whole, weights=0)
-    assert needed(info, replace(settings, placement="host"), items) == replace(whole, kv=0)
+    assert needed(info, full(settings), items, loaded=True) == replace(whole, weights=0)
     longer = [replace(items[0], new_tokens=items[0].new_tokens + more) for more in (0, 70, 20)]
     both = sum(info.kv_bytes("fp32", item.tokens) for item in longer[1:])  # the longest of them may run side by side
-    assert needed(info, replace(settings, batch=2), longer).kv == both
-    chunked = needed(info, replace(settings, prefill_chunk=100), items)
+    assert needed(info, full(replace(settings, batch=2)), longer).kv == both
+    chunked = needed(info, full(replace(settings, prefill_chunk=100)), items)
     assert chunked.activations == pytest.approx(whole.activations / 4)
 
 
-def test_the_forecast_is_what_a_prefill_allocates() -> None:
+def test_what_goes_to_the_host_lies_on_the_device_until_the_seal() -> None:
     from harness.jobs.planning.items import prepare
 
-    settings = Settings(device="cpu", dtype="fp32")
-    items = prepare(replace(niah(), lengths=(2000,), depths=1), MODEL, settings)
-    forecast = needed(MODEL.describe(), settings, items[:1], loaded=True)
-    ids = torch.tensor([items[0].prompt.ids])
-    with attached(MODEL.load("fp32", "cpu").model, Full()) as kv, Allocations() as counted:
-        engine = Engine(kv)
-        engine.prefill(engine.cache(ids, items[0].new_tokens), ids)
-    assert counted.peak == pytest.approx(forecast.total, rel=0.1)
+    info, device = MODEL.describe(), Settings(device="cuda", dtype="fp32", batch=2)
+    items = prepare(niah(), MODEL, device)[:2]
+    one, tokens = (info.kv_bytes("fp32", count) for count in (items[0].room, len(items[0].prompt.ids)))
+    for placement, host in (("host", tokens), ("disk", 0)):
+        elsewhere = Holder(replace(device, placement=placement), Full(offload=True), None)
+        need = needed(info, elsewhere, items)
+        assert need.kv == pytest.approx(2 * one - tokens)  # the other example is sealed
+        assert need.host == 2 * host
+    on_cpu = Holder(replace(device, device="cpu", placement="host"), Full(offload=True), None)
+    assert needed(info, on_cpu, items).kv == 2 * one
+    assert needed(info, on_cpu, items).host == 0
 
 
 def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
@@ -128,10 +144,10 @@ def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
 
     info, alone = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items, shared = prepare(niah(), MODEL, alone), replace(alone, shared_prefill=True)
-    one = needed(info, alone, items).kv
-    assert needed(info, shared, items, beside=[shared, shared]).kv == 4 * one
-    assert needed(info, shared, items, beside=[replace(shared, placement="host")]).kv == 2 * one
-    assert needed(info, replace(alone, fidelity=4), items).kv == 2 * one
+    one = needed(info, full(alone), items).kv
+    assert needed(info, full(shared), items, beside=[full(shared)] * 2).kv == 4 * one
+    assert needed(info, full(shared), items, beside=[full(replace(shared, placement="host"))]).kv == 3 * one
+    assert needed(info, full(replace(alone, fidelity=4)), items).kv == 2 * one
     assert "shared_prefill=false" in str(refusal(Need(1, 9, 0), shared, 8))
 
 
@@ -149,11 +165,10 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
         ("cpu", StoreSettings(device=1000, host=500, disk="1TB"), 1500),
     ):
         settings = replace(plain, device=device, history="store", store=store)
-        assert needed(info, settings, items).kv == needed(info, plain, items).kv + more
-        assert (
-            needed(info, settings, items, beside=[settings]).kv
-            == needed(info, plain, items, beside=[plain]).kv + 2 * more
-        )
+        holder = full(settings)
+        assert needed(info, holder, items).kv == needed(info, full(plain), items).kv + more
+        together = needed(info, holder, items, beside=[holder])
+        assert together.kv == needed(info, full(plain), items, beside=[full(plain)]).kv + 2 * more
     assert "a smaller store" in str(refusal(Need(1, 9, 0), settings, 8))
 
 
