@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_QUERIES_AT_ONCE = 256  # bounds the block of weights
+_QUERIES_AT_ONCE = 256  # fewer where all heads together would have more than _WEIGHTS_AT_ONCE
+_WEIGHTS_AT_ONCE, _LEAST_QUERIES = 1 << 22, 16
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
@@ -45,8 +46,10 @@ def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iter
     """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus infinity where a
     query does not see a key. The query heads of a group are folded into the token axis, so no key is repeated."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
-    for start in range(0, new, _QUERIES_AT_ONCE):
-        queries = slice(start, min(start + _QUERIES_AT_ONCE, new))
+    keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
+    at_once = min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most)))
+    for start in range(0, new, at_once):
+        queries = slice(start, min(start + at_once, new))
         places = first + torch.arange(new, device=q.device)[queries]
         begin = min(max(0, first + queries.start - window + 1), stored)
         keys = slice(begin, max(begin, min(first + queries.stop, stored)))
