@@ -39,8 +39,3 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         return self.reused_tokens + self.new_tokens
-
-    @property
-    def finished_s(self) -> float:
-        """From the loop's start."""
-        return self.arrived_s + self.token_s[-1]

@@ -59,13 +59,18 @@ def served(*sessions: Session, **how: Any) -> dict[tuple[str, int], Answer]:
         return {(one.session, one.turn): one for one in loop.serve(sessions)}
 
 
+def end(answer: Answer) -> float:
+    """From the loop's start."""
+    return answer.arrived_s + answer.token_s[-1]
+
+
 def test_two_turns_by_hand() -> None:
     """Turn 1: 10 tokens in 1 s, then 3 steps. Turn 2 comes 5 s later with 6 new tokens behind 14 of history."""
     made = served(session("a", 2.0, (10, 4), (6, 3)))
     first, second = made["a", 1], made["a", 2]
     assert first.arrived_s == 2.0
     assert first.token_s == pytest.approx([1.0, 2.0, 3.0, 4.0])
-    assert first.finished_s == pytest.approx(6.0)
+    assert end(first) == pytest.approx(6.0)
     assert second.arrived_s == pytest.approx(11.0)
     assert (second.reused_tokens, second.new_tokens, second.tier) == (0, 20, None)
     assert second.ttft_s == pytest.approx(2.0)
@@ -86,9 +91,9 @@ def test_turns_wait_first_come_first_served_and_ttft_counts_it() -> None:
 
 def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
     made = served(session("a", 0.0, (10, 2)), session("b", 0.0, (10, 9)), session("c", 0.0, (10, 2)))
-    assert made["a", 1].finished_s == pytest.approx(3.0)  # b's prefill lies between its two tokens
+    assert end(made["a", 1]) == pytest.approx(3.0)  # b's prefill lies between its two tokens
     assert made["c", 1].queue_s == pytest.approx(3.0)
-    assert made["b", 1].finished_s > made["c", 1].finished_s
+    assert end(made["b", 1]) > end(made["c", 1])
 
 
 def test_an_answer_of_one_token_takes_no_slot_further() -> None:
