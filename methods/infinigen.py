@@ -54,7 +54,8 @@ from methods.parts import costs, limited_pool
 from methods.parts.growing import GrowingRows
 from methods.parts.limited_pool import Counts, Eviction, Fetched
 from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
-from methods.parts.uneven import one_by_one
+from methods.parts.uneven import limited, one_by_one
+from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +228,11 @@ class InfiniGenRead(Pooled, capturable=True):
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend for one sequence after the other where they read different numbers of tokens."""
         counts = self.counts if self.plan is not None else []
+        fetched = self.layer.far is not None
         if isinstance(counts, Tensor):
-            return super().attend(q, *(s if s.rows is None else s._replace(live=counts) for s in segments))
+            return super().attend(q, *limited(segments, counts, fetched=fetched))
         if len(set(counts)) > 1:
-            return one_by_one(super().attend, q, segments, counts, fetched=self.layer.far is not None)
+            return one_by_one(super().attend, q, segments, counts, fetched=fetched)
         return super().attend(q, *segments)
 
     def guess(self, before: AttnInput) -> None:
@@ -262,7 +264,7 @@ class InfiniGenRead(Pooled, capturable=True):
         asked = near.double().mean(1).long().clamp(1, limit)
         if self.method.group_rank == "prob_sum":
             ranks = self.present(ops.group_weights(logits[..., : self.sealed], 1.0, "sum"))
-        if self.cache.counters.running or (self.layer.far is None and queues(self.request.device)):
+        if self.cache.counters.running or (self.request.placement == DEVICE and queues(self.request.device)):
             return ranks.topk(limit).indices, asked  # best first
         counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))

@@ -21,6 +21,13 @@ def one_by_one(
     return torch.cat([attend(q[b : b + 1], *read) for b, read in enumerate(alone)])
 
 
+def limited(segments: Sequence[Segment], counts: Tensor, *, fetched: bool) -> Iterator[Segment]:
+    """Yield the segments, of the chosen rows only the first `counts` [B]. fetched: as in `one_by_one`."""
+    for number, segment in enumerate(segments):
+        chosen = segment.rows is not None or (number == 0 and fetched)
+        yield segment._replace(live=counts) if chosen else segment
+
+
 def _alone(b: int, count: int, segments: Sequence[Segment], fetched: bool) -> Iterator[Segment]:
     for number, (k, v, rows, _) in enumerate(segments):
         k, v = k[b : b + 1], v[b : b + 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -69,14 +69,12 @@ class Pool:
 
     def gather(self, rows: Tensor) -> Segment:
         """Return chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D]"""
-        traffic = self.cache.traffic
-        k, v = self._decoded(rows.reshape(*self._tokens[0].shape[:2], -1), lambda held, at: held.gather(at, traffic))
+        k, v = self._decoded(rows.reshape(*self._tokens[0].shape[:2], -1))
         return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
     def pick(self, heads: Tensor, rows: Tensor) -> Segment:
         """Return single rows, decoded, on the device. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
-        traffic = self.cache.traffic
-        return Segment(*self._decoded(rows, lambda held, at: held.pick(heads, at, traffic)))
+        return Segment(*self._decoded(rows, heads))
 
     def whole(self) -> Segment:
         """Return all tokens, decoded, on the device. [B G S D]"""
@@ -134,17 +132,27 @@ class Pool:
         for rows, x in zip(held, tensors, strict=True):
             rows.put(x, start, self.cache.traffic)
 
-    def _decoded(self, rows: Tensor, read: Callable[[Rows, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tokens `rows`, decoded; `read` takes such rows out of what is held."""
+    def _read(self, held: Sequence[Rows], rows: Tensor, heads: Tensor | None) -> tuple[Tensor, ...]:
+        """Take the same rows out of tensors that lie in one tier: their numbers go there once."""
+        if not held:
+            return ()
+        traffic, rows = self.cache.traffic, rows.to(held[0].home)
+        if heads is None:
+            return tuple(x.gather(rows, traffic) for x in held)
+        heads = heads.to(held[0].home)
+        return tuple(x.pick(heads, rows, traffic) for x in held)
+
+    def _decoded(self, rows: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the tokens `rows`, decoded: those of each head, or of `heads`, one for each."""
         encoded, dtype = self.encoded, self.cache.request.dtype
         if encoded:
             at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
-            of_block = [read(held, at // self.codec.block) for held in self._blocks]
-            decoded = self.codec.decode(Encoded(tuple(read(held, at) for held in self._tokens), tuple(of_block)), dtype)
+            of_block = self._read(self._blocks, at // self.codec.block, heads)
+            decoded = self.codec.decode(Encoded(self._read(self._tokens, at, heads), of_block), dtype)
             if encoded == self.length:
                 return decoded
         at = (rows - encoded).clamp(min=0)
-        k, v = (read(held, at) for held in self._tail)
+        k, v = self._read(self._tail, at, heads)
         if not encoded:
             return k, v
         late = (rows >= encoded).unsqueeze(-1)

@@ -47,6 +47,11 @@ class Rows(ABC):
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         self.shape, self.dtype, self.device = shape, dtype, place.device
 
+    @property
+    def home(self) -> torch.device:
+        """Return the device on which the numbers of rows must lie that are read."""
+        return torch.device("cpu")
+
     @abstractmethod
     def take(self, x: Tensor, start: int) -> None:
         """Store x [B G T W], wherever it lies, as rows `start` and following."""
@@ -118,6 +123,10 @@ class DeviceRows(MemoryRows):
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=place.device)
+
+    @property
+    def home(self) -> torch.device:
+        return self.device
 
     def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
         self.take(x, start)

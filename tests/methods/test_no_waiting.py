@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy
 from kernels.dispatch import use_backend
 from methods.base import Method
+from methods.tiers.integers import IntCodec
 from tests.methods.test_contract import NAMES, attach, small, turn
-from tests.tiny import prompt
+from tests.tiny import prompt, tiny
 
 WAITS = {
     "shadowkv": "how many chunks the last step did not have is the shape of what it loads",
@@ -74,6 +77,22 @@ def steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*MUST_WAIT}))
 def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(name, monkeypatch)
+
+
+@torch.inference_mode()
+def test_neither_does_a_choice_among_codes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several sequences chose is the same as where each one's count is known."""
+    logits, codec = list[Tensor](), IntCodec(bits=8, group=16)
+    how: dict[str, Any] = {"budget": 0.5, "calibration": prompt(64, seed=9), "codec": codec}
+    for queued in (True, False):
+        monkeypatch.setattr("methods.infinigen.queues", lambda device, queued=queued: queued)
+        with attached(tiny("llama"), small("infinigen"), **how) as kv:
+            turn(kv, kv.cache(capacity=82), prompt(80), steps=2)  # what the policies return is checked
+            cache = kv.cache(capacity=110, batch=2)
+            turn(kv, cache, prompt(80, batch=2), steps=2)
+            with nothing_read(monkeypatch) if queued else use_backend("torch"):
+                logits.append(kv.model(prompt(1, batch=2), past_key_values=cache, use_cache=True).logits)
+    assert_close(*logits)
 
 
 class Noting(Greedy):

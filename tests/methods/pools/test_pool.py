@@ -18,6 +18,7 @@ from methods.base import CacheState, LayerSpec, Request
 from methods.pools import Pool
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.integers import IntCodec
+from methods.tiers.rows import HostRows
 
 BATCH, HEADS, DIM, GROUP = 2, 2, 32, 8
 TIERS = ("device", "host", "disk")
@@ -243,3 +244,21 @@ def test_a_group_that_does_not_divide_the_head_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"head size of 36.*divides it"):
         Pool(spec_of(36), cache_of(tmp_path, "device", "int4"), 20)
     IntCodec(bits=4, group=64).layout(16, torch.float32)  # all channels of a small head are one group
+
+
+def test_the_numbers_of_rows_go_to_another_tier_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For keys and values alike. The host is played by a device on which nothing can be read."""
+    pool, asked = Pool(spec_of(), cache_of(tmp_path, "host", "plain"), 40), list[Tensor]()
+
+    def read(rows: HostRows, *numbers: Any) -> Tensor:
+        asked.extend(x for x in numbers if isinstance(x, Tensor))
+        return torch.zeros(*asked[-1].shape, DIM)
+
+    pool.append(*tokens(40))
+    monkeypatch.setattr(HostRows, "home", torch.device("meta"))
+    monkeypatch.setattr(HostRows, "gather", read)
+    monkeypatch.setattr(HostRows, "pick", read)
+    pool.gather(torch.zeros(BATCH, HEADS, 3, dtype=torch.int64))
+    pool.pick(*torch.zeros(2, 5, dtype=torch.int64))
+    assert all(x.is_meta for x in asked)
+    assert [id(asked[0]), id(asked[2]), id(asked[3])] == [id(asked[1]), id(asked[4]), id(asked[5])]
