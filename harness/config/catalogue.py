@@ -144,7 +144,7 @@ def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
     for file in (file for folder in folders for file in sorted((folder / group).rglob("*.yaml"))):
         name = file.as_posix().rpartition(f"/{group}/")[2].removesuffix(".yaml")
         first = found.setdefault(name, Entry(name, file))
-        if first.file.resolve() != file.resolve():
+        if first.file != file and first.file.resolve() != file.resolve():
             raise NameTaken(
                 f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "
                 f"would run in its place: rename yours, and use {group}=NEWNAME."

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.results import provenance
+from harness.results.provenance import git, source_hash, versions  # as they are before tests/conftest.py
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,26 +25,26 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_source_hash_sees_content_and_name(project: Path) -> None:
-    plain = provenance.source_hash(root=project)
-    assert plain == provenance.source_hash(root=project)
+    plain = source_hash(root=project)
+    assert plain == source_hash(root=project)
     seen = {plain}
     (project / "kernels" / "fast.cpp").write_text("int a;")
-    seen.add(provenance.source_hash(root=project))
+    seen.add(source_hash(root=project))
     (project / "kernels" / "fast.cpp").rename(project / "kernels" / "faster.cpp")
-    seen.add(provenance.source_hash(root=project))
+    seen.add(source_hash(root=project))
     (project / "methods" / "sub" / "a.py").write_text("changed")
-    seen.add(provenance.source_hash(root=project))
+    seen.add(source_hash(root=project))
     assert len(seen) == 4
 
 
 def test_source_hash_ignores_what_is_no_source(project: Path) -> None:
-    plain = provenance.source_hash(root=project)
+    plain = source_hash(root=project)
     (project / "harness" / "__pycache__").mkdir()
     (project / "harness" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"x")
     (project / "results").mkdir()
     (project / "results" / "a.py").write_text("x")
     (project / "evals" / "notes.md").write_text("x")
-    assert provenance.source_hash(root=project) == plain
+    assert source_hash(root=project) == plain
 
 
 def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +54,15 @@ def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text("")
     monkeypatch.setattr(provenance, "__file__", str(file))
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.git() == {"commit": None, "dirty": None}
+    assert git() == {"commit": None, "dirty": None}
     who = ["-c", "user.name=n", "-c", "user.email=e"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    known = provenance.git()
+    known = git()
     assert len(known["commit"]) == 40
     assert known["dirty"] is False
     file.write_text("x = 1")
-    assert provenance.git() == known | {"dirty": True}
+    assert git() == known | {"dirty": True}
 
 
 def test_provenance_is_plain_and_imports_no_torch() -> None:
@@ -74,4 +75,4 @@ def test_provenance_is_plain_and_imports_no_torch() -> None:
     assert known["machine"]["memory_bytes"] > 0
     assert len(known["machine"]["load_average"]) == 3
     assert datetime.fromisoformat(known["time"]).utcoffset().total_seconds() == 0
-    assert provenance.versions(["no-such-thing"])["no-such-thing"] is None
+    assert versions(["no-such-thing"])["no-such-thing"] is None
