@@ -169,7 +169,8 @@ class InfLLMRead(Select, capturable=True):
         if not self.sparse:
             return self.layer.attend_prompt(x.q)
         (self.n_local, reads), first = self._spend_so_far(), x.start
-        out, block = torch.empty_like(x.q.transpose(1, 2)).transpose(1, 2), min(self.method.exc_block, self.n_local)
+        out = torch.empty_like(x.q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        block = min(self.method.exc_block, self.n_local)
         for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
             far_q = self._far_query(q, first)
             if count := min(reads, self.blocks):

@@ -296,3 +296,5 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = self.hits = None
+        for name in ("u", "basis", "values", "landmarks"):  # a restored cache has no landmarks
+            vars(self).pop(name, None)

@@ -8,15 +8,19 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.plugins import build
 from harness.config.settings import Settings
-from harness.engine.attach import attached
+from harness.engine.attach import Attachment
+from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
+from harness.engine.hf import routed
 from harness.jobs.planning.capacity import Holder, Need, needed
 from harness.jobs.planning.items import Item, prepare
+from harness.jobs.shared_prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from methods.base import Budget, Method
 from tests.allocations import Allocations
@@ -32,9 +36,8 @@ WIDE = SHAPE | {
     "num_key_value_heads": 3, "head_dim": 32,
 }  # fmt: skip
 QUICK = [  # where most lies beside keys and values
-    ("full", "device", None), ("h2o", "device", None), ("infllm", "device", None), ("infinigen", "host", 300),
-    ("kivi", "device", 300), ("lm_infinite", "device", None), ("pqcache", "device", 300), ("rocketkv", "host", 300),
-    ("shadowkv", "host", 300), ("snapkv", "device", 300), ("sparq", "host", 300),
+    ("h2o", "device", None), ("infllm", "device", None), ("infinigen", "host", 300), ("kivi", "device", 300),
+    ("lm_infinite", "device", None), ("shadowkv", "host", 300), ("snapkv", "device", 300), ("sparq", "host", 300),
 ]  # fmt: skip
 
 
@@ -63,17 +66,27 @@ def method_of(name: str) -> Method:
     return replace(method, dense_layers=(0,)) if hasattr(method, "dense_layers") else method  # type: ignore[type-var]
 
 
+def ids(seed: int, tokens: int = PROMPT) -> Tensor:
+    return torch.randint(3, WIDE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def attach(holder: Holder) -> Attachment:
+    placement = holder.settings.placement
+    return Attachment(model(), holder.method, holder.budget, placement, ids(0), 0, None, None)
+
+
 @torch.inference_mode()
-def peak(holder: Holder) -> int:
-    settings = holder.settings
-    ids = torch.randint(3, WIDE["vocab_size"], (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    how = {"budget": holder.budget, "placement": settings.placement, "calibration": ids}
-    with attached(model(), holder.method, **how) as kv, Allocations() as counted:  # type: ignore[arg-type]
-        engine = Engine(kv, prefill_chunk=settings.prefill_chunk)
-        cache = kv.start(KVCache, capacity=PROMPT + NEW)
-        engine.prefill(cache, ids)
-        cache.seal()
-        engine.run(ids[:, :1], cache)
+def peak(holder: Holder, further: int = 0) -> int:
+    """Bytes at most in a turn, and in one more of `further` tokens."""
+    attachment = attach(holder)
+    with routed(model()), Allocations() as counted:
+        engine = Engine(attachment, prefill_chunk=holder.settings.prefill_chunk)
+        cache = attachment.start(KVCache, capacity=PROMPT + NEW + (further and further + NEW))
+        for tokens in (PROMPT, further) if further else (PROMPT,):
+            cache.open_turn()
+            engine.prefill(cache, ids(1, tokens))
+            cache.seal()
+            engine.run(ids(2, 1), cache)
     return counted.peak
 
 
@@ -127,3 +140,48 @@ def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> Non
 def test_parameters_count(name: str, placement: str, parameters: dict[str, object]) -> None:
     for chunk in (None, 300):
         assert_foreseen(holder_of(name, placement, chunk, **parameters))
+
+
+@pytest.mark.parametrize("name", mostly_slow(["full_offloaded", "kivi", "shadowkv", "sparq"], "shadowkv"))
+def test_a_further_turn_takes_little_more(name: str) -> None:
+    """What the seal has made is gone once all keys and values are back."""
+    holder, more = holder_of(name, "host", 300), 50
+    second = replace(item(), prompt=replace(item().prompt, ids=(7,) * more, split=more))
+    told = needed(info(), holder, [replace(item(), further=(second,))], loaded=True)
+    assert told.total == pytest.approx(peak(holder, more), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "place", mostly_slow([("h2o", "device"), ("pqcache", "host")], ("h2o", "device")), ids="-".join
+)
+@torch.inference_mode()
+def test_the_others_of_a_batch_are_sealed(place: tuple[str, str]) -> None:
+    holder = holder_of(*place, 300)
+    holder = holder._replace(settings=replace(holder.settings, batch=2))
+    attachment = attach(holder)
+    with routed(model()), Allocations() as counted:
+        engine = Engine(attachment, prefill_chunk=300)
+        batch = RunningBatch(engine)
+        for seed in range(2):
+            engine.join(batch, ids(seed), max_new_tokens=NEW)
+            batch.step()
+    assert needed(info(), holder, [item()] * 2, loaded=True).total == pytest.approx(counted.peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 300])
+@torch.inference_mode()
+def test_jobs_that_share_a_prefill(chunk: int | None) -> None:
+    """None is sealed before all are filled."""
+    holders = [holder_of(name, placement, chunk) for name, placement in (("infinigen", "host"), ("h2o", "device"))]
+    shared = [one._replace(settings=replace(one.settings, shared_prefill=True)) for one in holders]
+    attachments = [attach(one) for one in holders]
+    with routed(model()), Allocations() as counted:
+        engines = [Engine(attachment, prefill_chunk=chunk) for attachment in attachments]
+        prefill = SharedPrefill(engines[0], ids(1), NEW)
+        caches = [prefill.cache(engine, lambda layer, x: layer.absorb(x)) for engine in engines]
+        prefill.run(PROMPT)
+        for cache in caches:
+            cache.seal()
+    told = needed(info(), shared[0], [item()], loaded=True, beside=shared[1:])
+    assert told.total == pytest.approx(counted.peak, rel=0.1)
