@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.ragged import by_sequence
 from kernels.rope import rotate
 
 
@@ -19,6 +20,8 @@ class Segment(NamedTuple):
 
     `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
     device, so that a captured step can be replayed while the tokens become more (methods/base/counters.py).
+
+    Sequences of different lengths have `Ragged` in place of tensors (kernels/ragged.py).
     """
 
     k: Tensor  # [B G S D]
@@ -47,6 +50,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (weights.to(v.dtype) @ v.unsqueeze(2)).view(batch, heads, new, dim)
 
 
+@by_sequence
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """Attend from one token to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
 
@@ -65,6 +69,7 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return out.view(batch, heads, 1, dim)
 
 
+@by_sequence
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
     """Attend as `segment_attention` does, and return the log-sum-exp of the softmax too, for `merge_attention`. -> [B H
     1 D], [B H] (fp32)"""
@@ -108,6 +113,7 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
 
 
+@by_sequence
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of each KV head. x [B G S D], rows [B G K] -> [B G K D]
 
@@ -119,6 +125,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return flat.index_select(0, _flat_index(x, rows)).view(*rows.shape, x.shape[3])
 
 
+@by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. Of a row that comes twice, either
     value may stay."""
@@ -145,6 +152,7 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
     return (rows + heads).view(-1)
 
 
+@by_sequence
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
 
@@ -153,6 +161,7 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1, sorted=False).indices
 
 
+@by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
     """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)"""
     return (q @ x.transpose(-1, -2)).float()
@@ -167,6 +176,7 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     return (q.to(x.dtype) @ gather_rows(x, channels)).float()
 
 
+@by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the `channel_scores` over the group, [B G S], and return each head's log of the sum of their exponentials, [B
     G g]."""
@@ -174,6 +184,7 @@ def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor
     return scores.sum(2), scores.logsumexp(-1)
 
 
+@by_sequence
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     """Take the softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
 
@@ -209,6 +220,7 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     return picked.sum(3).transpose(2, 3)
 
 
+@by_sequence
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
     """Take the softmax of `pq_scores`, and sum it over the query heads of a group. -> [B G S] (fp32)"""
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")

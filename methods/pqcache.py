@@ -184,7 +184,7 @@ class PQCache(Windowed):
         return [Layer(spec, cache, self, PQRead()) for spec in specs]
 
 
-class PQRead(Select, capturable=True):
+class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     """Selects by the softmax of coded keys. With fewer candidates than centroids, every candidate is its own
     centroid."""
 

@@ -75,7 +75,7 @@ class PyramidKV(SnapKV):
         return [Layer(spec, cache, self, PyramidKeep()) for spec in specs]
 
 
-class PyramidKeep(SnapKeep, capturable=True):
+class PyramidKeep(SnapKeep, capturable=True, of_each={}):
     """Keeps the layer's own share of all layers' budgets."""
 
     method: PyramidKV

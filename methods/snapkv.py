@@ -100,7 +100,7 @@ class SnapKV(Method):
         return [Layer(spec, cache, self, SnapKeep()) for spec in specs]
 
 
-class SnapKeep(Keep, capturable=True):
+class SnapKeep(Keep, capturable=True, of_each={}):
     """Holds the last `window` queries of the turn until the seal."""
 
     method: SnapKV

@@ -74,7 +74,7 @@ class Streaming(Method):
         return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]
 
 
-class StreamingKeep(Keep, capturable=True):
+class StreamingKeep(Keep, capturable=True, of_each={}):
     """Keeps sinks and recent tokens, and turns the sinks forward by what was evicted."""
 
     method: Streaming

@@ -157,8 +157,7 @@ class KVCache(Cache):
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""
         if not self._arriving:
-            self._check_room(x.k.shape[0], x.k.shape[2])
-            self._arrive(x.k.shape[2])
+            self.expect(x.k.shape[0], x.k.shape[2])
         if not self.sealed:
             if layer in self._awaited:  # a sealed cache waits for none
                 self._await(layer)
@@ -166,17 +165,22 @@ class KVCache(Cache):
             if self.watch is not None:
                 self.watch.prefill(layer, x)
             return out
-        if self._arriving != 1:
-            raise UnsupportedError(
-                f"{self._arriving} tokens at once after the prompt was sealed: feed one at a time, or call "
-                "cache.open_turn() if they begin a new turn."
-            )
+        self.refuse_prompt(self._arriving)
         out = self.layers[layer].decode(x)
         if self.state.checking:
             self._check_positions(self.layers[layer])
         if self.watch is not None:
             self.watch.decode(self.layers[layer], x, out)
         return out
+
+    @staticmethod
+    def refuse_prompt(tokens: int) -> None:
+        """Raise `UnsupportedError` unless a sealed cache is given one token."""
+        if tokens != 1:
+            raise UnsupportedError(
+                f"{tokens} tokens at once after the prompt was sealed: feed one at a time, or call "
+                "cache.open_turn() if they begin a new turn."
+            )
 
     def _check_positions(self, layer: KVLayer) -> None:
         """Of the prompt, as the layer says that its last step has read them."""
@@ -188,6 +192,11 @@ class KVCache(Cache):
                     batch=request.batch, heads=counts, tokens=self._sealed_tokens, device=request.device, gaps=True
                 )
                 wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")
+
+    def expect(self, sequences: int, tokens: int) -> None:
+        """A forward begins. Raises `RoomError` where more arrives than the cache was made for."""
+        self._check_room(sequences, tokens)
+        self._arrive(tokens)
 
     def _arrive(self, tokens: int) -> None:
         """The first layer of a forward has been reached."""

@@ -155,7 +155,7 @@ class CapturedStep:
         return logits
 
     def _say_capturing(self, capturing: bool) -> None:
-        for counters in self._counters:
+        for counters in {*self._counters, self.cache.counters}:
             counters.capturing = capturing
 
 

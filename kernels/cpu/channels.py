@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
+from kernels.ragged import RAGGED, Ragged
 
 
 class ChannelSums(Struct):
@@ -37,7 +38,9 @@ def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+    if isinstance(x, Ragged):
+        return RAGGED
     if x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes keys of float32 or bfloat16 on the CPU, got {x.dtype} on {x.device}"
     if q.dtype not in (torch.float32, torch.bfloat16):

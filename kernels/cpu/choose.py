@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.ragged import RAGGED, Each, Ragged
 
 
 class GroupWeights(Struct):
@@ -34,7 +35,9 @@ class TopK(Struct):
 
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
+    counts = ks = int64s("rows // lists", optional=True)  # of each sequence, in place of `count` and `k`
     rows = count = k = integer()
+    lists = integer()  # rows of a sequence
     stride = integer(0)
 
 
@@ -62,8 +65,8 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     return out
 
 
-def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
-    return _unfit(logits)
+def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
+    return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,9 @@ def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str 
     return _unfit(logits)
 
 
-def top_k(scores: Tensor, count: int) -> Tensor:
+def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+    if isinstance(scores, Ragged) or isinstance(count, Each):
+        return _top_k_of_each(scores, count)
     size = scores.shape[-1]
     if scores.stride(-1) != 1 or scores.dim() > 3 or not _evenly_spaced(scores):
         scores = scores.contiguous()
@@ -89,12 +94,35 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     rows = scores.numel() // size if size else 0
     stride = scores.stride(-2) if scores.dim() > 1 else size
     if out.numel():
-        _library.top_k(scores=scores, out=out, rows=rows, count=size, stride=stride, k=count)
+        _library.top_k(
+            scores=scores, out=out, counts=None, ks=None, rows=rows, count=size, stride=stride, k=count, lists=rows
+        )
     return out
 
 
-def top_k_refuses(scores: Tensor, count: int) -> str | None:
-    return _unfit(scores) or (None if count <= scores.shape[-1] else "leaves a count beyond the row to torch")
+def _top_k_of_each(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+    """Find as many as each sequence asks for, among as many as it has. [B G S], with S last"""
+    whole = (scores.whole if isinstance(scores, Ragged) else scores).contiguous()
+    ks, most = (count.on(whole.device), max(count)) if isinstance(count, Each) else (None, count)
+    out = torch.empty((*whole.shape[:-1], most), dtype=torch.int64)
+    _library.top_k(
+        scores=whole, out=out, counts=scores.counts if isinstance(scores, Ragged) else None, ks=ks,
+        rows=out.numel() // most, count=whole.shape[-1], stride=whole.shape[-1], k=most,
+        lists=out[0].numel() // most,
+    )  # fmt: skip
+    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
+
+
+def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
+    if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
+        return "takes scores that differ in their last dimension"
+    if isinstance(scores, Ragged) or isinstance(count, Each):
+        sizes = scores.sizes if isinstance(scores, Ragged) else (scores.shape[-1],) * len(scores)
+        asked = count if isinstance(count, Each) else (count,) * len(scores.shape)
+        beyond = any(k > size for k, size in zip(asked, sizes, strict=False))
+    else:
+        beyond = count > scores.shape[-1]
+    return _unfit(scores) or ("leaves a count beyond the row to torch" if beyond else None)
 
 
 def _evenly_spaced(x: Tensor) -> bool:
@@ -102,7 +130,7 @@ def _evenly_spaced(x: Tensor) -> bool:
     return x.dim() < 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def _unfit(x: Tensor) -> str | None:
-    return (
-        None if x.dtype == torch.float32 and not x.is_cuda else f"takes float32 on the CPU, got {x.dtype} on {x.device}"
-    )
+def _unfit(x: Tensor | Ragged) -> str | None:
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        return None
+    return f"takes float32 on the CPU, got {x.dtype} on {x.device}"

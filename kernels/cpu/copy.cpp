@@ -8,9 +8,10 @@ constexpr int64_t AHEAD = 1 << 13;  // bytes prefetched ahead of the copy
 constexpr int64_t TASK = 1 << 15;   // bytes per task
 
 inline char* row_of(const CopyRows& call, int64_t i) {
-    int64_t pair = i / call.count;
-    return (char*)call.x + pair / call.groups * call.x_batch + pair % call.groups * call.x_group +
-           call.rows[i] * call.x_row;
+    int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
+    if (const int64_t* at = call.table ? call.table + 3 * sequence : nullptr)
+        return (char*)at[0] + group * at[1] + call.rows[i] * at[2];
+    return (char*)call.x + sequence * call.x_batch + group * call.x_group + call.rows[i] * call.x_row;
 }
 
 // Calls f(row of x, row of the block) for all rows, in parallel.

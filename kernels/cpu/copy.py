@@ -7,12 +7,14 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, anything, int64s, integer
 from kernels.cpu.ffi.library import load
+from kernels.ragged import RAGGED, Ragged
 
 
 class CopyRows(Struct):
     """Describes a call in which x and a block exchange rows of `width` bytes."""
 
     x = anything(strides="batch group row", written=True)  # [B G S D]
+    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
     rows = int64s("pairs * count")
     block = anything("pairs * count * channels", written=True)
     pairs = groups = count = channels = width = integer()
@@ -27,26 +29,31 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty((*rows.shape, x.shape[3]), dtype=x.dtype, pin_memory=x.is_pinned())
     rows = rows.long().contiguous()
     if out.numel():
-        _library.gather_rows(x=x, rows=rows, block=out, **_sizes(x, rows))
+        _library.gather_rows(x=x, table=None, rows=rows, block=out, **_sizes(x, rows))
     return out
 
 
-def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
+def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
+    return RAGGED if isinstance(x, Ragged) or isinstance(rows, Ragged) else _unfit(x)
+
+
+def _unfit(x: Tensor) -> str | None:
     if x.is_cuda:
         return f"takes tensors on the CPU, got {x.device}"
     return None if x.stride(3) == 1 else "needs the channels of a row side by side"
 
 
-def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
+def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
+    first, table = (x.first, x.table) if isinstance(x, Ragged) else (x, None)
     if values.numel():
-        _library.put_rows(x=x, rows=rows, block=values, **_sizes(x, rows))
+        _library.put_rows(x=first, table=table, rows=rows, block=values, **_sizes(first, rows))
 
 
-def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:
+def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
-    return gather_rows_refuses(x, rows)
+    return _unfit(x.first if isinstance(x, Ragged) else x)
 
 
 def _sizes(x: Tensor, rows: Tensor) -> dict[str, int]:

@@ -16,6 +16,22 @@ struct Call {
     float scale;                                      // times log2(e)
 };
 
+// Returns how many rows of a segment are there for a sequence.
+inline int64_t rows_of(const PackedSegment& segment, int64_t sequence) {
+    return segment.live ? std::min(segment.live[sequence], segment.count) : segment.count;
+}
+
+// Holds the keys or the values of one group in a segment.
+struct Side {
+    const char* first;
+    int64_t row;  // bytes from one to the next
+
+    Side(const void* x, int64_t batch, int64_t group, int64_t row, const int64_t* table, int64_t sequence, int64_t at)
+        : first((const char*)x + sequence * batch + at * group), row(row) {
+        if (table) first = (const char*)table[3 * sequence] + at * table[3 * sequence + 1], this->row = table[3 * sequence + 2];
+    }
+};
+
 struct Block {
     const char *k[TOKENS], *v[TOKENS];
     int count;
@@ -29,8 +45,10 @@ struct Rows {
 
     Rows(const Call& call, int64_t pair, int64_t first, int64_t count, int64_t row_bytes)
         : call(call), pair(pair), left(count), at(first), row_bytes(row_bytes), segment(call.segments) {
-        for (; left && at >= segment->count; segment++) at -= segment->count;
+        for (; left && at >= there(); segment++) at -= there();
     }
+
+    int64_t there() const { return rows_of(*segment, pair / call.groups); }
 
     // Chosen rows are scattered, so each costs a page walk and a memory access: they are prefetched a block ahead into
     // L2, which tracks three times as many outstanding lines as L1.
@@ -41,20 +59,22 @@ struct Rows {
     // Past the end the last row repeats, with weight 0.
     void fill(Block& block) {
         int count = 0;
+        int64_t sequence = pair / call.groups;
         while (count < TOKENS && left) {
-            int64_t n = std::min({int64_t{TOKENS - count}, left, segment->count - at});
             const PackedSegment& s = *segment;
-            const char* k = (const char*)s.k + pair / call.groups * s.k_batch + pair % call.groups / s.k_share * s.k_group;
-            const char* v = (const char*)s.v + pair / call.groups * s.v_batch + pair % call.groups / s.k_share * s.v_group;
+            int64_t size = there(), n = std::min({int64_t{TOKENS - count}, left, size - at});
+            int64_t group = pair % call.groups / s.k_share;
+            Side k(s.k, s.k_batch, s.k_group, s.k_token, s.k_table, sequence, group);
+            Side v(s.v, s.v_batch, s.v_group, s.v_token, s.v_table, sequence, group);
             const int64_t* rows = s.rows + pair / s.rows_share * s.count + at;
             for (int i = 0; i < n; i++) {
                 int64_t row = s.rows ? rows[i] : at + i;
-                block.k[count + i] = k + row * s.k_token;
-                block.v[count + i] = v + row * s.v_token;
+                block.k[count + i] = k.first + row * k.row;
+                block.v[count + i] = v.first + row * v.row;
                 if (s.rows) fetch(block.k[count + i]), fetch(block.v[count + i]);
             }
             count += n, at += n, left -= n;
-            if (at == segment->count) segment++, at = 0;
+            if (at == size) segment++, at = 0;
         }
         block.count = count;
         for (int i = std::max(count, 1); i < TOKENS; i++) block.k[i] = block.k[i - 1], block.v[i] = block.v[i - 1];
@@ -200,23 +220,43 @@ void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::
     if (lse) *lse = (top + std::log2(total)) * (float)M_LN2;
 }
 
+// Says how the rows of one sequence are cut: into parts of so many tokens, which are tasks from `task` on.
+struct Share {
+    int64_t tokens, parts, length, task;
+};
+
 template <class T> void run(const Call& call, const typename T::Element* q, typename T::Element* out, float* lse) {
-    int64_t pairs = call.batch * call.groups, tokens = 0;
-    for (int64_t i = 0; i < call.num_segments; i++) tokens += call.segments[i].count;
-    // The shape alone sets this, so that results do not depend on the number of threads.
-    int64_t parts = std::clamp<int64_t>(TASKS / pairs, 1, (tokens + FEWEST - 1) / FEWEST);
-    int64_t length = (tokens + parts - 1) / parts, tasks = pairs * parts;
+    std::vector<Share> shares(call.batch);
+    std::vector<int64_t> sequence_of;  // of each task
+    int64_t work = 0;
+    for (int64_t b = 0; b < call.batch; b++) {
+        int64_t tokens = 0;
+        for (int64_t i = 0; i < call.num_segments; i++) tokens += rows_of(call.segments[i], b);
+        // A sequence's own shape alone sets this: neither threads nor neighbours change its result.
+        int64_t parts = std::min(std::max<int64_t>(TASKS / call.groups, 1), (tokens + FEWEST - 1) / FEWEST);
+        parts = std::max<int64_t>(parts, 1);
+        shares[b] = {tokens, parts, (tokens + parts - 1) / parts, (int64_t)sequence_of.size()};
+        sequence_of.insert(sequence_of.end(), call.groups * parts, b);
+        work += tokens * call.groups * call.heads;
+    }
+    int64_t tasks = sequence_of.size();
     Buffer<float> sums(tasks * call.heads * call.dim);
     std::vector<State> states(tasks * call.heads);
     for (size_t i = 0; i < states.size(); i++) states[i] = {-INFINITY, f32{}, sums.data() + i * call.dim};
-    each_task(tasks, tasks * length * call.heads > 1024, [&](int64_t task) {
-        int64_t pair = task / parts, first = std::min(task % parts * length, tokens);
-        Rows rows(call, pair, first, std::min(length, tokens - first), call.dim * sizeof(*q));
+    each_task(tasks, work > 1024, [&](int64_t task) {
+        int64_t b = sequence_of[task];
+        const Share& share = shares[b];
+        int64_t pair = b * call.groups + (task - share.task) / share.parts;
+        int64_t first = std::min((task - share.task) % share.parts * share.length, share.tokens);
+        Rows rows(call, pair, first, std::min(share.length, share.tokens - first), call.dim * sizeof(*q));
         attend_rows<T>(call, rows, q + pair * call.heads * call.dim, states.data() + task * call.heads);
     });
-    for (int64_t i = 0; i < pairs * call.heads; i++)
-        join<T>(states.data() + i / call.heads * parts * call.heads + i % call.heads, parts, call.heads, call.dim,
-                out + i * call.dim, lse ? lse + i : nullptr);
+    for (int64_t i = 0; i < call.batch * call.groups * call.heads; i++) {
+        int64_t pair = i / call.heads, b = pair / call.groups, parts = shares[b].parts;
+        int64_t task = shares[b].task + pair % call.groups * parts;
+        join<T>(states.data() + task * call.heads + i % call.heads, parts, call.heads, call.dim, out + i * call.dim,
+                lse ? lse + i : nullptr);
+    }
 }
 
 }  // namespace

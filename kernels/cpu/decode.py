@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.cpu.ffi import bindings
 from kernels.cpu.ffi.bindings import Function, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 
 
@@ -19,6 +20,8 @@ class PackedSegment(bindings.Struct):
     k = elements(strides="batch group token")
     v = elements(strides="batch group token")
     rows = int64s(optional=True)  # None: all rows
+    k_table = v_table = int64s(optional=True)  # [B 3] of `Ragged`, in place of the address and the strides above
+    live = int64s(optional=True)  # [B], how many rows are there; None: `count`
     count = integer()
     k_share = rows_share = integer()  # how many neighbouring groups share their keys, and their rows
 
@@ -55,9 +58,7 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if (q.shape[3] * size) % 64 or q.shape[3] * size // 64 not in _LINES:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    for k, v, _, live in segments:
-        if live is not None:
-            return "reads as many tokens as there are rows, not a count on the device"
+    for k, v in (map(_tensor, segment[:2]) for segment in segments):
         if k.dtype != q.dtype or v.dtype != q.dtype:
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:
@@ -73,17 +74,25 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
     groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
-    packed, kept = [], []  # kept: rows that must live until the call is over
-    for k, v, rows, _ in segments:
-        count, rows_share = (k if rows is None else rows).shape[2], 1
+    packed, kept = [], []  # kept: what must live until the call is over
+    for k, v, rows, live in segments:
+        listed = k if rows is None else rows
+        count, rows_share, k_share = listed.shape[2], groups // listed.shape[1], groups // k.shape[1]
         if not count:
             continue
+        if live is not None:
+            live = live.expand(batch).contiguous()
+        elif isinstance(listed, Ragged):
+            live = listed.counts
         if rows is not None:
-            rows = rows.long().contiguous()
-            kept.append(rows)
-            rows_share = groups // rows.shape[1]
-        k_share = groups // k.shape[1]
-        packed.append(PackedSegment.pack(k=k, v=v, rows=rows, count=count, k_share=k_share, rows_share=rows_share))
+            rows = (rows.whole if isinstance(rows, Ragged) else rows).long().contiguous()
+        kept += [rows, live]
+        packed.append(
+            PackedSegment.pack(
+                k=_tensor(k), v=_tensor(v), rows=rows, k_table=_table(k), v_table=_table(v), live=live, count=count,
+                k_share=k_share, rows_share=rows_share,
+            )  # fmt: skip
+        )
     q = q.contiguous()
     out = torch.empty_like(q)
     _library.segment_attention(
@@ -91,3 +100,12 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         heads=heads // groups, dim=dim, scale=scale,
     )  # fmt: skip
     return out
+
+
+def _tensor(x: Tensor | Ragged) -> Tensor:
+    """Return a tensor that has the dtype and the channels of x."""
+    return x.first if isinstance(x, Ragged) else x
+
+
+def _table(x: Tensor | Ragged) -> Tensor | None:
+    return x.table if isinstance(x, Ragged) else None

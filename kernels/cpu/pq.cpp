@@ -167,10 +167,28 @@ template <int W, class Code> struct Weights {
     }
 };
 
+// Returns the call of the one sequence that a pair belongs to.
+Call of_sequence(const Call& call, int64_t sequence) {
+    int64_t of_heads = call.groups * call.heads * call.parts * call.width, size = call.is_bf16 ? 2 : 4;
+    Call one = call;
+    one.q = (const char*)call.q + sequence * of_heads * size;
+    if (call.tables) {
+        const int64_t* table = call.tables + 4 * sequence;
+        one.centroids = (const void*)table[0], one.codes = (const void*)table[1];
+        one.clusters = table[2], one.count = table[3];
+    } else {
+        one.centroids = (const char*)call.centroids + sequence * call.groups * call.parts * call.clusters * call.width * size;
+        one.codes = (const char*)call.codes + sequence * call.groups * call.count * call.parts * call.code_bytes;
+    }
+    return one;
+}
+
 template <int W, class Code> void weights(const Call& call, float scale) {
     each_task(call.pairs, call.pairs * call.count > 4096, [&](int64_t pair) {
-        auto codes = (const Code*)call.codes + pair * call.count * call.parts;
-        Weights<W, Code>{call, Table<W>(call, pair), codes, scale}.run(call.out + pair * call.count);
+        Call one = of_sequence(call, pair / call.groups);
+        int64_t group = pair % call.groups;
+        auto codes = (const Code*)one.codes + group * one.count * one.parts;
+        Weights<W, Code>{one, Table<W>(one, group), codes, scale}.run(call.out + pair * call.count);
     });
 }
 

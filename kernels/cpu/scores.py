@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer
 from kernels.cpu.ffi.library import load
+from kernels.ragged import RAGGED, Ragged
 
 
 class RowScores(Struct):
@@ -39,7 +40,9 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def row_scores_refuses(q: Tensor, x: Tensor) -> str | None:
+def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
+    if isinstance(x, Ragged):
+        return RAGGED
     if -(-q.shape[3] * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
         return f"is not built for rows of {q.shape[3]} x {q.dtype}"
     return _unfit(q, x) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dispatch import forced_backend
+from kernels.ragged import RAGGED, Ragged
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,8 +21,10 @@ _MOST_SHARING = 64  # query heads of one KV head
 _interpreted = tl.constexpr(INTERPRETED)
 
 
-def unfit(*tensors: Tensor) -> str | None:
+def unfit(*tensors: Tensor | Ragged) -> str | None:
     """Say why no kernel can run on these tensors, or return None."""
+    if any(isinstance(x, Ragged) for x in tensors):
+        return RAGGED
     if INTERPRETED:
         return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
     if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import unfit
+from kernels.ragged import RAGGED, Ragged
 
 _TILE = 2048  # entries
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
@@ -21,6 +22,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
+    if isinstance(x, Ragged) or isinstance(rows, Ragged):
+        return RAGGED
     if x.element_size() not in _WORDS:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):

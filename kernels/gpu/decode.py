@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
+from kernels.ragged import RAGGED, Ragged
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
@@ -41,6 +42,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    if any(isinstance(x, Ragged) for segment in segments for x in segment[:3]):
+        return RAGGED
     sharing = max(q.shape[1] // (k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
     return unfit_heads(*(x for s in segments for x in s[:2])) or unfit_floats(q, segments[0].k) or unfit_group(sharing)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import padded, product, unfit, unfit_floats, unfit_group
+from kernels.ragged import RAGGED, Ragged
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
@@ -31,6 +32,8 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
 
 
 def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> str | None:
+    if isinstance(codes, Ragged):
+        return RAGGED
     if codes.dtype not in _CODES:
         return f"takes codes of whole numbers, got {codes.dtype}"
     return unfit_floats(q, centroids) or unfit(codes) or unfit_group(q.shape[1] // centroids.shape[1])

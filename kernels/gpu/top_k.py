@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.ragged import RAGGED, Each, Ragged
 
 _HELD = 32768  # entries in the registers of a program
 _PLACED = 4096  # entries that are placed at once
@@ -33,6 +34,8 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 
 def top_k_refuses(scores: Tensor, count: int) -> str | None:
+    if isinstance(scores, Ragged) or isinstance(count, Each):
+        return RAGGED
     if scores.dtype not in DTYPES or scores.dim() < 2:
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
     if count > scores.shape[-1]:

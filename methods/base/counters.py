@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.ragged import Each
+
 
 def queues(device: torch.device) -> bool:
     """Say whether work is launched on `device` and done later, so that reading a value means waiting for all of it."""
@@ -33,7 +35,7 @@ class StepCounters:
         self.running = False
         self.capturing = False  # whether what is asked for now must be there already
         self.steps = 0  # steps since the start
-        self._counters: dict[int, Tensor] = {}  # by the value that each had at the start
+        self._counters: dict[int | Each, Tensor] = {}  # by the value that each had at the start
 
     def start(self) -> None:
         """Begin to keep numbers on the device."""
@@ -48,12 +50,16 @@ class StepCounters:
         """Return [1] int64 that holds `value`; while running, the same tensor holds one more in the next step."""
         if not self.running:
             return torch.full((1,), value, device=device)
-        first = value - self.steps
-        if first not in self._counters:
+        return self.first(value - self.steps, device)
+
+    def first(self, value: int | Each, device: torch.device) -> Tensor:
+        """Return [1], or [B] for the numbers of several sequences, that held `value` at the start, while running."""
+        if value not in self._counters:
             if self.capturing:
-                raise CaptureError(f"asks for a count of {value} that the step before had no use for")
-            self._counters[first] = torch.full((1,), value, device=device)
-        return self._counters[first]
+                raise CaptureError("asks for a count that the step before had no use for")
+            values = value.values if isinstance(value, Each) else (value,)
+            self._counters[value] = torch.tensor(values, device=device) + self.steps
+        return self._counters[value]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return [count] int64: `start` and what follows it, as positions of tokens or as rows of a store."""
@@ -72,5 +78,6 @@ class StepCounters:
 
     def advance(self) -> None:
         """Add one to every counter, at the end of a step and captured with it."""
-        torch._foreach_add_(list(self._counters.values()), 1)
+        if self._counters:
+            torch._foreach_add_(list(self._counters.values()), 1)
         self.steps += 1

@@ -22,11 +22,14 @@ class Policy:
     only `observe`. Until `bind` a policy knows no layer.
 
     `class MyKeep(Keep, capturable=True)` says that a decode step can be captured in a graph and replayed. A subclass
-    does not inherit this, since what it overrides may count in Python or wait for the device.
+    does not inherit this, since what it overrides may count in Python or wait for the device. Nor does it inherit
+    `of_each={"codes": 2}`, which says that a step may be taken for several sequences together (methods/layers/together
+    .py), and which tensors it reads besides the store: name -> the dimension in which sequences differ.
     """
 
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
+    of_each: ClassVar[Mapping[str, int] | None] = {}  # also said by this very class; None: a step is of one sequence
 
     layer: Storage
     method: Method
@@ -34,9 +37,11 @@ class Policy:
     cache: CacheState
     request: Request
 
-    def __init_subclass__(cls, *, capturable: bool = False, **more: Any) -> None:
+    def __init_subclass__(
+        cls, *, capturable: bool = False, of_each: Mapping[str, int] | None = None, **more: Any
+    ) -> None:
         super().__init_subclass__(**more)
-        cls.capturable = capturable
+        cls.capturable, cls.of_each = capturable, of_each
 
     def bind(self, layer: Storage) -> None:
         """Become a policy of `layer`, which has not seen a token yet and owns this policy. The policy does not own the

@@ -49,14 +49,12 @@ class Select(Read[Plan], capturable=True):
         assert self.plan is not None
         if self.layer.far is not None:
             return [self.store.since(0)]
-        k, v, sinks = self.store.k, self.store.v, self.plan.sinks
-        return [Segment(k[:, :, :sinks], v[:, :, :sinks]), self.store.since(self.sealed - self.plan.local)]
+        return [self.store.between(0, self.plan.sinks), self.store.since(self.sealed - self.plan.local)]
 
     def middle(self) -> Segment:
         """Return the tokens between sinks and window, in the store."""
         assert self.plan is not None
-        middle = slice(self.plan.sinks, self.sealed - self.plan.local)
-        return Segment(self.store.k[:, :, middle], self.store.v[:, :, middle])
+        return self.store.between(self.plan.sinks, self.sealed - self.plan.local)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
         """Raise `ReturnedError` unless the rows are tokens of the middle: `top` of them, None for any number."""

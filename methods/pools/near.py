@@ -88,6 +88,10 @@ class KVStore:
         """Count the tokens that replayed steps have appended."""
         self.length += steps
 
+    def between(self, start: int, end: int) -> Segment:
+        """Return the tokens from the `start`-th up to the `end`-th, which are no longer written."""
+        return Segment(self.k_rows[:, :, start:end], self.v_rows[:, :, start:end])
+
     def since(self, start: int) -> Segment:
         """Return the tokens from the `start`-th on; while steps are captured, in all the room there is for them."""
         if not self.cache.counters.running:

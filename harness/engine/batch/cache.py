@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from harness.engine.cache import KVCache
-from methods.base import AttnInput
+from kernels.ragged import each
+from methods.base import AttnInput, CacheState, KVLayer
+from methods.base.counters import StepCounters
+from methods.layers import Layer
+from methods.layers.together import alone_because, form, hand_back, together
+
+
+class Group(NamedTuple):
+    """Members whose sequences take a layer's step together, or one member alone."""
+
+    layer: KVLayer
+    members: tuple[int, ...]
+    rows: Tensor  # [rows of these members], among those of all
 
 
 class SlotsCache(KVCache):
-    """Attention goes row by row to `members`: sealed caches of any lengths, each with as many rows as its request has
-    sequences. A method sees none of its neighbours."""
+    """Sealed caches of any lengths, each with as many rows as its request has sequences. A method sees none of their
+    neighbours.
+
+    Where a layer's policies let it, all members attend in one launch per operation; `alone` says why others attend one
+    by one.
+    """
 
     def __init__(self, members: Sequence[KVCache]) -> None:
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
+        self._counters = StepCounters()
+        self._counters.start()
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
+        self.alone: str | None = None
+        self._together = CacheState(
+            replace(self.state.request, batch=sum(self._sizes), prepared=None), counters=self._counters
+        )
+        self._begins = each([member.num_tokens for member in members for _ in range(member.state.request.batch)])
+        self._groups = [self._grouped(layers) for layers in zip(*(member.layers for member in members), strict=True)]
 
     @property
     def members(self) -> tuple[KVCache, ...]:
         return self._members
+
+    @property
+    def counters(self) -> StepCounters:
+        return self._counters
 
     @property
     def capacity(self) -> int:
@@ -32,28 +62,77 @@ class SlotsCache(KVCache):
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """[B count], each row's own"""
-        sized = zip(self._members, self._sizes, strict=True)
-        return torch.cat([member.positions(count, device).expand(rows, -1) for member, rows in sized])
+        first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes), 1)
+        return first if count == 1 else first + torch.arange(count, device=device)
 
     def begin(self) -> None:
-        for member in self._members:
+        for member, rows in zip(self._members, self._sizes, strict=True):
             member.begin()
+            member.expect(rows, 1)
 
     def end(self) -> None:
         for member in self._members:
             member.end()
+        for index, groups in enumerate(self._groups):
+            for group in groups:
+                for member in group.members if len(group.members) > 1 else ():
+                    self._members[member].layers[index].count_replayed(1)
+        self._counters.advance()
         self.num_tokens += 1
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        q, k, v, cos, sin, hidden = (part.split(self._sizes) for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden))
-        return torch.cat(
-            [
-                member.attend(layer, AttnInput(q[i], k[i], v[i], cos[i], sin[i], hidden[i], member.num_tokens))
-                for i, member in enumerate(self._members)
-            ]
-        )
+        """Attention of one layer for one token of each sequence. -> [B H 1 D]"""
+        self.refuse_prompt(x.q.shape[2])
+        groups = self._groups[layer]
+        if len(groups) == 1:
+            return self._attend(layer, groups[0], x)
+        out = torch.empty_like(x.q)
+        for group in groups:
+            out[group.rows] = self._attend(
+                layer, group, AttnInput(*(part[group.rows] for part in _parts(x, len(x.q))), start=x.start)
+            )
+        return out
+
+    def _attend(self, layer: int, group: Group, x: AttnInput) -> Tensor:
+        if len(group.members) > 1:
+            return group.layer.decode(x)
+        member = self._members[group.members[0]]
+        return member.attend(layer, replace(x, start=member.num_tokens))
+
+    def hand_back(self, member: int) -> None:
+        """Bring the layers of a member up to what the last step chose for it."""
+        for groups, layer in zip(self._groups, self._members[member].layers, strict=True):
+            for group in groups:
+                if member in group.members and len(group.members) > 1:
+                    first = sum(self._sizes[other] for other in group.members if other < member)
+                    hand_back(cast(Layer, group.layer), cast(Layer, layer), first)
 
     def count_replayed(self, steps: int) -> None:
         for member in self._members:
             member.count_replayed(steps)
+        self._counters.steps += steps
         self.num_tokens += steps
+
+    def _grouped(self, layers: Sequence[KVLayer]) -> list[Group]:
+        """Which members take the step of one layer together."""
+        forms: dict[Hashable, list[int]] = {}
+        for number, layer in enumerate(layers):
+            member = self._members[number]
+            watched = member.watch is not None or member.state.checking
+            reason = "what is measured looks on at one sequence" if watched else alone_because(layer)
+            self.alone = self.alone or reason
+            forms.setdefault(number if reason else form(cast(Layer, layer)), []).append(number)
+        return [self._group([layers[number] for number in numbers], numbers) for numbers in forms.values()]
+
+    def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> Group:
+        starts = [sum(self._sizes[:number]) for number in members]
+        spans = zip(starts, [self._sizes[number] for number in members], strict=True)
+        rows = [row for start, size in spans for row in range(start, start + size)]
+        state = replace(self._together, request=replace(self._together.request, batch=len(rows)))
+        one = together(cast(Sequence[Layer], layers), state) if len(members) > 1 else layers[0]
+        return Group(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
+
+
+def _parts(x: AttnInput, rows: int) -> list[Tensor]:
+    """The tensors of x, each with all rows."""
+    return [part.expand(rows, *part.shape[1:]) for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden)]

@@ -28,6 +28,7 @@ class RunningBatch:
         self.stepper = stepper
         self.slots: list[Slot] = []
         self._together: list[Slot] = []  # those that the next two are made of
+        self._rows: list[int] = []  # of each of them
         self._cache: KVCache | None = None
         self._captured: CapturedStep | None = None
 
@@ -87,7 +88,9 @@ class RunningBatch:
         fed = [slot.next().to(self.stepper.model.device) for slot in running]
         logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
-        for slot, token, own in zip(running, fed, logits.split([slot.rows for slot in running]), strict=True):
+        for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
+            if isinstance(self._cache, SlotsCache) and (slot.counts_union or self.stepper.tracer is not None):
+                self._cache.hand_back(number)
             if capture_s is not None:
                 slot.captured(capture_s)
             slot.advance(token, own)
@@ -109,11 +112,14 @@ class RunningBatch:
         """Other slots run than in the step before."""
         self._part()
         caches = [slot.cache for slot in running]
-        self._together = running
+        self._together, self._rows = running, [slot.rows for slot in running]
         self._cache = caches[0] if len(caches) == 1 else SlotsCache(caches)
         self._captured = self.stepper.captured(self._cache)
 
     def _part(self) -> None:
         if self._captured is not None:
             self.stepper.close(self._captured)
+        if isinstance(self._cache, SlotsCache):
+            for member in range(len(self._together)):
+                self._cache.hand_back(member)
         self._together, self._cache, self._captured = [], None, None  # nothing outlives its sequence

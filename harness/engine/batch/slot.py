@@ -80,6 +80,11 @@ class Slot:
     def rows(self) -> int:
         return len(self.stops)
 
+    @property
+    def counts_union(self) -> bool:
+        """Whether the union over heads is counted behind the next step."""
+        return len(self._prompt_reads) % UNION_EVERY == 0
+
     def begin(self, logits: Tensor | None) -> None:
         """The prompt is prefilled: the first token and the seal, or the seal and the question to come. logits [B V]; a
         cache that is sealed stays as it is."""
@@ -157,7 +162,7 @@ class Slot:
     def _note_reads(self) -> None:
         """Between two steps nothing waits for the device."""
         layers = self.cache.method_layers
-        if len(self._prompt_reads) % UNION_EVERY == 0:
+        if self.counts_union:
             found = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
             self._excess.append(sum(found))
         prompt, generated = zip(*(layer.reading for layer in layers), strict=True)
