@@ -37,6 +37,9 @@ class Each:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Each) and self.values == other.values
 
+    def __repr__(self) -> str:
+        return ", ".join(map(str, self.values))
+
     def __hash__(self) -> int:
         return hash(self.values)
 

@@ -89,8 +89,15 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         kept += [rows, live]
         packed.append(
             PackedSegment.pack(
-                k=_tensor(k), v=_tensor(v), rows=rows, k_table=_table(k), v_table=_table(v), live=live, count=count,
-                k_share=k_share, rows_share=rows_share,
+                k=_tensor(k),
+                v=_tensor(v),
+                rows=rows,
+                k_table=_table(k),
+                v_table=_table(v),
+                live=live,
+                count=count,
+                k_share=k_share,
+                rows_share=rows_share,
             )  # fmt: skip
         )
     q = q.contiguous()

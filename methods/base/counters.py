@@ -56,7 +56,7 @@ class StepCounters:
         """Return [1], or [B] for the numbers of several sequences, that held `value` at the start, while running."""
         if value not in self._counters:
             if self.capturing:
-                raise CaptureError("asks for a count that the step before had no use for")
+                raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
             values = value.values if isinstance(value, Each) else (value,)
             self._counters[value] = torch.tensor(values, device=device) + self.steps
         return self._counters[value]

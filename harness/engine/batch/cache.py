@@ -17,7 +17,7 @@ from methods.layers import Layer
 from methods.layers.together import alone_because, form, hand_back, together
 
 
-class Group(NamedTuple):
+class Together(NamedTuple):
     """Members whose sequences take a layer's step together, or one member alone."""
 
     layer: KVLayer
@@ -93,7 +93,7 @@ class SlotsCache(KVCache):
             )
         return out
 
-    def _attend(self, layer: int, group: Group, x: AttnInput) -> Tensor:
+    def _attend(self, layer: int, group: Together, x: AttnInput) -> Tensor:
         if len(group.members) > 1:
             return group.layer.decode(x)
         member = self._members[group.members[0]]
@@ -113,7 +113,7 @@ class SlotsCache(KVCache):
         self._counters.steps += steps
         self.num_tokens += steps
 
-    def _grouped(self, layers: Sequence[KVLayer]) -> list[Group]:
+    def _grouped(self, layers: Sequence[KVLayer]) -> list[Together]:
         """Which members take the step of one layer together."""
         forms: dict[Hashable, list[int]] = {}
         for number, layer in enumerate(layers):
@@ -124,13 +124,13 @@ class SlotsCache(KVCache):
             forms.setdefault(number if reason else form(cast(Layer, layer)), []).append(number)
         return [self._group([layers[number] for number in numbers], numbers) for numbers in forms.values()]
 
-    def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> Group:
+    def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> Together:
         starts = [sum(self._sizes[:number]) for number in members]
         spans = zip(starts, [self._sizes[number] for number in members], strict=True)
         rows = [row for start, size in spans for row in range(start, start + size)]
         state = replace(self._together, request=replace(self._together.request, batch=len(rows)))
         one = together(cast(Sequence[Layer], layers), state) if len(members) > 1 else layers[0]
-        return Group(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
+        return Together(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
 
 
 def _parts(x: AttnInput, rows: int) -> list[Tensor]:
