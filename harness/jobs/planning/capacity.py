@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.backends.cpu import get_cpu_capability
+
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.items import Item
@@ -158,11 +160,10 @@ def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
     hidden, inner, known = info.hidden_size, info.inner_size, ARCHITECTURES.get(info.architecture)
     if known is None or not known.by_blocks:
         return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
-    device = "cpu" if settings.device == "cpu" else "cuda"
     widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
-    if device == "cpu" and fits_compiled(widths, inner, torch_dtype(settings.dtype)):
-        return 0
-    return min(rows, TOKENS_AT_ONCE[device]) * (3 * hidden + 2 * inner)
+    compiled = "AVX512" in get_cpu_capability() and fits_compiled(widths, inner, torch_dtype(settings.dtype))
+    at_once = (0 if compiled else TOKENS_AT_ONCE["cpu"]) if settings.device == "cpu" else TOKENS_AT_ONCE["cuda"]
+    return min(rows, at_once) * (3 * hidden + 2 * inner)
 
 
 def _longest(items: Sequence[Item], count: int) -> list[Item]:

@@ -22,6 +22,7 @@ from harness.jobs.planning.capacity import Holder, Need, needed
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.shared_prefill import SharedPrefill
 from harness.models.base import ModelInfo
+from kernels import ops
 from methods.base import Budget, Method
 from tests.allocations import Allocations
 from tests.fast import MODEL, niah
@@ -35,6 +36,11 @@ WIDE = SHAPE | {
     "hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 32,
 }  # fmt: skip
+SMALL = torch.zeros(1, 2, 64, 32)
+REFUSAL = ops.windowed_attention.refusal("cpu", SMALL, SMALL, SMALL, 1.0, 0, 8)
+pytestmark = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"torch's own kernels take blocks of up to 16 MiB: {REFUSAL}"
+)
 QUICK = [  # where most lies beside keys and values
     ("h2o", "device", None), ("infllm", "device", None), ("infinigen", "host", 300), ("kivi", "device", 300),
     ("lm_infinite", "device", None), ("shadowkv", "host", 300), ("snapkv", "device", 300), ("sparq", "host", 300),
