@@ -6,15 +6,13 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from harness.results import provenance
 from harness.terminal.notices import say_once
+from tests.once import look_up_once
 
 # tiny tensors: a second thread costs more than it does, many times more on a busy machine
 torch.set_num_threads(1)
@@ -54,41 +52,9 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _provenance_is_looked_up_once() -> Iterator[None]:
-    """No test in this process changes the sources, the commit or what is installed; each run would look again."""
+def _looked_up_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for look in (provenance.source_hash, provenance.git, provenance.versions):
-            patch.setattr(provenance, look.__name__, cache(look))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _yaml_is_parsed_once() -> Iterator[None]:
-    """Hydra reads the same files for each command line, with a parser written in Python."""
-    try:
-        import yaml
-        from omegaconf import OmegaConf
-        from omegaconf._utils import get_yaml_loader
-    except ImportError:  # a bare GPU machine has none
-        yield
-        return
-    really = OmegaConf.load
-
-    @cache
-    def parsed(text: str) -> Any:
-        return yaml.load(text, Loader=get_yaml_loader())
-
-    def load(file: Any) -> Any:
-        if not hasattr(file, "read"):
-            return really(file)
-        text = file.read()
-        with suppress(yaml.YAMLError):
-            return OmegaConf.create({} if parsed(text) is None else parsed(text))
-        file.seek(0)
-        return really(file)  # whose error names the file
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", load)
+        look_up_once(patch)
         yield
 
 

@@ -27,6 +27,7 @@ PRELOAD = [
     "harness.reports.document",
     "tests.fast",
     "tests.forks",
+    "tests.warm",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
