@@ -45,9 +45,10 @@ class Need:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "KV cache": self.kv, "activations": self.activations}
-        parts |= {"the method's own": self.method} if self.method else {}
+        parts["the method's own"] = self.method
         beside = f" and {size(self.host)} of host memory" if self.host else ""
-        return f"{size(self.total)} ({', '.join(f'{name} {size(part)}' for name, part in parts.items())}){beside}"
+        told = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+        return f"{size(self.total)} ({told}){beside}"
 
 
 class Holder(NamedTuple):
