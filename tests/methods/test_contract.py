@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -108,6 +109,16 @@ def run(method: Method, ids: Tensor, budget: float | None, *, chunk: int | None 
         return turn(kv, kv.cache(capacity=ids.shape[1] + 8, batch=len(ids)), ids, chunk=chunk)
 
 
+@cache
+def full_run(length: int, architecture: str = "llama") -> list[Step]:
+    return run(Full(), prompt(length), None, architecture=architecture)
+
+
+@cache
+def usual_run(name: str, length: int) -> list[Step]:
+    return run(small(name), prompt(length), 0.4)
+
+
 @contextmanager
 def fresh_memory_full_of_nan() -> Iterator[None]:
     """Torch does this for those who want the same results each time."""
@@ -138,7 +149,7 @@ def test_yaml_lists_every_field_and_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
 def test_a_budget_that_covers_everything_gives_fulls_logits(name: str, architecture: str) -> None:
     ids = prompt(61)
-    wanted = run(Full(), ids, None, architecture=architecture)
+    wanted = full_run(61, architecture)
     for budget in (1.0, 10_000):
         steps = run(small(name), ids, budget, architecture=architecture)
         assert_same(steps, wanted)
@@ -149,7 +160,7 @@ def test_a_budget_that_covers_everything_gives_fulls_logits(name: str, architect
 def test_a_prompt_no_longer_than_its_windows_is_read_whole(name: str) -> None:
     method = small(name)
     ids = prompt(method.smallest_budget)
-    assert_same(run(method, ids, 0.4), run(Full(), ids, None))
+    assert_same(run(method, ids, 0.4), full_run(method.smallest_budget))
     with attach(method, 0.4) as kv:
         cache = kv.cache(capacity=40)
         turn(kv, cache, ids)
@@ -220,7 +231,7 @@ def test_prefill_in_chunks_changes_nothing(name: str) -> None:
     method, ids = small(name), prompt(83)
     if not method.dense_prefill:
         pytest.skip("its prefill is sparse: what a chunk reads depends on the chunk")
-    assert_same(run(method, ids, 0.4, chunk=19), run(method, ids, 0.4))
+    assert_same(run(method, ids, 0.4, chunk=19), usual_run(name, 83))
 
 
 @pytest.mark.tokens
@@ -232,7 +243,7 @@ def test_keys_and_values_elsewhere_change_nothing(name: str, placement: str) -> 
         with pytest.raises(ValueError, match="placement=device"), attach(method, 0.4, placement=placement):
             pass
         return
-    assert_same(run(method, ids, 0.4, placement=placement), run(method, ids, 0.4))
+    assert_same(run(method, ids, 0.4, placement=placement), usual_run(name, 83))
 
 
 @in_each_place
@@ -293,12 +304,14 @@ def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> 
 @pytest.mark.tokens
 @methods
 def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
-    made = []
-    for method in (Full(), small(name)):
-        with attach(method, 1.0) as kv:
-            cache = kv.cache(capacity=120)
-            made.append([step for length in (61, 26, 3) for step in turn(kv, cache, prompt(length, seed=length))])
-    assert_same(made[1], made[0])
+    assert_same(turns_over_everything(name), turns_over_everything("full"))
+
+
+@cache
+def turns_over_everything(name: str) -> list[Step]:
+    with attach(small(name), 1.0) as kv:
+        turns = kv.cache(capacity=120)
+        return [step for length in (61, 26, 3) for step in turn(kv, turns, prompt(length, seed=length))]
 
 
 @pytest.mark.tokens
@@ -341,7 +354,7 @@ def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
 def test_a_layer_keeps_what_it_holds_on_its_own_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of a large model lie on several devices. Here the model's first is one that holds no numbers."""
     method, ids = small(name), prompt(71)
-    wanted, request = run(method, ids, 0.4), Attachment.request
+    wanted, request = usual_run(name, 71), Attachment.request
     elsewhere = torch.device("meta")
     monkeypatch.setattr(Attachment, "request", lambda self, **size: replace(request(self, **size), device=elsewhere))
     assert_same(run(method, ids, 0.4), wanted)
@@ -354,7 +367,7 @@ def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
     with attach(small(name), 0.4) as kv:
         turn(kv, kv.cache(capacity=100), prompt(90, seed=5))
         after = turn(kv, kv.cache(capacity=79), ids)
-    assert_same(after, run(small(name), ids, 0.4))
+    assert_same(after, usual_run(name, 71))
 
 
 class Watching(KVCache):
@@ -403,7 +416,7 @@ def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:
         cache = SharedPrefill(made.layers, made.state)
         cache.full = Full().start(kv.specs, made.state)
         shared = turn(kv, cache, ids, chunk=chunk)
-    assert_same(shared, run(method, ids, 0.4))
+    assert_same(shared, usual_run(name, 71))
 
 
 @methods

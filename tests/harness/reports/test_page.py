@@ -145,7 +145,23 @@ def opened(browser: Any, path: Path) -> Iterator[Opened]:
     found.page.context.close()
 
 
-def test_columns_are_sorted_both_ways(opened: Opened) -> None:
+def test_tables_are_sorted_opened_searched_and_scrolled(opened: Opened) -> None:
+    columns_are_sorted_both_ways(opened)
+    a_row_opens_its_command_and_provenance(opened)
+    two_outputs_stand_side_by_side_and_are_searched(opened)
+    heads_and_names_stay_in_sight(opened)
+
+
+def test_charts_are_drawn_in_both_themes_and_filtered(opened: Opened, path: Path) -> None:
+    # a function each time: the page's policy forbids what an expression would be evaluated by
+    opened.page.wait_for_function("() => window.Plotly")
+    opened.draw_all()
+    charts_of_every_kind_are_drawn_in_both_themes(opened)
+    filled_marks_are_the_pareto_front(opened, path)
+    filters_hold_for_every_table_and_chart(opened)
+
+
+def columns_are_sorted_both_ways(opened: Opened) -> None:
     ranking = opened.names()
     assert ranking[0].startswith("full")
     assert [name for name in ranking if "quest" in name] == ["quest 20%", "quest 10%"]
@@ -160,10 +176,8 @@ def test_columns_are_sorted_both_ways(opened: Opened) -> None:
     assert opened.page.locator('.table .grid >> nth=0 >> th[aria-sort="ascending"]').count() == 1
 
 
-def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
+def filters_hold_for_every_table_and_chart(opened: Opened) -> None:
     page = opened.page
-    # a function each time: the page's policy forbids what an expression would be evaluated by
-    page.wait_for_function("() => window.Plotly && document.querySelector('.chart .main-svg')")
     menu = page.locator('[data-menu="methods"]')
     menu.locator("summary").focus()
     page.keyboard.press("Enter")
@@ -183,7 +197,7 @@ def test_filters_hold_for_every_table_and_chart(opened: Opened) -> None:
     assert page.locator("text=Nothing is left by the filters.").count() > 0
 
 
-def test_two_outputs_stand_side_by_side_and_are_searched(opened: Opened) -> None:
+def two_outputs_stand_side_by_side_and_are_searched(opened: Opened) -> None:
     page = opened.page
     section = page.locator(".outputs")
     section.get_by_label("Second run").select_option(label="h2o 10%")
@@ -199,7 +213,7 @@ def test_two_outputs_stand_side_by_side_and_are_searched(opened: Opened) -> None
     assert count.inner_text().endswith(f"{SIZE - 2} found")
 
 
-def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
+def a_row_opens_its_command_and_provenance(opened: Opened) -> None:
     opened.sort("method")
     button = opened.page.get_by_label("Command and provenance of quest 10%")
     button.focus()
@@ -217,10 +231,8 @@ def test_a_row_opens_its_command_and_provenance(opened: Opened) -> None:
     assert opened.page.locator("tr.details:not([hidden])").count() == 1
 
 
-def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
+def charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
     page = opened.page
-    page.wait_for_function("() => window.Plotly")
-    opened.draw_all()
     kinds = page.evaluate("[...document.querySelectorAll('.chart')].map((node) => node.data[0].type)")
     assert kinds.count("heatmap") == 1
     assert len(kinds) >= 1 + 4 + 1 + 1  # differences, four costs, needles, layers
@@ -229,6 +241,26 @@ def test_charts_of_every_kind_are_drawn_in_both_themes(opened: Opened) -> None:
     page.locator("#theme").click()
     assert page.evaluate(paper) != light
     assert page.locator("#theme").inner_text() == "Light"
+
+
+def filled_marks_are_the_pareto_front(opened: Opened, path: Path) -> None:
+    marked = "(one) => one.data.flatMap((t) => (t.text ?? []).map((name, i) => [name, t.marker.symbol[i]]))"
+    [table] = data_of(path)["tables"]
+    for place, panel in enumerate(table["panels"]):
+        marks = opened.page.locator(".panels .chart").nth(place).evaluate(marked)
+        filled = {name.split("<br>")[0] for name, symbol in marks if not symbol.endswith("-open")}
+        points = [
+            (x, row) for x, row in zip(panel["xs"], table["rows"], strict=True) if x and row["status"] == "complete"
+        ]
+        beaten = {
+            row["title"]
+            for x, row in points
+            if any(
+                other <= x and rival["score"] >= row["score"] and (other, rival["score"]) != (x, row["score"])
+                for other, rival in points
+            )
+        }
+        assert filled == {row["title"] for _, row in points} - beaten
 
 
 def test_a_dark_phone_needs_no_sideways_scrolling(browser: Any, path: Path) -> None:
@@ -242,21 +274,20 @@ def test_a_dark_phone_needs_no_sideways_scrolling(browser: Any, path: Path) -> N
     found.page.context.close()
 
 
-def test_heads_and_names_stay_in_sight(browser: Any, path: Path) -> None:
-    found = Opened(browser, path, viewport={"width": 700, "height": 420})
-    grid = found.page.locator(".grid").first
+def heads_and_names_stay_in_sight(opened: Opened) -> None:
+    page = opened.page
+    page.set_viewport_size({"width": 700, "height": 420})
+    grid = page.locator(".grid").first
     names, budget = grid.locator("tbody .name").first, grid.locator("tbody .budget").first
     before = [names.bounding_box()["x"], budget.bounding_box()["x"]]
-    found.page.evaluate("document.querySelector('.scroll').scrollLeft = 300")
+    page.evaluate("document.querySelector('.scroll').scrollLeft = 300")
     middle = grid.locator("tbody tr:not(.details)").nth(3)
     middle.evaluate("(node) => scrollTo(0, node.getBoundingClientRect().top + scrollY - 180)")
-    found.page.wait_for_function("() => document.querySelector('.grid thead').style.transform")
-    head, bar = grid.locator("thead").bounding_box(), found.page.locator("#filters").bounding_box()
+    page.wait_for_function("() => document.querySelector('.grid thead').style.transform")
+    head, bar = grid.locator("thead").bounding_box(), page.locator("#filters").bounding_box()
     assert head["y"] == pytest.approx(bar["y"] + bar["height"], abs=1)
     assert names.bounding_box()["x"] <= before[0]
     assert budget.bounding_box()["x"] == pytest.approx(before[1], abs=40)  # its place, less the column of openers
-    found.check()
-    found.page.context.close()
 
 
 def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,28 +410,6 @@ def test_many_runs_are_still_told_apart(browser: Any, tmp_path: Path) -> None:
     assert all(len({*look}) == len(look) >= 15 for look in costs)  # Full moves nothing
     found.check()
     found.page.context.close()
-
-
-def test_filled_marks_are_the_pareto_front(opened: Opened, path: Path) -> None:
-    opened.page.wait_for_function("() => window.Plotly")
-    opened.draw_all()
-    marked = "(one) => one.data.flatMap((t) => (t.text ?? []).map((name, i) => [name, t.marker.symbol[i]]))"
-    [table] = data_of(path)["tables"]
-    for place, panel in enumerate(table["panels"]):
-        marks = opened.page.locator(".panels .chart").nth(place).evaluate(marked)
-        filled = {name.split("<br>")[0] for name, symbol in marks if not symbol.endswith("-open")}
-        points = [
-            (x, row) for x, row in zip(panel["xs"], table["rows"], strict=True) if x and row["status"] == "complete"
-        ]
-        beaten = {
-            row["title"]
-            for x, row in points
-            if any(
-                other <= x and rival["score"] >= row["score"] and (other, rival["score"]) != (x, row["score"])
-                for other, rival in points
-            )
-        }
-        assert filled == {row["title"] for _, row in points} - beaten
 
 
 def test_a_folder_without_records_makes_an_empty_page(browser: Any, tmp_path: Path) -> None:
