@@ -95,6 +95,11 @@ class Ragged:
         return self.parts[0] if "parts" in vars(self) else self.whole[:1]
 
     @cached_property
+    def dense(self) -> bool:
+        """Say whether every sequence's tensor is contiguous."""
+        return all(part.is_contiguous() for part in self.parts)
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of `whole`."""
         one = list(self.first.shape)
@@ -112,6 +117,13 @@ class Ragged:
     @cached_property
     def device(self) -> torch.device:
         return self.first.device
+
+    @cached_property
+    def mT(self) -> Ragged:
+        """Return views whose last two dimensions have changed places."""
+        last = self.first.dim() - 1
+        swapped = {last: last - 1, last - 1: last}
+        return Ragged([part.mT for part in self.parts], swapped.get(self.dim, self.dim))
 
     def slice(self, start: int | Each, end: int | Each) -> Ragged:
         """Return entries `start` to `end` of each sequence."""
@@ -173,7 +185,7 @@ def _of(argument: Any, i: int, batch: int) -> Any:
 def _joined(results: list[Any]) -> Any:
     """Join what the sequences gave."""
     if isinstance(results[0], tuple):
-        return tuple(map(_joined, zip(*results, strict=True)))
+        return tuple(_joined(list(same)) for same in zip(*results, strict=True))
     if results[0] is None:
         return None
     shapes = {result.shape for result in results}

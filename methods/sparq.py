@@ -115,12 +115,12 @@ class Approximate(NamedTuple):
     middle: Tensor  # [B G g] fp32, the log of the sum of exponentials
 
 
-class SparQRead(Select, capturable=True):
+class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
     """Selects by approximate logits. The sum of values and the share of unread tokens are kept for `mean_value`
     only."""
 
     method: SparQ
-    by_channel: Rows | None = None  # the middle keys [B G D M]
+    by_channel: Rows | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
@@ -177,25 +177,22 @@ class SparQRead(Select, capturable=True):
         if self.plan is None or not self.method.mean_value:
             return out
         self.value_sum += x.v
-        mean = self.value_sum / self.cache.counters.tensor(self.layer.stored, x.q.device)
+        mean = self.value_sum / self.store.count(self.layer.away).view(-1, 1, 1, 1)
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
         if (far := self.layer.far) is None:
-            by_channel = (
-                self.by_channel.first(self.spec.head_dim, self.cache.traffic)
-                if self.by_channel is not None
-                else self.middle().k.mT
-            )
+            keys = self.middle().k.mT if self.by_channel is None else self.by_channel
+            by_channel = keys.first(self.spec.head_dim, self.cache.traffic) if isinstance(keys, Rows) else keys
             return _sums(picked, by_channel, channels)
         every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         return _sums(picked, self._moved_channels(far, channels), every)
 
     def _moved_channels(self, middle: Pool, channels: Tensor) -> Tensor:
         """Bring channels of the middle keys to the device. [B G r] -> [B G r M]"""
-        if self.by_channel is not None:
+        if isinstance(self.by_channel, Rows):
             return self.by_channel.gather(channels, self.cache.traffic)
         return middle.channels(channels)
 

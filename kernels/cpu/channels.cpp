@@ -39,9 +39,12 @@ template <class E> struct Reader {
         : call(call), pair(pair), rows(call.num_channels), rest(WIDE * call.num_channels) {}
 
     void read(int64_t at, int64_t n, Block& logits) {
-        const char* base = (const char*)call.x + pair / call.groups * call.x_batch + pair % call.groups * call.x_group;
+        int64_t sequence = pair / call.groups, group = pair % call.groups, channel = call.x_channel;
+        const char* base = (const char*)call.x + sequence * call.x_batch + group * call.x_group;
+        if (const int64_t* table = call.table ? call.table + 3 * sequence : nullptr)
+            base = (const char*)table[0] + group * table[1], channel = table[2];
         for (int64_t c = 0; c < call.num_channels; c++) {
-            rows[c] = (const E*)(base + call.channels[pair * call.num_channels + c] * call.x_channel) + at;
+            rows[c] = (const E*)(base + call.channels[pair * call.num_channels + c] * channel) + at;
             if (n < WIDE) rows[c] = std::copy_n(rows[c], n, &rest[c * WIDE]) - n;
         }
         in_steps<4>(call.heads, [&](int h, auto heads) {
@@ -69,7 +72,8 @@ template <class E, class F> void tasks(const Call& call, F f) {
     each_task(pairs * chunks, pairs * call.count > CHUNK, [&](int64_t task) {
         int64_t chunk = task % chunks;
         Reader<E> reader(call, task / chunks);
-        f(reader, task / chunks, chunk, chunk * CHUNK, std::min((chunk + 1) * CHUNK, call.count));
+        int64_t pair = task / chunks, count = call.counts ? call.counts[pair / call.groups] : call.count;
+        f(reader, pair, chunk, chunk * CHUNK, std::min((chunk + 1) * CHUNK, count));
     });
 }
 

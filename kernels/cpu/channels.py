@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Ragged
+from kernels.ragged import Ragged
 
 
 class ChannelSums(Struct):
@@ -15,6 +15,8 @@ class ChannelSums(Struct):
 
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]
+    table = int64s("batch * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
+    counts = int64s("batch", optional=True)  # of each sequence, in place of `count`
     channels = int64s("batch * groups * num_channels")
     out = floats("batch * groups * count", written=True)
     lse = floats("batch * groups * heads", written=True)
@@ -26,21 +28,22 @@ _library = load("channels", Function("channel_sums", ChannelSums))
 _MOST_HEADS = 16
 
 
-def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Sum the scores of a few channels over the group, as kernels/reference.py defines it."""
+    first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
     out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     batch, groups, heads, num_channels = q.shape
     _library.channel_sums(
-        q=q.float().contiguous(), x=x, channels=channels.long().contiguous(), out=out, lse=lse, batch=batch,
-        groups=groups, heads=heads, count=x.shape[3], num_channels=num_channels,
+        q=q.float().contiguous(), x=first, table=table, counts=counts, channels=channels.long().contiguous(),
+        out=out, lse=lse, batch=batch, groups=groups, heads=heads, count=x.shape[3], num_channels=num_channels,
     )  # fmt: skip
-    return out, lse
+    return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out, lse
 
 
 def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
     if isinstance(x, Ragged):
-        return RAGGED
+        x = x.first
     if x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes keys of float32 or bfloat16 on the CPU, got {x.dtype} on {x.device}"
     if q.dtype not in (torch.float32, torch.bfloat16):

@@ -30,10 +30,12 @@ def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, sc
     batch, groups, parts, clusters, width = centroids.shape
     count, tables = codes.shape[2], None
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
-    if isinstance(codes, Ragged):
+    if isinstance(codes, Ragged) and isinstance(centroids, Ragged):
         tables = torch.stack([centroids.table[:, 0], codes.table[:, 0], centroids.counts, codes.counts], 1)
         given = centroids.first, codes.first
     else:
+        assert not isinstance(codes, Ragged)
+        assert not isinstance(centroids, Ragged)
         given = centroids.contiguous(), codes.contiguous()
     if count:
         _library.pq_weights(
@@ -41,11 +43,13 @@ def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, sc
             code_bytes=codes.dtype.itemsize, pairs=batch * groups, groups=groups, heads=q.shape[1] // groups,
             parts=parts, clusters=clusters, width=width, count=count, scale=scale,
         )  # fmt: skip
-    return out if tables is None else Ragged.filled_up(out, codes.sizes)
+    return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
 
 
 def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> str | None:
-    if isinstance(codes, Ragged) and not all(part.is_contiguous() for part in (*codes.parts, *centroids.parts)):
+    if isinstance(codes, Ragged) != isinstance(centroids, Ragged):
+        return "takes centroids of each sequence beside codes of each"
+    if isinstance(codes, Ragged) and isinstance(centroids, Ragged) and not (codes.dense and centroids.dense):
         return "needs centroids and codes without gaps"
     if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16) or centroids.dtype != q.dtype:
         return f"takes float32 or bfloat16 on the CPU, got {q.dtype} and {centroids.dtype} on {q.device}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import DTYPES, padded, product, unfit, unfit_group
+from kernels.ragged import RAGGED, Ragged
 
 _BLOCK = 128  # tokens
 _MOST_CHANNELS = 64  # channels that are taken at once
@@ -30,6 +31,8 @@ def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor
 
 
 def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
+    if isinstance(x, Ragged):
+        return RAGGED
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
     if x.stride(3) != 1:

@@ -27,7 +27,7 @@ def unfit(*tensors: Tensor | Ragged) -> str | None:
         return RAGGED
     if INTERPRETED:
         return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
-    if not all(x.is_cuda and x.device.index == torch.cuda.current_device() for x in tensors):
+    if not all(x.device.type == "cuda" and x.device.index == torch.cuda.current_device() for x in tensors):
         return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
     return None
 

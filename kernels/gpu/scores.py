@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import padded, product, unfit_floats, unfit_group
+from kernels.ragged import RAGGED, Ragged
 
 _BLOCK = 64  # rows
 _MOST_CHANNELS = 128  # channels of a row that are taken at once
@@ -27,6 +28,8 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
 
 
 def row_scores_refuses(q: Tensor, x: Tensor) -> str | None:
+    if isinstance(x, Ragged):
+        return RAGGED
     if x.stride(3) != 1:
         return "needs the channels of a row side by side"
     return unfit_floats(q, x) or unfit_group(q.shape[2])

@@ -24,12 +24,15 @@ class Policy:
     `class MyKeep(Keep, capturable=True)` says that a decode step can be captured in a graph and replayed. A subclass
     does not inherit this, since what it overrides may count in Python or wait for the device. Nor does it inherit
     `of_each={"codes": 2}`, which says that a step may be taken for several sequences together (methods/layers/together
-    .py), and which tensors it reads besides the store: name -> the dimension in which sequences differ.
+    .py), and which tensors it uses besides the store: name -> the dimension in which sequences differ, None for those of
+    one shape, which steps may change.
     """
 
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
-    of_each: ClassVar[Mapping[str, int] | None] = {}  # also said by this very class; None: a step is of one sequence
+    of_each: ClassVar[
+        Mapping[str, int | None] | None
+    ] = {}  # also said by this very class; None: a step is of one sequence
 
     layer: Storage
     method: Method
@@ -38,7 +41,7 @@ class Policy:
     request: Request
 
     def __init_subclass__(
-        cls, *, capturable: bool = False, of_each: Mapping[str, int] | None = None, **more: Any
+        cls, *, capturable: bool = False, of_each: Mapping[str, int | None] | None = None, **more: Any
     ) -> None:
         super().__init_subclass__(**more)
         cls.capturable, cls.of_each = capturable, of_each

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernels.ragged import Each, Ragged, each
+from kernels.ragged import Ragged, each
 from methods.base import CacheState, KVLayer
+from methods.layers.keep import Keep
 from methods.layers.layer import Layer
 from methods.layers.policy import Policy
 from methods.layers.read import Read
 from methods.pools.near import KVStore
 from methods.pools.together import StoreOfSeveral
+from methods.tiers.rows import DeviceRows
 
 
 def alone_because(layer: KVLayer) -> str | None:
@@ -51,21 +52,33 @@ def together(layers: Sequence[Layer], cache: CacheState) -> Layer:
     one.sealed = cast(int, each([layer.sealed for layer in layers for _ in range(layer.request.batch)]))
     joined = {mine: _joined(policies, one) for mine, *policies in _policies(layers)}
     one.policies = tuple(joined.values())
-    one.keeps, one.reads = (mine and cast(Any, joined[mine]) for mine in (one.keeps, one.reads))
+    one.keeps = one.keeps and cast(Keep, joined[one.keeps])
+    one.reads = one.reads and cast(Read[Any], joined[one.reads])
     one.attends = joined[one.attends]
     return one
 
 
 def hand_back(one: Layer, layer: Layer, first: int) -> None:
-    """Tell `layer`, whose sequences are number `first` and following of those of `one`, what the last step chose."""
+    """Tell `layer`, whose sequences are number `first` and following of those of `one`, what the last step chose and
+    changed."""
+    own = slice(first, first + layer.request.batch)
+    for joined, policy in zip(one.policies, layer.policies, strict=True):
+        for name, dim in (type(joined).of_each or {}).items():
+            if dim is None and (value := getattr(joined, name, None)) is not None:
+                setattr(policy, name, value[own].clone())
     if one.reads is None or layer.reads is None or (rows := one.reads.rows) is None:
         return
-    own = slice(first, first + layer.request.batch)
     if isinstance(rows, Ragged):
         own_size = rows.sizes.values[first]
         layer.reads.rows = rows.whole[own, ..., :own_size]
     else:
         layer.reads.rows = rows[own]
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """Return what a policy holds as a tensor."""
+    tensor: Tensor | None = value.stored if isinstance(value, DeviceRows) else value
+    return tensor
 
 
 def _policies(layers: Sequence[Layer]) -> list[tuple[Policy, ...]]:
@@ -77,12 +90,13 @@ def _joined(policies: Sequence[Policy], layer: Layer) -> Policy:
     """Return a policy of `layer` for the sequences of all."""
     one = copy(policies[0])
     one.bind(layer)
-    counts = [policy.request.batch for policy in policies]
     for name, dim in (type(one).of_each or {}).items():
-        values = [getattr(policy, name, None) for policy in policies]
-        if all(isinstance(value, Tensor) for value in values):
-            setattr(one, name, Ragged([part for value in values for part in value.split(1)], dim))
+        values = [_tensor(getattr(policy, name, None)) for policy in policies]
+        tensors = [value for value in values if value is not None]
+        if len(tensors) == len(values):
+            parts = [part for value in tensors for part in value.split(1)]
+            setattr(one, name, torch.cat(parts) if dim is None else Ragged(parts, dim))
     if isinstance(one, Read) and one.plan is not None:
-        plans = [plan for policy, count in zip(policies, counts, strict=True) for plan in [policy.plan] * count]
+        plans = [cast(Read[Any], policy).plan for policy in policies for _ in range(policy.request.batch)]
         one.plan = type(one.plan)(*map(each, zip(*plans, strict=True))) if isinstance(one.plan, tuple) else each(plans)
     return one

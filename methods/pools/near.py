@@ -84,6 +84,10 @@ class KVStore:
             moved[:, :, : self.length] = whole[:, :, : self.length]
             setattr(self, name, moved)
 
+    def count(self, more: int) -> Tensor:
+        """Return how many tokens are stored and `more`, as [1] int64, or [B] where sequences differ."""
+        return self.cache.counters.tensor(self.length + more, self.cache.request.device)
+
     def advance(self, steps: int) -> None:
         """Count the tokens that replayed steps have appended."""
         self.length += steps

@@ -35,6 +35,9 @@ class StoreOfSeveral(KVStore):
         ops.put_rows(self._keys, rows, k)
         ops.put_rows(self._values, rows, v)
 
+    def count(self, more: int) -> Tensor:
+        return self.cache.counters.first(self._lengths + 1 + more, self._keys.device)
+
     def since(self, start: int | Each) -> Segment:
         """Return the tokens from the `start`-th on, with the one that this step has stored."""
         if (start, None) not in self._segments:

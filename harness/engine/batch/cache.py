@@ -22,7 +22,7 @@ class Together(NamedTuple):
 
     layer: KVLayer
     members: tuple[int, ...]
-    rows: Tensor  # [rows of these members], among those of all
+    rows: Tensor | slice  # of these members, among those of all
 
 
 class SlotsCache(KVCache):
@@ -88,9 +88,7 @@ class SlotsCache(KVCache):
             return self._attend(layer, groups[0], x)
         out = torch.empty_like(x.q)
         for group in groups:
-            out[group.rows] = self._attend(
-                layer, group, AttnInput(*(part[group.rows] for part in _parts(x, len(x.q))), start=x.start)
-            )
+            out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
 
     def _attend(self, layer: int, group: Together, x: AttnInput) -> Tensor:
@@ -125,14 +123,15 @@ class SlotsCache(KVCache):
         return [self._group([layers[number] for number in numbers], numbers) for numbers in forms.values()]
 
     def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> Together:
-        starts = [sum(self._sizes[:number]) for number in members]
-        spans = zip(starts, [self._sizes[number] for number in members], strict=True)
-        rows = [row for start, size in spans for row in range(start, start + size)]
+        spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
+        if len(members) == 1:
+            return Together(layers[0], tuple(members), slice(spans[0].start, spans[0].stop))
+        rows = [row for span in spans for row in span]
         state = replace(self._together, request=replace(self._together.request, batch=len(rows)))
-        one = together(cast(Sequence[Layer], layers), state) if len(members) > 1 else layers[0]
+        one = together(cast(Sequence[Layer], layers), state)
         return Together(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
 
 
-def _parts(x: AttnInput, rows: int) -> list[Tensor]:
-    """The tensors of x, each with all rows."""
-    return [part.expand(rows, *part.shape[1:]) for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden)]
+def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
+    """What some of the sequences see. Each has its own positions, so that all parts of x are [B ...]."""
+    return AttnInput(x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start)

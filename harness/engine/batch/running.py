@@ -66,9 +66,9 @@ class RunningBatch:
     def leave(self, slot: Slot) -> Generation:
         """What it has given so far; its cache may go on elsewhere."""
         self.slots.remove(slot)
-        slot.finish()
         if slot in self._together:
             self._part()
+        slot.finish()
         out, watch, stepper = slot.out, slot.cache.watch, self.stepper
         if watch is not None:
             exact = stepper.attachment.method.dense_prefill  # else Full's prompt is not the method's
