@@ -97,6 +97,7 @@ def _joined(policies: Sequence[Policy], layer: Layer) -> Policy:
             parts = [part for value in tensors for part in value.split(1)]
             setattr(one, name, torch.cat(parts) if dim is None else Ragged(parts, dim))
     if isinstance(one, Read) and one.plan is not None:
-        plans = [cast(Read[Any], policy).plan for policy in policies for _ in range(policy.request.batch)]
-        one.plan = type(one.plan)(*map(each, zip(*plans, strict=True))) if isinstance(one.plan, tuple) else each(plans)
+        plans: list[Any] = [cast(Read[Any], policy).plan for policy in policies for _ in range(policy.request.batch)]
+        joint: Any = type(one.plan)
+        one.plan = joint(*map(each, zip(*plans, strict=True))) if isinstance(one.plan, tuple) else each(plans)
     return one

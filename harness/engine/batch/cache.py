@@ -75,8 +75,8 @@ class SlotsCache(KVCache):
             member.end()
         for index, groups in enumerate(self._groups):
             for group in groups:
-                for member in group.members if len(group.members) > 1 else ():
-                    self._members[member].layers[index].count_replayed(1)
+                for number in group.members if len(group.members) > 1 else ():
+                    self._members[number].layers[index].count_replayed(1)
         self._counters.advance()
         self.num_tokens += 1
 
