@@ -22,10 +22,11 @@ class Policy:
     only `observe`. Until `bind` a policy knows no layer.
 
     `class MyKeep(Keep, capturable=True)` says that a decode step can be captured in a graph and replayed. A subclass
-    does not inherit this, since what it overrides may count in Python or wait for the device. Nor does it inherit
-    `of_each={"codes": 2}`, which says that a step may be taken for several sequences together (methods/layers/together
-    .py), and which tensors it uses besides the store: name -> the dimension in which sequences differ, None for those of
-    one shape, which steps may change.
+    does not inherit this, since what it overrides may count in Python or wait for the device.
+
+    `of_each={"codes": 2}`, not inherited either, says that several sequences may take a step together
+    (methods/layers/together.py), and which tensors it uses besides the store: name -> the dimension in which sequences
+    differ, or None for tensors of one shape, which steps may change.
     """
 
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited

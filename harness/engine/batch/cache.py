@@ -16,6 +16,8 @@ from methods.base.counters import StepCounters
 from methods.layers import Layer
 from methods.layers.together import alone_because, form, hand_back, together
 
+CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"
+
 
 class Together(NamedTuple):
     """Members whose sequences take a layer's step together, or one member alone."""
@@ -29,11 +31,12 @@ class SlotsCache(KVCache):
     """Sealed caches of any lengths, each with as many rows as its request has sequences. A method sees none of their
     neighbours.
 
-    Where a layer's policies let it, all members attend in one launch per operation; `alone` says why others attend one
-    by one.
+    Where a layer's policies let it, all members attend in one launch per operation. Where they attend one by one,
+    `alone` says why.
     """
 
-    def __init__(self, members: Sequence[KVCache]) -> None:
+    def __init__(self, members: Sequence[KVCache], alone: str | None = None) -> None:
+        """`alone`: let all attend one by one, for this reason."""
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
@@ -41,12 +44,14 @@ class SlotsCache(KVCache):
         self._counters.start()
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
-        self.alone: str | None = None
+        self.alone = alone
         self._together = CacheState(
             replace(self.state.request, batch=sum(self._sizes), prepared=None), counters=self._counters
         )
         self._begins = each([member.num_tokens for member in members for _ in range(member.state.request.batch)])
-        self._groups = [self._grouped(layers) for layers in zip(*(member.layers for member in members), strict=True)]
+        self._groups = [
+            self._grouped(layers, alone) for layers in zip(*(member.layers for member in members), strict=True)
+        ]
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -111,13 +116,13 @@ class SlotsCache(KVCache):
         self._counters.steps += steps
         self.num_tokens += steps
 
-    def _grouped(self, layers: Sequence[KVLayer]) -> list[Together]:
+    def _grouped(self, layers: Sequence[KVLayer], alone: str | None) -> list[Together]:
         """Which members take the step of one layer together."""
         forms: dict[Hashable, list[int]] = {}
         for number, layer in enumerate(layers):
             member = self._members[number]
-            watched = member.watch is not None or member.state.checking
-            reason = "what is measured looks on at one sequence" if watched else alone_because(layer)
+            looks_on = member.watch is not None or member.state.checking
+            reason = alone or (CHECKED if looks_on else alone_because(layer))
             self.alone = self.alone or reason
             forms.setdefault(number if reason else form(cast(Layer, layer)), []).append(number)
         return [self._group([layers[number] for number in numbers], numbers) for numbers in forms.values()]

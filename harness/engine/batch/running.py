@@ -89,7 +89,7 @@ class RunningBatch:
         logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
         for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
-            if isinstance(self._cache, SlotsCache) and (slot.counts_union or self.stepper.tracer is not None):
+            if isinstance(self._cache, SlotsCache) and slot.counts_union:
                 self._cache.hand_back(number)
             if capture_s is not None:
                 slot.captured(capture_s)
@@ -113,7 +113,7 @@ class RunningBatch:
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]
-        self._cache = caches[0] if len(caches) == 1 else SlotsCache(caches)
+        self._cache = caches[0] if len(caches) == 1 else SlotsCache(caches, self.stepper.traced)
         self._captured = self.stepper.captured(self._cache)
 
     def _part(self) -> None:

@@ -47,13 +47,17 @@ class Stepper:
         """The step of a sealed cache to be captured, if it can be."""
         if self.graphs is None:
             return None
-        traced = "trace=on clocks each step's parts" if self.tracer is not None else None
-        reason = traced or capture_refusal(self.forward, cache)
+        reason = self.traced or capture_refusal(self.forward, cache)
         if reason is None:
             assert self.forward is not None
             return CapturedStep(self.forward, cache, self.graphs)
         self.plain_steps = reason
         return None
+
+    @property
+    def traced(self) -> str | None:
+        """Why each layer runs on its own, if steps are clocked."""
+        return "trace=on clocks each step's parts" if self.tracer is not None else None
 
     def close(self, captured: CapturedStep) -> None:
         """Its cache goes on without."""
