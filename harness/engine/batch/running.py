@@ -113,7 +113,10 @@ class RunningBatch:
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]
-        self._cache = caches[0] if len(caches) == 1 else SlotsCache(caches, self.stepper.traced)
+        self._cache = caches[0]
+        if len(caches) > 1:
+            self._cache = slots = SlotsCache(caches, self.stepper.traced)
+            self.stepper.one_by_one = slots.alone
         self._captured = self.stepper.captured(self._cache)
 
     def _part(self) -> None:

@@ -21,6 +21,7 @@ class Stepper:
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
+    one_by_one: str | None = None  # why members of the last batch attended one after the other
 
     def __init__(self, attachment: Attachment, graphs: StepCapture | None = None) -> None:
         self.attachment = attachment
