@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
+from math import gcd
 from typing import Any
 
 import torch
@@ -85,9 +86,17 @@ class Ragged:
 
     @cached_property
     def table(self) -> Tensor:
+        return torch.tensor(self._places, device=self.device)
+
+    @cached_property
+    def alignment(self) -> int:
+        """Return how many bytes, 16 at most, everything in `table` is a multiple of."""
+        return gcd(16, *(number for place in self._places for number in place))
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
         size = self.dtype.itemsize
-        places = [(part.data_ptr(), part.stride(1) * size, part.stride(2) * size) for part in self.parts]
-        return torch.tensor(places, device=self.device)
+        return [(part.data_ptr(), part.stride(1) * size, part.stride(2) * size) for part in self.parts]
 
     @property
     def first(self) -> Tensor:
@@ -129,6 +138,11 @@ class Ragged:
         """Return entries `start` to `end` of each sequence."""
         spans = zip(per_sequence(start, len(self.parts)), per_sequence(end, len(self.parts)), self.parts, strict=True)
         return Ragged([part.narrow(self.dim, first, last - first) for first, last, part in spans], self.dim)
+
+
+def first_of(x: Tensor | Ragged) -> Tensor:
+    """Return a tensor that has the dtype, the place and the strides of x, of several sequences those of the first."""
+    return x.first if isinstance(x, Ragged) else x
 
 
 def each(values: Sequence[int]) -> int | Each:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Each, Ragged
+from kernels.ragged import RAGGED, Each, Ragged, per_sequence
 
 
 class GroupWeights(Struct):
@@ -116,13 +116,8 @@ def _top_k_of_each(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragge
 def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
-    if isinstance(scores, Ragged) or isinstance(count, Each):
-        sizes = scores.sizes if isinstance(scores, Ragged) else (scores.shape[-1],) * len(scores)
-        asked = count if isinstance(count, Each) else (count,) * len(scores.shape)
-        beyond = any(k > size for k, size in zip(asked, sizes, strict=False))
-    else:
-        beyond = count > scores.shape[-1]
-    return _unfit(scores) or ("leaves a count beyond the row to torch" if beyond else None)
+    left = (scores.sizes if isinstance(scores, Ragged) else scores.shape[-1]) - count
+    return _unfit(scores) or ("leaves a count beyond the row to torch" if min(per_sequence(left, 1)) < 0 else None)
 
 
 def _evenly_spaced(x: Tensor) -> bool:

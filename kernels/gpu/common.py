@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dispatch import forced_backend
-from kernels.ragged import RAGGED, Ragged
+from kernels.ragged import RAGGED, Ragged, first_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,6 +54,12 @@ def unfit_group(heads: int) -> str | None:
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 
+def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
+    """Return what `head_rows` takes: a tensor of x's dtype and strides and, of several sequences, where each of them
+    lies and the bytes that all of this is a multiple of."""
+    return (first_of(x), x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
+
+
 def padded(size: int, least: int = 16) -> int:
     """Return the side of a tile that holds `size`: a power of two, and at least what the tensor cores take."""
     return max(least, triton.next_power_of_2(size))
@@ -81,6 +87,22 @@ def _programs_wanted() -> int:
     """Return how many programs to aim for: four per multiprocessor; few under the interpreter, but enough to cut even
     small inputs."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
+
+
+@triton.jit
+def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
+    """Return where the rows of a KV head begin, and how far apart they are: by x and its strides, or by the `table` of
+    `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read entry by entry."""
+    if places is None:
+        rows, step = x + sequence * xb + group * xg, xt
+    else:
+        kind: tl.constexpr = x.dtype.element_ty
+        size: tl.constexpr = kind.primitive_bitwidth // 8
+        begin, per_group = tl.load(places + 3 * sequence), tl.load(places + 3 * sequence + 1)
+        rows, step = (begin + group * per_group).to(tl.pointer_type(kind)), tl.load(places + 3 * sequence + 2) // size
+        tl.multiple_of(rows, ALIGNED)
+        tl.multiple_of(step, max(1, ALIGNED // size))
+    return rows, step
 
 
 @triton.jit

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import unfit
-from kernels.ragged import RAGGED, Ragged
+from kernels.gpu.common import head_rows, located, unfit
+from kernels.ragged import RAGGED, Ragged, first_of
 
 _TILE = 2048  # entries
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
@@ -21,9 +21,11 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
-    if isinstance(x, Ragged) or isinstance(rows, Ragged):
-        return RAGGED
+def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
+    return RAGGED if isinstance(x, Ragged) or isinstance(rows, Ragged) else _unfit(x, rows)
+
+
+def _unfit(x: Tensor, rows: Tensor) -> str | None:
     if x.element_size() not in _WORDS:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):
@@ -31,33 +33,34 @@ def gather_rows_refuses(x: Tensor, rows: Tensor) -> str | None:
     return unfit(x, rows) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
 
 
-def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
+def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x, as kernels/reference.py defines it."""
     _run(x, rows, values.contiguous(), put=True)
 
 
-def put_rows_refuses(x: Tensor, rows: Tensor, values: Tensor) -> str | None:
+def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
-    return gather_rows_refuses(x, rows) or unfit(values)
+    return _unfit(first_of(x), rows) or unfit(values)
 
 
-def _run(x: Tensor, rows: Tensor, block: Tensor, put: bool) -> None:
+def _run(x: Tensor | Ragged, rows: Tensor, block: Tensor, put: bool) -> None:
     batch, groups, count = rows.shape
+    x, places, aligned = located(x)
     dim, word = x.shape[3], _WORDS[x.element_size()]
     wide = min(_TILE, triton.next_power_of_2(dim))
     at_once = _TILE // wide
     if block.numel():
         _copy[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
-            x.view(word), rows.contiguous(), block.view(word), *x.stride()[:3], count, groups, dim, put, wide, at_once,
-            num_warps=4,
+            x.view(word), places, rows.contiguous(), block.view(word), *x.stride()[:3], count, groups, dim, put, wide,
+            at_once, aligned, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _copy(
-    x, rows, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    x, places, rows, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Copy a tile of one head: some rows, some channels."""
     this = tl.program_id(1).to(tl.int64)
@@ -65,7 +68,8 @@ def _copy(
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     live = place < count
     row = tl.load(rows + this * count + place, mask=live, other=0).to(tl.int64)
-    inside = x + this // GROUPS * xb + this % GROUPS * xg + row[:, None] * xt + channel
+    first, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
+    inside = first + row[:, None] * step + channel
     outside = block + (this * count + place)[:, None] * DIM + channel
     there = live[:, None] & (channel < DIM)
     if PUT:

@@ -13,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
-from kernels.ragged import RAGGED, Ragged
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    padded,
+    product,
+    split,
+    stages,
+    unfit_floats,
+    unfit_group,
+    unfit_heads,
+)
+from kernels.ragged import Ragged, first_of
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
@@ -42,10 +52,9 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
-    if any(isinstance(x, Ragged) for segment in segments for x in segment[:3]):
-        return RAGGED
     sharing = max(q.shape[1] // (k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
-    return unfit_heads(*(x for s in segments for x in s[:2])) or unfit_floats(q, segments[0].k) or unfit_group(sharing)
+    stored = [first_of(x) for segment in segments for x in segment[:2]]
+    return unfit_heads(*stored) or unfit_floats(q, stored[0]) or unfit_group(sharing)
 
 
 def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -71,16 +80,26 @@ def _read(
     q: Tensor, segment: Segment, scale: float, outs: Tensor, lses: Tensor, first: int, pieces: int, length: int
 ) -> None:
     """Attend to each piece of a segment by itself, and write outs and lses from `first` on."""
-    k, v, rows, live = segment
-    rows = None if rows is None else rows.contiguous()
+    rows, live = _listed(segment)
     batch, heads, _, dim = q.shape
-    lists, count = (k if rows is None else rows).shape[1:3]
+    lists, count = (segment.k if rows is None else rows).shape[1:3]
     fold = padded(heads // lists)
+    (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
     _attend[(batch * lists, pieces)](
-        q, k, v, rows, live, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length, first,
-        outs.shape[1], int(live is not None and len(live) > 1), lists, lists // k.shape[1], heads // lists,
-        fold, dim, padded(dim), _BLOCK if fold <= 32 else _BLOCK // 2, num_warps=4, num_stages=stages(q),
+        q, k, v, k_places, v_places, rows, live, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length,
+        first, outs.shape[1], int(live is not None and len(live) > 1), lists, lists // k.shape[1], heads // lists,
+        fold, dim, padded(dim), _BLOCK if fold <= 32 else _BLOCK // 2, min(k_aligned, v_aligned), num_warps=4,
+        num_stages=stages(q),
     )  # fmt: skip
+
+
+def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
+    """Return a segment's rows, filled up where sequences have different numbers of them, and how many are there."""
+    k, _, rows, live = segment
+    listed: Tensor | Ragged = k if rows is None else rows
+    if not isinstance(listed, Ragged):
+        return None if rows is None else rows.contiguous(), live
+    return None if rows is None else listed.whole.contiguous(), listed.counts if live is None else live
 
 
 def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
@@ -95,9 +114,10 @@ def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: 
 
 @triton.jit(do_not_specialize=["count", "length", "first", "parts"])
 def _attend(
-    q, k, v, rows, live, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
-    vt: tl.int64, count, length, first, parts, EACH: tl.constexpr, LISTS: tl.constexpr, SHARE: tl.constexpr,
-    GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, k_places, v_places, rows, live, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
+    vg: tl.int64, vt: tl.int64, count, length, first, parts, EACH: tl.constexpr, LISTS: tl.constexpr,
+    SHARE: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head has SHARE lists.
 
@@ -108,7 +128,8 @@ def _attend(
     of_query = this * GROUP + head
     query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
     batch, group = this // LISTS, this % LISTS // SHARE
-    keys, values = k + batch * kb + group * kg, v + batch * vb + group * vg
+    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
+    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     top = tl.full([FOLD], float("-inf"), tl.float32)
     total = tl.zeros([FOLD], tl.float32)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
@@ -121,11 +142,11 @@ def _attend(
         if rows is not None:
             token = tl.load(rows + this * count + token, mask=read, other=0)
         at, there = token.to(tl.int64)[:, None], read[:, None] & (dim < DIM)
-        key = tl.load(keys + at * kt + dim, mask=there, other=0.0)
+        key = tl.load(keys + at * key_step + dim, mask=there, other=0.0)
         logits = tl.where(read, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
-        value = tl.load(values + at * vt + dim, mask=there, other=0.0)
+        value = tl.load(values + at * value_step + dim, mask=there, other=0.0)
         mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         total = total * shrink + tl.sum(weights, 1)
         top = highest

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, unfit, unfit_floats, unfit_group
-from kernels.ragged import RAGGED, Ragged
+from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group
+from kernels.ragged import Ragged, first_of
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
@@ -17,7 +17,7 @@ _CLUSTERS = 128  # clusters at once, at most
 _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
 
 
-def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
+def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
     """Compute the softmax weights of coded keys, as kernels/reference.py defines it. Scores are never written: codes
     are small, so looking them up twice is cheaper."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
@@ -28,57 +28,71 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
         lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
         _run(table, codes, heads, scale, lses=lses)
         _run(table, codes, heads, scale, lse=log_sum_exp(lses, 1.0), weights=out)
-    return out
+    return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
 
 
-def pq_weights_refuses(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> str | None:
-    if isinstance(codes, Ragged):
-        return RAGGED
+def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> str | None:
+    if isinstance(centroids, Ragged) and not centroids.dense:
+        return "needs the centroids of a sequence without gaps"
     if codes.dtype not in _CODES:
         return f"takes codes of whole numbers, got {codes.dtype}"
-    return unfit_floats(q, centroids) or unfit(codes) or unfit_group(q.shape[1] // centroids.shape[1])
+    sharing = q.shape[1] // centroids.shape[1]
+    return unfit_floats(q, first_of(centroids)) or unfit(first_of(codes)) or unfit_group(sharing)
 
 
-def _table_of(q: Tensor, centroids: Tensor) -> Tensor:
+def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
     """Return the table [B G m C g] in fp32, with g padded to a power of two so that a lookup is one aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))
     table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
+    sizes = centroids.counts if isinstance(centroids, Ragged) else None
+    first, places, aligned = located(centroids)
     _table[(batch * groups * parts, triton.cdiv(clusters, block))](
-        q.contiguous(), centroids.contiguous(), table, parts, clusters, width, min(_MOST_CHANNELS, padded(width)),
-        heads, padded(heads), table.shape[4], block, num_warps=4,
+        q.contiguous(), first.contiguous(), places, sizes, table, groups, parts, clusters, width,
+        min(_MOST_CHANNELS, padded(width)), heads, padded(heads), table.shape[4], block, aligned, num_warps=4,
     )  # fmt: skip
     return table
 
 
 def _run(
-    table: Tensor, codes: Tensor, heads: int, scale: float, lses: Tensor | None = None, lse: Tensor | None = None,
-    weights: Tensor | None = None,
+    table: Tensor, codes: Tensor | Ragged, heads: int, scale: float, lses: Tensor | None = None,
+    lse: Tensor | None = None, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     batch, groups, parts, clusters, fold = table.shape
-    count = codes.shape[2]
+    count, counts = codes.shape[2], codes.counts if isinstance(codes, Ragged) else None
+    first, places, aligned = located(codes)
     _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
-        table, codes, lses, lse, weights, scale, *codes.stride(), count, groups, parts, clusters, heads, fold, _BLOCK,
-        num_warps=4,
+        table, first, places, counts, lses, lse, weights, scale, *first.stride(), count, groups, parts, clusters, heads,
+        fold, _BLOCK, aligned, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _table(
-    q, centroids, table, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    q, centroids, places, sizes, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT columns."""
+    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT columns.
+
+    Of several sequences, `sizes` says how many centroids each has for a sub-vector.
+    """
     this = tl.program_id(0).to(tl.int64)
     cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
-    at = (this * CLUSTERS + cluster)[:, None]
+    at, existing = (this * CLUSTERS + cluster)[:, None], cluster < CLUSTERS
+    rows = centroids + at * WIDTH
+    if places is not None:
+        sequence = this // PARTS // GROUPS
+        group, step = head_rows(centroids, places, sequence, this // PARTS % GROUPS, 0, 0, 0, ALIGNED)
+        rows = group + this % PARTS * step + cluster[:, None] * WIDTH
+        existing = cluster < tl.load(sizes + sequence)
     of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
     products = tl.zeros([BLOCK, FOLD], tl.float32)
     for start in range(0, WIDTH, STEP):
         channel = start + tl.arange(0, STEP)
-        there, mine = (cluster < CLUSTERS)[:, None] & (channel < WIDTH), (head < HEADS)[:, None] & (channel < WIDTH)
-        centroid = tl.load(centroids + at * WIDTH + channel, mask=there, other=0.0)
+        there, mine = existing[:, None] & (channel < WIDTH), (head < HEADS)[:, None] & (channel < WIDTH)
+        centroid = tl.load(rows + channel, mask=there, other=0.0)
         query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
         products += product(centroid, tl.trans(query))
     tl.store(table + at * KEPT + head, products, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
@@ -86,15 +100,21 @@ def _table(
 
 @triton.jit(do_not_specialize=["count"])
 def _look_up(
-    table, codes, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64, count,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, codes, places, counts, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64,
+    count, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights."""
+    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights.
+
+    Of several sequences, `counts` says how many tokens each has; a block behind them has one of minus infinity.
+    """
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
-    at = codes + this // GROUPS * cb + this % GROUPS * cg + token * ct
+    if counts is not None:
+        live = token < tl.load(counts + this // GROUPS)
+    first, step = head_rows(codes, places, this // GROUPS, this % GROUPS, cb, cg, ct, ALIGNED)
+    at = first + token * step
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for part in range(PARTS):
         code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
@@ -103,6 +123,8 @@ def _look_up(
     of_head = this * HEADS + head
     if lses is not None:
         top = tl.max(scores, 1)
+        if counts is not None:
+            top = tl.where(top == float("-inf"), 0.0, top)
         total = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
         tl.store(lses + of_head * tl.num_programs(0) + block, total, mask=mine)
     else:

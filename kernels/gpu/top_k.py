@@ -3,6 +3,8 @@
 torch.topk launches some twenty kernels for a long row. A row longer than a program holds is cut, and a further launch
 chooses among the best of its pieces, which are cut again as long as that leaves fewer; a k of which every piece is full
 is left to torch.
+
+Of sequences that differ, the longest row and the largest k say how many pieces there are, and how much room each has.
 """
 
 from __future__ import annotations
@@ -13,36 +15,42 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
-from kernels.ragged import RAGGED, Each, Ragged
+from kernels.ragged import Each, Ragged, per_sequence
 
 _HELD = 32768  # entries in the registers of a program
 _PLACED = 4096  # entries that are placed at once
 _LEAST = tl.constexpr(-(2**31))
 
 
-def top_k(scores: Tensor, count: int) -> Tensor:
+def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
     """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the first in the
     row."""
-    rows = (scores if scores.stride(-1) == 1 else scores.contiguous()).flatten(0, -2)
-    if not (count and len(rows)):
-        return torch.empty((*scores.shape[:-1], count), dtype=torch.int64, device=scores.device)
-    first, *further = _cuts(scores.shape[-1], count)
-    out, keys = _select(rows, None, count, first)
-    for pieces in further:
-        out, keys = _select(keys, out, count, pieces)
-    return out.view(*scores.shape[:-1], count)
+    whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
+    counts, most = (count.on(whole.device), max(count)) if isinstance(count, Each) else (None, count)
+    rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
+    out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
+    if out.numel():
+        lists = len(rows) // len(whole)
+        first, *further = _cuts(whole.shape[-1], most)
+        out, keys = _select(rows, None, most, first, lists, sizes, counts)
+        for pieces in further:
+            out, keys = _select(keys, out, most, pieces, lists, None, counts)
+    out = out.view(*whole.shape[:-1], most)
+    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
 
 
-def top_k_refuses(scores: Tensor, count: int) -> str | None:
-    if isinstance(scores, Ragged) or isinstance(count, Each):
-        return RAGGED
-    if scores.dtype not in DTYPES or scores.dim() < 2:
+def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
+    if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
+        return "takes scores that differ in their last dimension"
+    if scores.dtype not in DTYPES or len(scores.shape) < 2:
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
-    if count > scores.shape[-1]:
+    left = (scores.sizes if isinstance(scores, Ragged) else scores.shape[-1]) - count
+    if min(per_sequence(left, 1)) < 0:
         return "leaves the error for too large a count to torch"
-    if not _cuts(scores.shape[-1], count):
-        return f"cannot narrow {scores.shape[-1]} down to {count} in pieces of {_HELD}"
-    return unfit(scores)
+    size, most = scores.shape[-1], max(per_sequence(count, 1))
+    if not _cuts(size, most):
+        return f"cannot narrow {size} down to {most} in pieces of {_HELD}"
+    return unfit(scores.whole if isinstance(scores, Ragged) else scores)
 
 
 def _cuts(size: int, count: int) -> list[int]:
@@ -57,21 +65,32 @@ def _cuts(size: int, count: int) -> list[int]:
     return cuts
 
 
-def _select(x: Tensor, names: Tensor | None, count: int, pieces: int) -> tuple[Tensor, Tensor]:
+def _select(
+    x: Tensor, names: Tensor | None, count: int, pieces: int, lists: int, sizes: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with several pieces
-    their keys; with one nobody reads those, and the tensor is empty."""
+    their keys; with one nobody reads those, and the tensor is empty.
+
+    A sequence has `lists` rows; of several, `sizes` [B] may say how long they are, and `counts` [B] how many are asked
+    for. The keys behind these are the least.
+    """
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
+    if sizes is not None or counts is not None:
+        keys.fill_(_LEAST.value)
     wide = padded(triton.cdiv(size, pieces))
     _best[(rows, pieces)](
         x,
         names,
         out,
         keys if pieces > 1 else None,
+        sizes,
+        counts,
         x.stride(0),
         size,
         count,
+        lists,
         wide,
         min(wide, _PLACED),
         num_warps=min(32, max(1, wide // 256)),
@@ -90,9 +109,17 @@ def _keys(x, at, live):
 
 
 @triton.jit(do_not_specialize=["size", "count"])
-def _best(x, names, out, keys, xt: tl.int64, size, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Find the `count` best of a piece of a row."""
+def _best(
+    x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Find the `count` best of a piece of a row, or as many as the sequence's count says."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    room = count
+    if sizes is not None:
+        size = tl.load(sizes + row // LISTS).to(tl.int32)
+    if counts is not None:
+        count = tl.load(counts + row // LISTS).to(tl.int32)
     first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # the product may exceed 2^31, though the place does not
     end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
     x += row * xt
@@ -107,7 +134,7 @@ def _best(x, names, out, keys, xt: tl.int64, size, count, BLOCK: tl.constexpr, S
         bit = tl.where(enough == count, 0, (bit >> 1) & 0x7FFFFFFF)
     larger = tl.sum((held > smallest).to(tl.int32), 0)
     seen = tl.full([], 0, tl.int32)  # how many larger ones so far and, above bit 16, how many equal ones
-    to = (row * pieces + piece) * count
+    to = (row * pieces + piece) * room
     for start in range(first, end, STEP):  # read again, because keeping them would spill registers
         at = start + tl.arange(0, STEP)
         live = at < end

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
 
@@ -40,6 +41,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
         moved = whole.to(device, dtype if value.is_floating_point() else value.dtype)
         return moved.as_strided(value.size(), value.stride(), value.storage_offset())
+    if isinstance(value, Ragged):
+        return Ragged([converted(part, dtype, device) for part in value.parts], value.dim)
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):

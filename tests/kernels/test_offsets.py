@@ -105,7 +105,7 @@ def test_operations(name: str, far: Far) -> None:
 def test_the_pieces_of_a_very_long_row(far: Far) -> None:
     """piece * size, of a row that is cut in two thousand."""
     far.sizes, far.places, far.counts = {"size": 1 << 26}, {1: 2040}, {1: 2048}
-    top_k._select(torch.zeros(1, 70_001), None, 1, 3)
+    top_k._select(torch.zeros(1, 70_001), None, 1, 3, 1, None, None)
     assert far.ran == {"_best"}
 
 

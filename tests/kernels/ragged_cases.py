@@ -1,0 +1,69 @@
+"""Inputs of operations that take several sequences of different sizes, one of them of a single token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kernels.ragged import Each, Ragged
+from kernels.reference import Segment
+from tests.kernels.op_cases import OpCase, draw, pick, random
+
+SIZES = (1,), (90, 1, 33)
+DIM = 64
+
+
+def attention() -> Iterator[OpCase]:
+    """Sinks, chosen rows, and all tokens so far with room for more of them."""
+    for sizes in SIZES:
+        for groups, share in ((2, 3), (1, 4)):
+            k, v = (_stored(seed, sizes, groups) for seed in (1, 2))
+            rows = Ragged([pick(seed, 1, groups, size, (size + 2) // 3) for seed, size in enumerate(sizes)])
+            first = Each([min(size, 4) for size in sizes])
+            sinks = segment(k.slice(0, first), v.slice(0, first))
+            segments = [sinks, segment(k, v, rows), segment(k, v, live=torch.tensor(sizes))]
+            q = 2 * random(3, len(sizes), groups * share, 1, DIM)
+            for op in ("segment_attention", "segment_attention_with_lse"):
+                yield OpCase(op, f"{len(sizes)}-of-each-g{share}", (q, segments, 0.2))
+    per_head = segment(k, v, pick(4, 3, 4, 1, 1), torch.tensor([1]))
+    yield OpCase("segment_attention", "rows-of-one-number", (q, [per_head], 0.2))
+
+
+def segment(k: Ragged, v: Ragged, rows: Ragged | Tensor | None = None, live: Tensor | None = None) -> Segment:
+    return Segment(cast(Tensor, k), cast(Tensor, v), cast(Tensor, rows), live)
+
+
+def pq_weights() -> Iterator[OpCase]:
+    """The last sequences have more tokens than a block."""
+    for sizes, clusters in ((SIZES[0], (5,)), (SIZES[1], (16, 4, 13)), ((300, 2), (8, 8))):
+        each = list(enumerate(zip(sizes, clusters, strict=True)))
+        codes = [torch.randint(count, (1, 2, size, 2), generator=draw(i)).to(torch.uint8) for i, (size, count) in each]
+        centroids = Ragged([random(i, 1, 2, 2, count, DIM // 2) for i, (_, count) in each], 3)
+        args = (random(3, len(sizes), 6, 1, DIM), centroids, Ragged(codes), 0.3)
+        yield OpCase("pq_weights", f"{len(sizes)}-of-each", args)
+
+
+def top_k() -> Iterator[OpCase]:
+    """The last sequences have a row that is cut in three, and others that are too short to fill three pieces."""
+    for sizes, counts in ((SIZES[0], (1,)), (SIZES[1], (30, 1, 33))):
+        scores = Ragged([random(seed, 1, 2, size) for seed, size in enumerate(sizes)])
+        yield OpCase("top_k", f"some-of-{len(sizes)}", (scores, Each(counts)))
+        yield OpCase("top_k", f"one-of-{len(sizes)}", (scores, 1))
+        yield OpCase("top_k", f"some-of-{len(sizes)}-alike", (random(9, len(sizes), 2, 50), Each(counts)))
+    scores = Ragged([random(seed, 1, 1, size) for seed, size in enumerate((70_001, 1, 40))])
+    yield OpCase("top_k", "some-of-70001", (scores, Each((20, 1, 40))))
+
+
+def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
+    """[1 G S D] of each sequence; behind its tokens memory holds anything."""
+    parts = [random(seed + 7 * place, 1, groups, size + 5, DIM) for place, size in enumerate(sizes)]
+    for part, size in zip(parts, sizes, strict=True):
+        part[:, :, size:] = float("nan")
+    return Ragged(parts)
+
+
+def ragged_cases() -> list[OpCase]:
+    return [*attention(), *pq_weights(), *top_k()]

@@ -1,0 +1,151 @@
+"""Operations over several sequences of different sizes: in one call, equal to a call for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from kernels import ops, reference
+from kernels.dispatch import use_backend
+from kernels.ragged import Each, Ragged
+from tests.kernels.op_cases import OpCase, converted, random
+from tests.kernels.ragged_cases import ragged_cases
+
+HAS_GPU = torch.cuda.is_available()
+OPS = {op.name: op for op in ops.ALL}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+BACKENDS = "cpu", "triton"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
+
+
+def device(backend: str) -> str:
+    return "cuda" if backend == "triton" and HAS_GPU else "cpu"
+
+
+def runs() -> list[Any]:
+    """Every case in fp32, and the last attention over several sequences, and their codes, in bf16 as well."""
+    also = {"segment_attention_with_lse-3-of-each-g3", "pq_weights-3-of-each"}
+    return [
+        pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}")
+        for case in ragged_cases()
+        for backend in BACKENDS
+        for dtype in TOLERANCE
+        if dtype == torch.float32 or str(case) in also
+    ]
+
+
+def results(result: Any) -> list[Tensor]:
+    """The tensors of a result, those of each sequence apart."""
+    if isinstance(result, tuple):
+        return [part for one in result for part in results(one)]
+    return list(result.parts) if isinstance(result, Ragged) else list(result.split(1))
+
+
+@pytest.mark.parametrize(("case", "backend", "dtype"), runs())
+def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype: torch.dtype) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    op, args = OPS[case.op], converted(case.args, dtype, device(backend))
+    with use_backend(backend):
+        assert op.refusal(backend, *args) is None
+        got = op(*args)
+    with use_backend("torch"):
+        wanted = op(*converted(case.args, torch.float64))
+    for place, (one, other) in enumerate(zip(results(got), results(wanted), strict=True)):
+        if case.op == "top_k":
+            scores = results(case.args[0])[place]
+            assert one.shape == other.shape
+            assert torch.equal(one.cpu().sort(-1).values, other.sort(-1).values), scores.shape
+        else:
+            size = max(1.0, other.abs().max().item())
+            assert_close(one.double().cpu(), other.double(), atol=size * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("case", ragged_cases(), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCase, dtype: torch.dtype) -> None:
+    args = converted(case.args, torch.float32 if case.op == "top_k" else dtype)
+    with use_backend("cpu"):
+        together, alone = OPS[case.op](*args), getattr(reference, case.op)(*args)
+    for one, other in zip(results(together), results(alone), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.uint8, 3)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_put_where_each_sequence_lies(backend: str, dtype: torch.dtype, width: int) -> None:
+    """One lies head by head, the others token by token, in the midst of a buffer."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    sizes, on = (40, 1, 9), device(backend)
+    parts = [(100 * random(seed, 1, size + 2, 3, width)).abs().to(on, dtype) for seed, size in enumerate(sizes)]
+    parts = [part.transpose(1, 2)[:, :, 2:] for part in parts]
+    parts[0] = parts[0].contiguous()
+    rows = torch.tensor([[0, 39], [0, 0], [8, 3]], device=on).view(3, 1, 2).expand(3, 3, 2)
+    values = (100 * random(9, 3, 3, 1, width)).abs().to(on, dtype).repeat(1, 1, 2, 1)
+    wanted = [part.clone() for part in parts]
+    for part, row, value in zip(wanted, rows, values, strict=True):
+        part.scatter_(2, row[None, :, :, None].expand(1, 3, 2, width), value[None])
+    with use_backend(backend):
+        assert ops.put_rows.refusal(backend, Ragged(parts), rows, values) is None
+        ops.put_rows(Ragged(parts), rows, values)
+    assert all(torch.equal(part, other) for part, other in zip(parts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
+def test_a_sequence_too_short_for_its_count_is_left_to_torch(backend: str) -> None:
+    """Which raises: no backend reads what lies behind it, of however many sequences."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    scores = Ragged([random(1, 1, 2, size) for size in (9, 9, 9, 9, 2)])
+    for count in (5, Each((1, 1, 1, 1, 3))):
+        with (
+            use_backend(backend),
+            pytest.raises((RuntimeError, IndexError), match=r"out of range|too large a count|beyond"),
+        ):
+            ops.top_k(scores, count)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled here, not interpreted")
+def test_triton_launches_as_often_for_three_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a further call neither reads from the device nor brings numbers there, so that it can be captured."""
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    launched: list[str] = []
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(executor: Any, *args: Any, **options: Any) -> None:
+        launched.append(executor.fn.__name__)
+        launch(executor, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+    found = {str(case): case for case in ragged_cases()}
+    for op, name in (("segment_attention", "{}-of-each-g3"), ("pq_weights", "{}-of-each"), ("top_k", "some-of-{}")):
+        of_one, of_three = (found[f"{op}-{name.format(count)}"].args for count in (1, 3))
+        with use_backend("triton"):
+            OPS[op](*of_one)
+            first, launched[:] = launched.copy(), []
+            OPS[op](*of_three)
+            assert launched == first
+            with monkeypatch.context() as patch:
+                _nothing_passes(patch)
+                OPS[op](*of_three)
+        launched.clear()
+
+
+def _nothing_passes(patch: pytest.MonkeyPatch) -> None:
+    def forbidden(what: str) -> Callable[..., None]:
+        def called(*_: Any, **__: Any) -> None:
+            raise AssertionError(f"{what} waits for the device")
+
+        return called
+
+    for name in ("item", "tolist", "__int__", "__bool__"):
+        patch.setattr(Tensor, name, forbidden(name))
+    patch.setattr(torch, "tensor", forbidden("torch.tensor"))
