@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, anything, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Ragged
+from kernels.ragged import RAGGED, Ragged, first_of
 
 
 class CopyRows(Struct):
@@ -53,7 +53,7 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
-    return _unfit(x.first if isinstance(x, Ragged) else x)
+    return _unfit(first_of(x))
 
 
 def _sizes(x: Tensor, rows: Tensor) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.ffi import bindings
 from kernels.cpu.ffi.bindings import Function, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged
+from kernels.ragged import Ragged, first_of
 from kernels.reference import Segment
 
 
@@ -58,7 +58,7 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if (q.shape[3] * size) % 64 or q.shape[3] * size // 64 not in _LINES:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    for k, v in (map(_tensor, segment[:2]) for segment in segments):
+    for k, v in (map(first_of, segment[:2]) for segment in segments):
         if k.dtype != q.dtype or v.dtype != q.dtype:
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:
@@ -88,8 +88,8 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
             rows = (rows.whole if isinstance(rows, Ragged) else rows).long().contiguous()
         kept += [rows, live]
         fields = {
-            "k": _tensor(k), "v": _tensor(v), "rows": rows, "k_table": _table(k), "v_table": _table(v), "live": live,
-            "count": count, "k_share": k_share, "rows_share": rows_share,
+            "k": first_of(k), "v": first_of(v), "rows": rows, "k_table": _table(k), "v_table": _table(v),
+            "live": live, "count": count, "k_share": k_share, "rows_share": rows_share,
         }  # fmt: skip
         packed.append(PackedSegment.pack(**fields))
     q = q.contiguous()
@@ -99,11 +99,6 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         heads=heads // groups, dim=dim, scale=scale,
     )  # fmt: skip
     return out
-
-
-def _tensor(x: Tensor | Ragged) -> Tensor:
-    """Return a tensor that has the dtype and the channels of x."""
-    return x.first if isinstance(x, Ragged) else x
 
 
 def _table(x: Tensor | Ragged) -> Tensor | None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dispatch import forced_backend
-from kernels.ragged import RAGGED, Ragged, first_of
+from kernels.ragged import RAGGED, Ragged
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def unfit_group(heads: int) -> str | None:
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
     """Return what `head_rows` takes: a tensor of x's dtype and strides and, of several sequences, where each of them
     lies and the bytes that all of this is a multiple of."""
-    return (first_of(x), x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
+    return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
 
 
 def padded(size: int, least: int = 16) -> int:
