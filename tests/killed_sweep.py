@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.config_store import ConfigStore
 
 from harness.commands import run as command
+from harness.config.compose import tell_hydra_the_schema
 from harness.config.overrides import read
-from harness.config.settings import RunConfig
 from harness.results.run_folder import load
 from harness.sweeps.jobs import JobConfig
 from harness.sweeps.ledger import sweeps_in
@@ -66,7 +65,7 @@ def left(root: Path) -> dict[str, Any]:
 def kill_and_go_on(folder: Path, runs: int, seed: int) -> None:
     """In a process of its own, for torch must not have run in it. `runs`: an even number."""
     torch.set_num_threads(1)
-    ConfigStore.instance().store("schema", RunConfig)
+    tell_hydra_the_schema()
     budgets = ",".join(f"{0.1 + 0.05 * place:.2f}" for place in range(runs // 2))
     WORDS.extend([*MODEL_ARGS, *TASK_ARGS, *GRID, f"budget={budgets}"])
     JOBS.extend(command.compose(read(WORDS).words))

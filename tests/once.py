@@ -12,11 +12,14 @@ from harness.results import provenance
 
 
 def look_up_once(patch: pytest.MonkeyPatch) -> None:
-    """No test in this process changes the sources, the commit, what is installed, or a file that holds the same text.
-    Hydra reads the files of conf/ for each command line, with a parser written in Python."""
+    """No test in this process changes the sources, the commit or what is installed. For each command line Hydra reads
+    the files of conf/ with a parser written in Python, and copies the schemas that it only reads."""
     for look in (provenance.source_hash, provenance.git, provenance.versions):
         patch.setattr(provenance, look.__name__, cache(look))
-    with suppress(ImportError):  # a bare GPU machine has no omegaconf
+    with suppress(ImportError):  # a bare GPU machine has no Hydra
+        from hydra.core.config_store import ConfigStore
+
+        patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
         _parse_once(patch)
 
 

@@ -108,6 +108,8 @@ def further() -> Iterator[TokenCase]:
 def model(architecture: str, shake: int = 0) -> PreTrainedModel:
     """Weights by name and number alone; `shake` > 0: each of them a little larger or smaller."""
     shape = SHAPE | {"hidden_size": 256, "num_hidden_layers": LAYERS} | ARCHITECTURES[architecture]
+    if architecture == "gemma3_text":
+        shape |= {"num_hidden_layers": 12, "layer_types": None}  # those of the stored tokens
     config = AutoConfig.for_model(architecture, **shape)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

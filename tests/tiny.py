@@ -29,8 +29,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "phi3": {},
     "gemma3_text": {
-        "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 12,
-        "tie_word_embeddings": False,
+        "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 6,
+        "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"], "tie_word_embeddings": False,
     },
     "gpt_oss": {
         "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 4, "num_local_experts": 4,

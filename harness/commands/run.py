@@ -17,18 +17,18 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
+from harness.config.compose import tell_hydra_the_schema
 from harness.config.errors import sentence
 from harness.config.hydra_errors import explain
 from harness.config.keys import help_text
 from harness.config.overrides import Overrides, read
-from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
+from harness.config.settings import Settings, SettingsError, settings_of
 from harness.config.words import SWEEP, asks_hydra
 from harness.jobs.planning.planner import Planner
 from harness.sweeps.group import JobGroup
@@ -214,7 +214,7 @@ def main() -> int:
     tell_of_builds()
     forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
-    ConfigStore.instance().store("schema", RunConfig)
+    tell_hydra_the_schema()
     command = Command(arguments)
     with Stoppable(f"to go on: {command.line}") as stop:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ from harness.config.renamed import refuse_unknown
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
 
 
+@cache
+def tell_hydra_the_schema() -> None:
+    """Once a process: Hydra checks every configuration against it."""
+    ConfigStore.instance().store("schema", RunConfig)
+
+
 def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
     """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
-    ConfigStore.instance().store("schema", RunConfig)
+    tell_hydra_the_schema()
     read = checked(overrides, config_dirs)
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
