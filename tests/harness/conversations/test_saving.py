@@ -39,13 +39,14 @@ class Held:
     """The last layer of the first turn leaves when `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.error = threading.Event(), ""
+        self.here, self.go, self.error = threading.Event(), threading.Event(), ""
         self.blocks: list[int] = []  # copied by each call
         self._calls, self._copies = count(), Leaving._copies
         monkeypatch.setattr(Leaving, "_copies", lambda *given: self._held(*given))
 
     def _held(self, leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
         if next(self._calls) == LAST:
+            self.here.set()
             assert self.go.wait(20)
             if self.error:
                 raise RuntimeError(self.error)
@@ -207,6 +208,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
         cache, saved = found
         assert cache() is None
         assert not saved.finished
+        assert held.here.wait(20)
         histories.store.truncate("alice", 0.0)
         held.go.set()
         assert saved.hidden_s() > 0
