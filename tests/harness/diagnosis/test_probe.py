@@ -20,7 +20,8 @@ from methods.oracle import Oracle
 from methods.quest import Quest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
-from tests.quick import mostly_slow
+from tests.methods.test_contract import QUICK
+from tests.quick import mostly_slow, slow_if
 from tests.tiny import eager, prompt, tiny
 
 LENGTH, NEW = 240, 6
@@ -77,7 +78,9 @@ def test_following_changes_no_token_of_any_method(method: Method, context: int) 
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("method", METHODS, ids=names)
+@pytest.mark.parametrize(
+    "method", slow_if(lambda method: names[METHODS.index(method)] not in QUICK, METHODS), ids=names
+)
 def test_one_prefill_gives_the_answers_of_several(method: Method) -> None:
     with attached(tiny("llama"), method, budget=0.3, calibration=CALIBRATION) as kv:
         sealed = Replay(IDS, LENGTH, MIDDLE, lambda new: {"max_new_tokens": new}, NEW).under(kv, more=2)
