@@ -9,7 +9,7 @@ refuses, which take the most shared memory. Prints the bytes of it that each ker
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,8 +25,10 @@ from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, kmeans  # noqa: E402
+from kernels.ragged import Ragged  # noqa: E402
 from kernels.reference import Segment  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
+from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
 
 # of each operation: group sizes and head dims that are no powers of two, chosen rows, lengths that need several pieces
@@ -38,7 +40,8 @@ CASES = (
     "column_sums-dim96-17of51", "row_scores-dim256-g4-128", "channel_sums-g4-16x4100", "channel_sums-g3-5x31",
     "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "top_k-333of1000", "top_k-1of70001",
     "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3",
-    "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned",
+    "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned", "segment_attention-3-of-each-g3",
+    "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",
 )  # fmt: skip
 EXTREMES = "extremes"
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
@@ -67,14 +70,15 @@ def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> N
 
 
 def compile_cases(dtypes: list[torch.dtype]) -> None:
-    found = {str(case): case for case in cases()}
+    found = {str(case): case for case in [*cases(), *ragged_cases()]}
     for dtype in dtypes:
         for name in CASES:
             launch(found[name].op, *converted(found[name].args, dtype))
         for shape in BLOCKS:
             compile_block(*drawn(shape, dtype))
         x = torch.zeros(1, 2, 50, 128, dtype=dtype)
-        launch("put_rows", x, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
+        for held in (x, Ragged([x])):
+            launch("put_rows", held, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
         launch("kmeans", torch.zeros(3, 500, 32), torch.arange(70), 1, 0.0)  # always fp32
 
 
@@ -85,13 +89,15 @@ def compile_extremes(dtypes: list[torch.dtype]) -> None:
         dim = common._WIDEST // dtype.itemsize
         k, q = (torch.zeros(1, 1, count, dim, dtype=dtype) for count in (200, group))
         places = torch.zeros(1, 1, 64, dtype=torch.int64)
-        launch("segment_attention", q.transpose(1, 2), [Segment(k, k), Segment(k, k, places)], 1.0)
+        for held in (k, cast(Tensor, Ragged([k]))):
+            launch("segment_attention", q.transpose(1, 2), [Segment(held, held), Segment(held, held, places)], 1.0)
         launch("prefill_attention_with_column_sums", k, k, k, 1.0)
         launch("column_sums", k[:, :, :9], k, 1.0)
         launch("row_scores", q, k)
         launch("channel_sums", q[..., :64], k.transpose(2, 3).contiguous(), places)
         centroids, codes = torch.zeros(1, 1, 1, 256, dim, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=torch.uint8)
-        launch("pq_weights", q.transpose(1, 2), centroids, codes, 1.0)
+        for coded in ((centroids, codes), (Ragged([centroids], 3), Ragged([codes]))):
+            launch("pq_weights", q.transpose(1, 2), *coded, 1.0)
         for turning in (dim, dim // 4):
             angles = torch.zeros(200, turning)
             launch("rebuild_keys", k[:, 0], torch.zeros(1, 1, dim, dim, dtype=dtype), places, angles, angles)

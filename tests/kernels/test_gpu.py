@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from torch.testing import assert_close
 from kernels import ops, reference
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
+from kernels.ragged import Each, Ragged
 from kernels.reference import Segment
 from tests.kernels.op_cases import draw, pick, random
+from tests.kernels.ragged_cases import segment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +78,36 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "gathered rows", lambda _: ops.gather_rows(k, rows)
     yield "gathered codes", lambda _: ops.gather_rows(codes, rows).float()
     yield "put rows", lambda q: put(grouped(q))
+    yield from steps_of_several(k, v, centroids, codes)
     yield from block_steps(made)
+
+
+def steps_of_several(k: Tensor, v: Tensor, centroids: Tensor, codes: Tensor) -> Iterator[tuple[str, Call]]:
+    """The same of three sequences: all tokens, one of them, and some."""
+    count = codes.shape[2]
+    spans = slice(0, count), slice(7, 8), slice(99, 1099)
+    keys, values, coded = (Ragged([x[:, :, span] for span in spans]) for x in (k, v, codes))
+    books = Ragged([centroids.contiguous()] * 3, 3)
+    rows = Ragged([pick(11, 1, 8, size, min(size, 2048)).to("cuda") for size in keys.sizes])
+    segments = [segment(keys, values, rows), segment(keys, values, live=keys.counts)]
+    room = Ragged([torch.zeros_like(part[:, :, :1000]) for part in keys.parts])
+    tops, news = Each((300, 1, 30)), torch.tensor([50, 0, 999], device="cuda").view(3, 1, 1).expand(3, 8, 1)
+
+    def weights(q: Tensor) -> Ragged:
+        return cast(Ragged, ops.pq_weights(q.expand(3, -1, -1, -1), books, coded, 0.09))
+
+    def best(scores: Ragged) -> tuple[Tensor, ...]:
+        chosen = ops.top_k(scores, tops).parts
+        return tuple(x.gather(-1, at).sort(-1).values for x, at in zip(scores.parts, chosen, strict=True))
+
+    def put(new: Tensor) -> tuple[Tensor, ...]:
+        ops.put_rows(room, news, new.expand(3, 8, 1, 128))
+        return tuple(part.clone() for part in room.parts)
+
+    yield "tokens of several", lambda q: ops.segment_attention_with_lse(q.expand(3, -1, -1, -1), segments, 0.09)
+    yield "codes of several", lambda q: tuple(weights(q).parts)
+    yield "best of several", lambda q: best(weights(q))
+    yield "put rows of several", lambda q: put(q[:, :8])
 
 
 def block_steps(made: Made) -> Iterator[tuple[str, Call]]:

@@ -17,7 +17,9 @@ import torch
 
 from kernels import gpu, ops
 from kernels.dispatch import use_backend
+from kernels.ragged import Ragged
 from tests.kernels.op_cases import cases, stored
+from tests.kernels.ragged_cases import ragged_cases
 from tests.kernels.test_block import drawn
 
 pytest.importorskip("triton")
@@ -41,7 +43,7 @@ CASES = (
     "windowed_sums-near-dim96", "column_sums-dim96-17of51", "row_scores-dim128-g3-65", "channel_sums-g4-16x4100",
     "channel_sums-g3-5x31", "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum",
     "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
-    "top_k-1of70001",
+    "top_k-1of70001", "segment_attention-3-of-each-g3", "pq_weights-3-of-each", "top_k-some-of-70001",
 )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Far:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_operations(name: str, far: Far) -> None:
-    case = next(case for case in cases() if str(case) == name)
+    case = next(case for case in [*cases(), *ragged_cases()] if str(case) == name)
     with use_backend("triton"):
         next(op for op in ops.ALL if op.name == case.op)(*case.args)
     assert far.ran
@@ -116,7 +118,9 @@ def test_kmeans_and_blocks(far: Far) -> None:
         ops.kmeans(torch.zeros(3, 200, 32), torch.arange(9), 1, 0.0)
         _, q, _, _ = ops.attention_inputs(x, block, cos, sin)
         ops.block_output(x, q, block)
-        ops.put_rows(stored(1, 1, 2, 9, 8), torch.zeros(1, 2, 3, dtype=torch.int64), stored(2, 1, 2, 3, 8))
+        x, rows = stored(1, 1, 2, 9, 8), torch.zeros(1, 2, 3, dtype=torch.int64)
+        for held in (x, Ragged([x])):
+            ops.put_rows(held, rows, stored(2, 1, 2, 3, 8))
     assert far.ran == {"_nearest", "_sums", "_turn", "_norm", "_gate", "_copy"}
 
 
