@@ -20,7 +20,7 @@ RAGGED = "takes sequences of one length"  # why a backend leaves unequal ones to
 
 
 class Each:
-    """Holds a whole number for each sequence. Sums and differences are made sequence by sequence."""
+    """Holds a whole number for each sequence. Sums and the like are made sequence by sequence."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = tuple(values)
@@ -47,6 +47,12 @@ class Each:
     def __add__(self, other: int | Each) -> Each:
         others = other.values if isinstance(other, Each) else (other,) * len(self.values)
         return Each(tuple(map(int.__add__, self.values, others)))
+
+    def __mul__(self, other: int) -> Each:
+        return Each(tuple(value * other for value in self.values))
+
+    def __floordiv__(self, other: int) -> Each:
+        return Each(tuple(value // other for value in self.values))
 
     def __rsub__(self, other: int) -> Each:
         return Each(tuple(other - value for value in self.values))
@@ -111,6 +117,8 @@ class Ragged:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of `whole`."""
+        if "whole" in vars(self):
+            return tuple(self.whole.shape)
         one = list(self.first.shape)
         return (len(self.sizes.values), *one[1 : self.dim], max(self.sizes), *one[self.dim + 1 :])
 
@@ -153,6 +161,28 @@ def each(values: Sequence[int]) -> int | Each:
 def per_sequence(number: int | Each, count: int) -> tuple[int, ...]:
     """Return the number of each of `count` sequences."""
     return number.values if isinstance(number, Each) else (number,) * count
+
+
+def filled(x: Tensor | Ragged) -> Tensor:
+    """Return x [B ...] with what is behind the shorter sequences, which nobody may read."""
+    return x.whole if isinstance(x, Ragged) else x
+
+
+def first_of(x: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+    """Return the first entries [B ... count] of each sequence, which has as many."""
+    whole = filled(x)
+    return Ragged.filled_up(whole, count, whole.dim() - 1) if isinstance(count, Each) else whole[..., :count]
+
+
+def appended(x: Tensor | Ragged, entry: int | Each) -> Tensor:
+    """Put an entry behind those of each sequence. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
+    whole = filled(x)
+    ones = [1] * (whole.dim() - 1)
+    entries = entry.on(whole.device).view(-1, *ones) if isinstance(entry, Each) else whole.new_full([1, *ones], entry)
+    entries = entries.expand(*whole.shape[:-1], 1)
+    if not isinstance(x, Ragged):
+        return torch.cat([whole, entries], -1)
+    return pad(whole, (0, 1)).scatter(-1, x.counts.view(-1, *ones).expand_as(entries), entries)
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:

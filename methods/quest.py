@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
+from kernels.ragged import appended, filled, first_of
 from kernels.reference import Segment
 from kernels.sink_logits import softmax
 from methods.base import (
@@ -109,29 +110,31 @@ class Quest(Method):
         return [Layer(spec, cache, self, QuestRead()) for spec in specs]
 
 
-class QuestRead(Read[int], capturable=True):
+class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
     """Reads pages, as many as its plan says; the prompt's last one may be shorter. A selecting head is a query or a KV
     head."""
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
+    uneven = False  # heads may read different numbers of tokens, because some chose a shorter last page
 
     def split(self, budget: int) -> int:
         return budget // self.method.page_size
 
     def prepare(self, plan: int) -> None:
         self.bounds = page_bounds(self.store.k, self.method.page_size)
+        self.uneven = not self.method.last_page and self.sealed % self.method.page_size != 0
 
     def away(self, plan: int) -> tuple[int, int]:
         return 0, self.sealed
 
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
-        if self._ragged:
-            return self._attend_ragged(x.q, rows)
+        if self.uneven:
+            return self._attend_uneven(x.q, rows)
         return self.attend(x.q, self._pages(rows), self._since())
 
-    def _attend_ragged(self, q: Tensor, rows: Tensor) -> Tensor:
+    def _attend_uneven(self, q: Tensor, rows: Tensor) -> Tensor:
         """Attend where each head has a number of rows of its own: rows that do not exist are read as others are, and
         masked."""
         pages, since = self._pages(rows.clamp(max=self.sealed - 1)), self._since()
@@ -148,7 +151,7 @@ class QuestRead(Read[int], capturable=True):
         """Return chosen tokens of the prompt. rows [B H|G K]"""
         if self.layer.far is not None:
             return self.fetch(rows)
-        return Segment(self.store.k[:, :, : self.sealed], self.store.v[:, :, : self.sealed], rows)
+        return self.store.between(0, self.sealed)._replace(rows=rows)
 
     def _since(self) -> Segment:
         """Return what came after the seal."""
@@ -164,24 +167,17 @@ class QuestRead(Read[int], capturable=True):
 
     def _reading(self, plan: int) -> tuple[float | Tensor, float]:
         generated = self.layer.stored - self.sealed
-        if self.rows is None:
-            return plan * self.method.page_size, generated
-        if self._ragged:
+        if self.uneven and self.rows is not None:
             return (self.rows < self.sealed).sum(-1).double().mean(1), generated
-        return self.rows.shape[-1], generated
+        return self._tokens(plan), generated
 
     def rows_of(self, rows: Tensor, plan: int) -> Tensor:
         return rows.masked_fill(rows >= self.sealed, -1)
 
     def capture_refusal(self) -> str | None:
-        if self.plan is not None and self._ragged:
+        if self.plan is not None and self.uneven:
             return "last_page=false lets heads read different numbers of tokens"
         return super().capture_refusal()
-
-    @property
-    def _ragged(self) -> bool:
-        """Say whether selecting heads may read different numbers of tokens, because some chose a shorter last page."""
-        return not self.method.last_page and self.sealed % self.method.page_size != 0
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the tokens of the `top` best pages; numbers from `sealed` on stand for none. q [B H 1 D] -> [B H|G
@@ -189,12 +185,22 @@ class QuestRead(Read[int], capturable=True):
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
         scores = ops.row_scores(both, self.bounds)  # [B G g P]
-        scores = scores.amax(2) if self.method.select_per == "kv_head" else scores.flatten(1, 2)
+        whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
+        whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
         if not self.method.last_page:
-            return token_rows(ops.top_k(scores, top), self.method.page_size)
-        chosen = token_rows(ops.top_k(scores[..., :-1], top - 1), self.method.page_size)
-        last = torch.arange((scores.shape[-1] - 1) * self.method.page_size, self.sealed, device=q.device)
-        return torch.cat([chosen, last.expand(*chosen.shape[:2], -1)], -1)
+            return first_of(token_rows(filled(ops.top_k(first_of(whole, last + 1), top)), size), top * size)
+        pages = appended(ops.top_k(first_of(whole, last), top - 1), last)
+        return first_of(token_rows(pages, size), self._tokens(top))
+
+    def _tokens(self, pages: int) -> int:
+        """Return how many tokens so many pages hold; where the prompt's last one is always among them, that may be
+        shorter."""
+        size = self.method.page_size
+        return (
+            (pages - 1) * size + self.sealed - (self.sealed - 1) // size * size
+            if self.method.last_page
+            else pages * size
+        )
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:

@@ -105,6 +105,8 @@ def _top_k_of_each(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragge
     whole = (scores.whole if isinstance(scores, Ragged) else scores).contiguous()
     ks, most = (count.on(whole.device), max(count)) if isinstance(count, Each) else (None, count)
     out = torch.empty((*whole.shape[:-1], most), dtype=torch.int64)
+    if not most:
+        return out
     _library.top_k(
         scores=whole, out=out, counts=scores.counts if isinstance(scores, Ragged) else None, ks=ks,
         rows=out.numel() // most, count=whole.shape[-1], stride=whole.shape[-1], k=most,

@@ -7,6 +7,19 @@ namespace {
 
 using Rows = RowScores;
 
+// Holds the rows of one group.
+struct Index {
+    const char* first;
+    int64_t row, count;  // bytes from one to the next; how many there are
+
+    Index(const RowScores& in, int64_t pair) : row(in.x_row), count(in.count) {
+        int64_t sequence = pair / in.groups, group = pair % in.groups;
+        first = (const char*)in.x + sequence * in.x_batch + group * in.x_group;
+        if (const int64_t* table = in.table ? in.table + 3 * sequence : nullptr)
+            first = (const char*)table[0] + group * table[1], row = table[2], count = in.counts[sequence];
+    }
+};
+
 inline void copy_row(char* to, const char* from, int64_t bytes) {
     int64_t i = 0;
     for (; i + LINE <= bytes; i += LINE) store(to + i, load<u32>(from + i));
@@ -20,21 +33,22 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
     int rest = in.row_bytes - (L - 1) * LINE;
     each_task(tasks, tasks > 64, [&](int64_t task) {
         int64_t pair = task / blocks, first = task % blocks * TOKENS;
-        const char* base = (const char*)in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
+        Index index(in, pair);
+        if (first >= index.count) return;
         const char *rows[TOKENS], *ahead[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
-            rows[t] = base + std::min(first + t, in.count - 1) * in.x_row;
-            ahead[t] = base + std::min(first + t + 2 * TOKENS, in.count - 1) * in.x_row;
+            rows[t] = index.first + std::min(first + t, index.count - 1) * index.row;
+            ahead[t] = index.first + std::min(first + t + 2 * TOKENS, index.count - 1) * index.row;
         }
         const auto* queries = q + pair * in.heads * L * T::WIDTH;
         float* to = out + pair * in.heads * in.count + first;
-        if (first + TOKENS <= in.count) {
+        if (first + TOKENS <= index.count) {
             block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, to, in.count, rest);
         } else {
             Buffer<float> last(in.heads * TOKENS);
             block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
             for (int64_t h = 0; h < in.heads; h++)
-                std::copy_n(&last[h * TOKENS], in.count - first, to + h * in.count);
+                std::copy_n(&last[h * TOKENS], index.count - first, to + h * in.count);
         }
     });
 }
@@ -65,22 +79,24 @@ template <int W> void products_by_tiles(const uint32_t* q, const Rows& in, float
     int64_t chunks = (in.count + CHUNK - 1) / CHUNK, steps = (in.row_bytes + LINE - 1) / LINE;
     int64_t pairs = in.batch * in.groups;
     each_task(pairs * chunks, pairs * in.count > 2048, [&](int64_t task) {
-        int64_t pair = task / chunks, first = task % chunks * CHUNK, last = std::min(first + CHUNK, in.count);
+        int64_t pair = task / chunks, first = task % chunks * CHUNK;
+        Index index(in, pair);
+        int64_t last = std::min(first + CHUNK, index.count);
+        if (first >= last) return;
         Buffer<uint32_t> columns(steps * 16 * W);
         for (int64_t h = 0; h < in.heads; h++)
             for (int64_t w = 0; w < steps * 16; w++) columns[w * W + h] = q[(pair * in.heads + h) * steps * 16 + w];
         Buffer<char> copies(TOKENS * steps * LINE);
         alignas(LINE) float sums[TOKENS * W];
-        const char* base = (const char*)in.x + pair / in.groups * in.x_batch + pair % in.groups * in.x_group;
         Tiles tiles(true, W);
         for (int64_t at = first; at < last; at += TOKENS) {
-            int64_t n = std::min<int64_t>(TOKENS, last - at), stride = in.x_row;
-            const char* rows = base + at * in.x_row;
-            const char* ahead = rows + std::min<int64_t>(2 * TOKENS, in.count - 1 - at) * in.x_row;
+            int64_t n = std::min<int64_t>(TOKENS, last - at), stride = index.row;
+            const char* rows = index.first + at * index.row;
+            const char* ahead = rows + std::min<int64_t>(2 * TOKENS, index.count - 1 - at) * index.row;
             for (int64_t i = 0; i < TOKENS * in.row_bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
             if (n < TOKENS || in.row_bytes % LINE) {
                 stride = steps * LINE;
-                for (int64_t t = 0; t < n; t++) copy_row(&copies[t * stride], rows + t * in.x_row, in.row_bytes);
+                for (int64_t t = 0; t < n; t++) copy_row(&copies[t * stride], rows + t * index.row, in.row_bytes);
                 rows = copies.data();
             }
             multiply_narrow(rows, stride, columns.data(), sums, W, steps);

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer
+from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Ragged
+from kernels.ragged import Ragged
 
 
 class RowScores(Struct):
@@ -16,6 +16,8 @@ class RowScores(Struct):
 
     q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
     x = elements(strides="batch group row")  # [B G S C]
+    table = int64s("batch * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
+    counts = int64s("batch", optional=True)  # of each sequence, in place of `count`
     out = floats("batch * groups * heads * count", written=True)
     batch = groups = heads = width = count = row_bytes = integer()
 
@@ -26,23 +28,24 @@ _LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes that the library is built for, in c
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
-def row_scores(q: Tensor, x: Tensor) -> Tensor:
+def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
     batch, groups, heads, width = q.shape
-    count, size = x.shape[2], x.element_size()
+    count, size = x.shape[2], x.dtype.itemsize
+    first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
     if count:
         _library.row_scores(
-            q=q, x=x, out=out, batch=batch, groups=groups, heads=heads, width=q.shape[3], count=count,
-            row_bytes=width * size,
+            q=q, x=first, table=table, counts=counts, out=out, batch=batch, groups=groups, heads=heads,
+            width=q.shape[3], count=count, row_bytes=width * size,
         )  # fmt: skip
-    return out
+    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
     if isinstance(x, Ragged):
-        return RAGGED
+        x = x.first
     if -(-q.shape[3] * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
         return f"is not built for rows of {q.shape[3]} x {q.dtype}"
     return _unfit(q, x) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
