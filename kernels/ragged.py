@@ -168,7 +168,7 @@ def filled(x: Tensor | Ragged) -> Tensor:
     return x.whole if isinstance(x, Ragged) else x
 
 
-def first_of(x: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+def leading(x: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
     """Return the first entries [B ... count] of each sequence, which has as many."""
     whole = filled(x)
     return Ragged.filled_up(whole, count, whole.dim() - 1) if isinstance(count, Each) else whole[..., :count]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.ragged import appended, filled, first_of
+from kernels.ragged import appended, filled, leading
 from kernels.reference import Segment
 from kernels.sink_logits import softmax
 from methods.base import (
@@ -188,9 +188,9 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
         whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
         if not self.method.last_page:
-            return first_of(token_rows(filled(ops.top_k(first_of(whole, last + 1), top)), size), top * size)
-        pages = appended(ops.top_k(first_of(whole, last), top - 1), last)
-        return first_of(token_rows(pages, size), self._tokens(top))
+            return leading(token_rows(filled(ops.top_k(leading(whole, last + 1), top)), size), top * size)
+        pages = appended(ops.top_k(leading(whole, last), top - 1), last)
+        return leading(token_rows(pages, size), self._tokens(top))
 
     def _tokens(self, pages: int) -> int:
         """Return how many tokens so many pages hold; where the prompt's last one is always among them, that may be
