@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -168,10 +168,13 @@ def filled(x: Tensor | Ragged) -> Tensor:
     return x.whole if isinstance(x, Ragged) else x
 
 
-def leading(x: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
-    """Return the first entries [B ... count] of each sequence, which has as many."""
+def leading(x: Tensor | Ragged, count: int | Each) -> Tensor:
+    """Return the first entries [B ... count] of each sequence, which has as many: `Ragged` where the counts differ,
+    which the policies' code takes for a tensor."""
     whole = filled(x)
-    return Ragged.filled_up(whole, count, whole.dim() - 1) if isinstance(count, Each) else whole[..., :count]
+    if isinstance(count, Each):
+        return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
+    return whole[..., :count]
 
 
 def appended(x: Tensor | Ragged, entry: int | Each) -> Tensor:

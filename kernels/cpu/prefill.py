@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.cpu import decode, scores
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.ragged import filled
 from kernels.reference import Segment
 
 
@@ -94,7 +95,7 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Serve a decode step, for which packing keys and values would not pay."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
-    logits = scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
+    logits = filled(scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
