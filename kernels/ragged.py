@@ -55,7 +55,7 @@ class Each:
         return Each(tuple(value // other for value in self.values))
 
     def __rsub__(self, other: int) -> Each:
-        return Each(tuple(other - value for value in self.values))
+        return Each(tuple(map(other.__sub__, self.values)))
 
     def __sub__(self, other: int | Each) -> Each:
         return self + (Each(tuple(map(int.__neg__, other.values))) if isinstance(other, Each) else -other)

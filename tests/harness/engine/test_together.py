@@ -1,0 +1,234 @@
+"""Sequences of a running batch take a layer's step by one call of its policies, however many they are."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from harness.engine.attach import Attachment, attached
+from harness.engine.batch.cache import CHECKED, SlotsCache
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.slot import Slot
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from harness.engine.trace import Tracer
+from kernels.dispatch import watched
+from methods.base import AttnInput
+from methods.full import Full
+from methods.h2o import H2O
+from methods.layers import Layer
+from methods.tiers.integers import IntCodec
+from tests import fast
+from tests.methods.test_contract import attach, small
+from tests.tiny import prompt, tiny
+
+TOGETHER = ("full", "streaming", "snapkv", "pyramidkv", "pqcache", "sparq")
+COUNTS = (2, 4, 8)  # of sequences
+
+together = pytest.mark.parametrize("name", TOGETHER)
+
+
+def engine_of(kv: Attachment, **how: Any) -> Engine:
+    """Its first answer, which is checked, lies behind it."""
+    engine = Engine(kv, **how)
+    engine.generate(prompt(60), max_new_tokens=2)
+    return engine
+
+
+def joined(engine: Engine, *lengths: int, new: int = 9) -> tuple[RunningBatch, list[Slot]]:
+    batch = RunningBatch(engine)
+    return batch, [engine.join(batch, prompt(length, seed=length), max_new_tokens=new) for length in lengths]
+
+
+def reason(engine: Engine) -> str | None:
+    """Why the members of a batch attend one after the other."""
+    batch, _ = joined(engine, 61, 74)
+    batch.step()
+    return engine.one_by_one
+
+
+def slots_of(engine: Engine, count: int) -> SlotsCache:
+    """`count` sealed sequences whose lengths and budgets all differ, behind their first step."""
+    caches = []
+    for ids in (prompt(60 + 20 * i, seed=i) for i in range(count)):
+        caches.append(engine.cache(ids, 8))
+        engine.prefill(caches[-1], ids)
+        caches[-1].seal()
+    slots = SlotsCache(caches)
+    step(engine, slots)
+    return slots
+
+
+def step(engine: Engine, slots: SlotsCache) -> Tensor:
+    return engine.decode(torch.full((len(slots.members), 1), 5), slots, None)
+
+
+@together
+def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
+    with attach(small(name), 0.5) as kv:
+        assert reason(engine_of(kv)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [
+        ("h2o", {}, "H2OKeep chooses for one sequence after the other"),
+        ("infinigen", {}, "InfiniGenRead chooses for one sequence after the other"),
+        ("shadowkv", {}, "hit_cache=true asks the host how many chunks are new"),
+        ("kivi", {}, "KiviLayer attends for one sequence after the other"),
+        ("adakv", {}, "heads hold different numbers of tokens"),
+        ("pqcache", {"placement": "host"}, "placement=host gathers the chosen rows on the host"),
+        ("pqcache", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
+        ("pqcache", {"reuse_steps": 2}, "reuse_steps=2 lets one step choose and others not"),
+    ],
+)
+def test_what_cannot_attend_together_says_why(name: str, how: dict[str, Any], why: str) -> None:
+    calibration = prompt(64, seed=9)
+    with attached(tiny("llama"), small(name), budget=0.5, calibration=calibration, **how) as kv:
+        assert reason(engine_of(kv)) == why
+
+
+def test_members_that_are_watched_or_clocked_attend_one_by_one() -> None:
+    with attach(small("pqcache"), 0.5) as kv:
+        assert reason(engine_of(kv, fidelity=2)) == CHECKED
+        engine = engine_of(kv)
+        engine.tracer = Tracer(torch.device("cpu"))
+        assert reason(engine) == "trace=on clocks each step's parts"
+
+
+def test_members_attend_one_by_one_while_one_of_them_is_checked() -> None:
+    with attach(small("pqcache"), 0.5) as kv:
+        engine = Engine(kv)
+        batch, [checked, _] = joined(engine, 61, 74)
+        batch.step()
+        assert engine.one_by_one == CHECKED
+        batch.leave(checked)
+        engine.join(batch, prompt(83), max_new_tokens=9)
+        batch.step()
+        assert engine.one_by_one is None
+
+
+@pytest.mark.parametrize(
+    ("method", "why"), [(Full(), None), (H2O(), "H2OKeep chooses for one sequence after the other")]
+)
+def test_run_json_says_why(method: Any, why: str | None, tmp_path: Path) -> None:
+    task = fast.niah(lengths=[200], depths=3, max_new_tokens=3)
+    budget = {} if why is None else {"budget": 0.5}
+    made = fast.run(tmp_path, method, task, **{"batch": 3, "warmup": 1} | budget)
+    assert made.info["one_by_one"] == why
+
+
+def calls(engine: Engine, slots: SlotsCache, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """What Python calls in the attention of one step."""
+    seen: Counter[str] = Counter()
+    plain = SlotsCache.attend
+
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            seen[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            seen[called.__qualname__] += 1
+
+    def attend(cache: SlotsCache, layer: int, x: AttnInput) -> Tensor:
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return plain(cache, layer, x)
+        finally:
+            sys.setprofile(before)
+
+    with patch.context() as patched:
+        patched.setattr(SlotsCache, "attend", attend)
+        step(engine, slots)
+    return seen
+
+
+@together
+@torch.inference_mode()
+def test_python_does_no_more_for_more_members(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(small(name), 0.5) as kv:
+        engine = engine_of(kv)
+        two, *more = [calls(engine, slots_of(engine, count), monkeypatch) for count in COUNTS]
+    assert two["Layer.decode"] == len(kv.model.model.layers)
+    assert more == [two] * len(more)
+
+
+@together
+@torch.inference_mode()
+def test_a_step_launches_no_more_for_more_members(name: str) -> None:
+    def launched(count: int) -> Counter[str]:
+        slots, seen = slots_of(engine, count), Counter[str]()
+
+        def note(op: str, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+            seen[op] += 1
+            return run()
+
+        with watched(note):
+            step(engine, slots)
+        return seen
+
+    with attach(small(name), 0.5) as kv:
+        engine = engine_of(kv)
+        two, *more = map(launched, COUNTS)
+    assert two["put_rows"] == 2 * len(kv.model.model.layers)
+    assert more == [two] * len(more)
+
+
+@pytest.mark.tokens
+@together
+def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
+    """The budget covers two of the prompts, and one cache is of two sequences."""
+    prompts = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33), prompt(74)]
+    with attach(small(name), 40) as kv:
+        engine = engine_of(kv)
+        batch = RunningBatch(engine)
+        slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+        while batch.slots:
+            batch.step()
+        assert engine.one_by_one is None
+        for slot, ids in zip(slots, prompts, strict=True):
+            alone = engine.generate(ids, max_new_tokens=6)
+            assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+
+
+def held(cache: KVCache) -> list[dict[str, Any]]:
+    """What steps change of a cache, by layer."""
+    seen = []
+    for layer in cache.layers:
+        assert isinstance(layer, Layer)
+        changed = {name: getattr(policy, name, None) for policy in layer.policies for name in ("value_sum", "covered")}
+        chosen = None if layer.reads is None else layer.reads.rows
+        counts = {"seen": layer.seen, "stored": layer.stored, "tokens": cache.num_tokens}
+        seen.append({"k": layer.store.k, "v": layer.store.v, "rows": chosen, **counts, **changed})
+    return seen
+
+
+@pytest.mark.tokens
+@together
+def test_one_that_leaves_takes_along_what_its_steps_have_changed(name: str) -> None:
+    with attach(small(name), 0.5) as kv:
+        engine = engine_of(kv)
+        batch, [_, leaving, _] = joined(engine, 61, 90, 74)
+        other, [single] = joined(engine, 90)
+        for _ in range(3):
+            batch.step()
+            other.step()
+        left, wanted = batch.leave(leaving), other.leave(single)
+        assert left.tokens == wanted.tokens
+        assert_close(held(leaving.cache), held(single.cache), atol=1e-4, rtol=1e-4)
+        alone, fed = RunningBatch(engine), torch.tensor(left.tokens)[:, -1:]
+        rest = alone.join(leaving.cache, None, fed, began=perf_counter(), max_new_tokens=5)
+        while alone.slots:
+            alone.step()
+        whole = engine.generate(prompt(90, seed=90), max_new_tokens=9)
+    assert [left.tokens[0] + rest.out.tokens[0]] == whole.tokens

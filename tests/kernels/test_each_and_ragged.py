@@ -1,0 +1,108 @@
+"""Numbers and tensors of several sequences: `Each` and `Ragged`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ops, reference
+from kernels.ragged import Each, Ragged, each, per_sequence
+
+SIZES = (5, 70, 33, 64, 18)
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(*shape: int, dim: int = 2, sizes: Sequence[int] = SIZES) -> Ragged:
+    """Of sequences with `shape` [1 ...], which have `sizes` in dimension `dim`."""
+    return Ragged([rows(*shape[:dim], size, *shape[dim + 1 :], seed=i) for i, size in enumerate(sizes)], dim)
+
+
+def test_numbers_of_several_sequences_add_and_subtract() -> None:
+    lengths = Each([4, 9, 6])
+    assert lengths + 2 == Each([6, 11, 8])
+    assert lengths + Each([1, 0, 3]) == Each([5, 9, 9])
+    assert lengths - 4 == Each([0, 5, 2])
+    assert lengths - Each([4, 1, 1]) == Each([0, 8, 5])
+    assert 10 - lengths == Each([6, 1, 4])
+
+
+def test_numbers_of_several_sequences_are_a_key() -> None:
+    """By their values: a number that is computed anew in each step finds the counter of the first."""
+    assert {Each([4, 9]): "counter"}[Each([3, 8]) + 1] == "counter"
+    assert Each([4, 9]) != Each([9, 4])
+    assert Each([4, 9]) != 4
+
+
+def test_numbers_lie_on_the_device_once() -> None:
+    lengths, device = Each([4, 9]), torch.device("cpu")
+    assert lengths.on(device).tolist() == [4, 9]
+    assert lengths.on(device) is lengths.on(device)
+
+
+def test_one_number_stands_for_equal_ones() -> None:
+    assert each([7, 7]) == 7
+    assert each([7, 8]) == Each([7, 8])
+    assert per_sequence(7, 2) == (7, 7)
+    assert per_sequence(Each([7, 8]), 2) == (7, 8)
+
+
+def test_nothing_is_copied_until_the_whole_is_asked_for() -> None:
+    keys = ragged(1, 2, 0, 16)
+    table = [[part.data_ptr(), part.stride(1) * 4, part.stride(2) * 4] for part in keys.parts]
+    assert keys.table.tolist() == table
+    assert (keys.sizes, keys.counts.tolist(), keys.shape) == (Each(SIZES), list(SIZES), (5, 2, 70, 16))
+    assert (keys.dtype, keys.device, keys.dense) == (torch.float32, torch.device("cpu"), True)
+    assert "whole" not in vars(keys)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1, 2, 0, 16), 2), ((1, 2, 16, 0), 3), ((1, 2, 3, 0, 4), 3)])
+def test_the_whole_has_every_sequence_at_its_beginning(shape: tuple[int, ...], dim: int) -> None:
+    x = ragged(*shape, dim=dim)
+    assert x.whole.shape == x.shape
+    for i, (part, size) in enumerate(zip(x.parts, SIZES, strict=True)):
+        assert torch.equal(x.whole[i : i + 1].narrow(dim, 0, size), part)
+
+
+def test_what_is_filled_up_names_the_beginning_of_every_sequence() -> None:
+    whole = rows(3, 2, 8, 4)
+    x = Ragged.filled_up(whole, Each([8, 3, 5]))
+    assert x.whole is whole
+    assert (x.shape, x.dtype, x.first.shape) == ((3, 2, 8, 4), torch.float32, (1, 2, 8, 4))
+    assert [part.data_ptr() for part in x.parts] == [one.data_ptr() for one in whole]
+    assert [part.shape for part in x.parts] == [(1, 2, size, 4) for size in (8, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(1, 5), (0, Each(SIZES)), (Each([0, 9, 1, 60, 2]), Each(SIZES)), (Each([2, 1, 0, 3, 4]), 5)]
+)
+def test_a_slice_is_a_view_of_every_sequence(start: int | Each, end: int | Each) -> None:
+    keys = ragged(1, 2, 0, 16)
+    cut = keys.slice(start, end)
+    spans = zip(per_sequence(start, 5), per_sequence(end, 5), strict=True)
+    for part, whole, (first, last) in zip(cut.parts, keys.parts, spans, strict=True):
+        assert torch.equal(part, whole[:, :, first:last])
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("dim", "turned"), [(1, 1), (2, 3), (3, 2)])
+def test_turning_goes_with_the_dimension_that_differs(dim: int, turned: int) -> None:
+    x = ragged(1, 2, 3, 4, dim=dim)
+    assert x.mT.dim == turned
+    assert all(torch.equal(one, part.mT) for one, part in zip(x.mT.parts, x.parts, strict=True))
+
+
+def test_channels_of_unequal_keys_have_the_bits_that_each_gets_alone() -> None:
+    q, keys = rows(5, 2, 4, 3), ragged(1, 2, 16, 0, dim=3)
+    channels = torch.tensor([[0, 3, 9], [15, 1, 2]]).expand(5, -1, -1)
+    assert ops.channel_sums.refusal("cpu", q, keys, channels) is None
+    sums, lse = ops.channel_sums.backend("cpu").run(q, keys, channels)
+    alone, lse_alone = reference.channel_sums(q, keys, channels)  # type: ignore[arg-type]
+    assert torch.equal(lse, lse_alone)
+    assert isinstance(alone, Ragged)
+    assert all(torch.equal(one, other) for one, other in zip(sums.parts, alone.parts, strict=True))
