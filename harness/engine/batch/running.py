@@ -20,8 +20,9 @@ from harness.engine.sampling import Greedy, Sampler
 
 class RunningBatch:
     """Each slot has a cache of its own, so that lengths, budgets, bytes and traffic are its own, and its tokens are
-    those it gets alone; what is done together are the model's products. A captured step is one of these slots, and is
-    captured anew when one joins or leaves; where a layer of one slot refuses, all run plain.
+    those it gets alone; what is done together are the model's products and, where the method lets it, attention
+    (`SlotsCache`). A captured step is one of these slots, and is captured anew when one joins or leaves; where a layer
+    of one slot refuses, all run plain.
     """
 
     def __init__(self, stepper: Stepper) -> None:
