@@ -40,7 +40,7 @@ def alone_because(layer: KVLayer) -> str | None:
 
 def form(layer: Layer) -> Hashable:
     """Return what layers must share to take steps together."""
-    return type(layer), layer.heads, layer.reads is not None and layer.reads.plan is not None
+    return type(layer), layer.method, layer.heads, layer.reads is not None and layer.reads.plan is not None
 
 
 def together(layers: Sequence[Layer], cache: CacheState) -> Layer:

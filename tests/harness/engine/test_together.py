@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -27,6 +28,7 @@ from methods.base import AttnInput
 from methods.full import Full
 from methods.h2o import H2O
 from methods.layers import Layer
+from methods.sparq import SparQ
 from methods.tiers.integers import IntCodec
 from tests import fast
 from tests.methods.test_contract import attach, small
@@ -199,6 +201,22 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
         for slot, ids in zip(slots, prompts, strict=True):
             alone = engine.generate(ids, max_new_tokens=6)
             assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+
+
+@pytest.mark.tokens
+def test_members_of_different_methods_get_what_each_gets_alone() -> None:
+    """Caches of several attachments may run together."""
+    few, ids = small("sparq"), prompt(90, seed=7)
+    assert isinstance(few, SparQ)
+    with attach(replace(few, r=2), 0.3) as kv:
+        others = replace(few, r=16), small("pqcache"), small("snapkv"), Full()
+        engines = [engine_of(kv), *(engine_of(Attachment(kv.model, method, 0.3)) for method in others)]
+        batch = RunningBatch(engines[0])
+        slots = [engine.join(batch, ids, max_new_tokens=9) for engine in engines]
+        while batch.slots:
+            batch.step()
+        wanted = [engine.generate(ids, max_new_tokens=9).tokens for engine in engines]
+    assert [slot.out.tokens for slot in slots] == wanted
 
 
 def held(cache: KVCache) -> list[dict[str, Any]]:
