@@ -28,8 +28,8 @@ class Together(NamedTuple):
 
 
 class SlotsCache(KVCache):
-    """Sealed caches of any lengths, each with as many rows as its request has sequences. What a method gives one of them
-    does not depend on the others.
+    """Sealed caches of any lengths, each with as many rows as its request has sequences. What a method gives one of
+    them does not depend on the others.
 
     Where a layer's policies let it, all members attend in one launch per operation. Where they attend one by one,
     `alone` says why.
