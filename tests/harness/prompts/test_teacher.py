@@ -17,7 +17,7 @@ from harness.engine.attach import attached
 from harness.engine.batch.generation import after
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
-from harness.jobs import group
+from harness.jobs import job
 from harness.jobs.evaluate import evaluate
 from harness.prompts.prompt import PromptError, render
 from harness.prompts.stops import StopRule
@@ -131,7 +131,7 @@ def test_a_run_never_picks_an_end_before_the_least_length(tmp_path: Path, monkey
     settings = Settings(results=Results(str(tmp_path)), progress=False, baseline="off")
     (free,) = evaluate(Full(), Line(0), MODEL, replace(settings, seed=1)).records
     loaded = replace(MODEL.load("fp32", "cpu"), eos_ids=(free.tokens[0],))
-    monkeypatch.setattr(group, "load", lambda *_: loaded)
+    monkeypatch.setattr(job, "load", lambda *_: loaded)
     (at_once,) = evaluate(Full(), Line(0), MODEL, settings).records
     (later,) = evaluate(Full(), Line(1), MODEL, settings).records
     assert (at_once.tokens, at_once.stop) == (free.tokens[:1], "eos")
