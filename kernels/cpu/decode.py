@@ -87,11 +87,11 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         if rows is not None:
             rows = (rows.whole if isinstance(rows, Ragged) else rows).long().contiguous()
         kept += [rows, live]
-        fields = {
-            "k": first_of(k), "v": first_of(v), "rows": rows, "k_table": _table(k), "v_table": _table(v),
-            "live": live, "count": count, "k_share": k_share, "rows_share": rows_share,
-        }  # fmt: skip
-        packed.append(PackedSegment.pack(**fields))
+        described = PackedSegment.pack(
+            k=first_of(k), v=first_of(v), rows=rows, k_table=_table(k), v_table=_table(v), live=live, count=count,
+            k_share=k_share, rows_share=rows_share,
+        )  # fmt: skip
+        packed.append(described)
     q = q.contiguous()
     out = torch.empty_like(q)
     _library.segment_attention(
