@@ -115,8 +115,8 @@ def full_run(length: int, architecture: str = "llama") -> list[Step]:
 
 
 @cache
-def usual_run(name: str, length: int) -> list[Step]:
-    return run(small(name), prompt(length), 0.4)
+def usual_run(method: Method, length: int) -> list[Step]:
+    return run(method, prompt(length), 0.4)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def test_prefill_in_chunks_changes_nothing(name: str) -> None:
     method, ids = small(name), prompt(83)
     if not method.dense_prefill:
         pytest.skip("its prefill is sparse: what a chunk reads depends on the chunk")
-    assert_same(run(method, ids, 0.4, chunk=19), usual_run(name, 83))
+    assert_same(run(method, ids, 0.4, chunk=19), usual_run(small(name), 83))
 
 
 @pytest.mark.tokens
@@ -243,7 +243,7 @@ def test_keys_and_values_elsewhere_change_nothing(name: str, placement: str) -> 
         with pytest.raises(ValueError, match="placement=device"), attach(method, 0.4, placement=placement):
             pass
         return
-    assert_same(run(method, ids, 0.4, placement=placement), usual_run(name, 83))
+    assert_same(run(method, ids, 0.4, placement=placement), usual_run(small(name), 83))
 
 
 @in_each_place
@@ -304,12 +304,12 @@ def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> 
 @pytest.mark.tokens
 @methods
 def test_further_turns_over_everything_give_fulls_logits(name: str) -> None:
-    assert_same(turns_over_everything(name), turns_over_everything("full"))
+    assert_same(turns_over_everything(small(name)), turns_over_everything(Full()))
 
 
 @cache
-def turns_over_everything(name: str) -> list[Step]:
-    with attach(small(name), 1.0) as kv:
+def turns_over_everything(method: Method) -> list[Step]:
+    with attach(method, 1.0) as kv:
         turns = kv.cache(capacity=120)
         return [step for length in (61, 26, 3) for step in turn(kv, turns, prompt(length, seed=length))]
 
@@ -354,7 +354,7 @@ def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
 def test_a_layer_keeps_what_it_holds_on_its_own_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of a large model lie on several devices. Here the model's first is one that holds no numbers."""
     method, ids = small(name), prompt(71)
-    wanted, request = usual_run(name, 71), Attachment.request
+    wanted, request = usual_run(small(name), 71), Attachment.request
     elsewhere = torch.device("meta")
     monkeypatch.setattr(Attachment, "request", lambda self, **size: replace(request(self, **size), device=elsewhere))
     assert_same(run(method, ids, 0.4), wanted)
@@ -367,7 +367,7 @@ def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
     with attach(small(name), 0.4) as kv:
         turn(kv, kv.cache(capacity=100), prompt(90, seed=5))
         after = turn(kv, kv.cache(capacity=79), ids)
-    assert_same(after, usual_run(name, 71))
+    assert_same(after, usual_run(small(name), 71))
 
 
 class Watching(KVCache):
@@ -416,7 +416,7 @@ def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:
         cache = SharedPrefill(made.layers, made.state)
         cache.full = Full().start(kv.specs, made.state)
         shared = turn(kv, cache, ids, chunk=chunk)
-    assert_same(shared, usual_run(name, 71))
+    assert_same(shared, usual_run(small(name), 71))
 
 
 @methods
