@@ -85,33 +85,18 @@ def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str 
 
 
 def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
-    if isinstance(scores, Ragged) or isinstance(count, Each):
-        return _top_k_of_each(scores, count)
-    size = scores.shape[-1]
-    if scores.stride(-1) != 1 or scores.dim() > 3 or not _evenly_spaced(scores):
-        scores = scores.contiguous()
-    out = torch.empty((*scores.shape[:-1], count), dtype=torch.int64)
-    rows = scores.numel() // size if size else 0
-    stride = scores.stride(-2) if scores.dim() > 1 else size
+    x, counts = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
+    most, ks = (max(count), count.on(x.device)) if isinstance(count, Each) else (count, None)
+    size = x.shape[-1]
+    if x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x):
+        x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], most), dtype=torch.int64)
     if out.numel():
+        rows, stride = x.numel() // size, x.stride(-2) if x.dim() > 1 else size
         _library.top_k(
-            scores=scores, out=out, counts=None, ks=None, rows=rows, count=size, stride=stride, k=count, lists=rows
-        )
-    return out
-
-
-def _top_k_of_each(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
-    """Find as many as each sequence asks for, among as many as it has. [B G S], with S last"""
-    whole = (scores.whole if isinstance(scores, Ragged) else scores).contiguous()
-    ks, most = (count.on(whole.device), max(count)) if isinstance(count, Each) else (None, count)
-    out = torch.empty((*whole.shape[:-1], most), dtype=torch.int64)
-    if not most:
-        return out
-    _library.top_k(
-        scores=whole, out=out, counts=scores.counts if isinstance(scores, Ragged) else None, ks=ks,
-        rows=out.numel() // most, count=whole.shape[-1], stride=whole.shape[-1], k=most,
-        lists=out[0].numel() // most,
-    )  # fmt: skip
+            scores=x, out=out, counts=counts, ks=ks, rows=rows, count=size, stride=stride, k=most,
+            lists=max(1, rows // len(x)),
+        )  # fmt: skip
     return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
 
 

@@ -172,10 +172,9 @@ Call of_sequence(const Call& call, int64_t sequence) {
     int64_t of_heads = call.groups * call.heads * call.parts * call.width, size = call.is_bf16 ? 2 : 4;
     Call one = call;
     one.q = (const char*)call.q + sequence * of_heads * size;
-    if (call.tables) {
-        const int64_t* table = call.tables + 4 * sequence;
-        one.centroids = (const void*)table[0], one.codes = (const void*)table[1];
-        one.clusters = table[2], one.count = table[3];
+    if (call.counts) {
+        one.centroids = (const void*)call.of_centroids[3 * sequence], one.clusters = call.sizes[sequence];
+        one.codes = (const void*)call.of_codes[3 * sequence], one.count = call.counts[sequence];
     } else {
         one.centroids = (const char*)call.centroids + sequence * call.groups * call.parts * call.clusters * call.width * size;
         one.codes = (const char*)call.codes + sequence * call.groups * call.count * call.parts * call.code_bytes;

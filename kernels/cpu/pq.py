@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged
+from kernels.ragged import Ragged, first_of
 
 
 class PQWeights(Struct):
@@ -16,7 +16,8 @@ class PQWeights(Struct):
     q = elements("pairs * heads * parts * width")
     centroids = elements()  # [G m C d'] of each sequence
     codes = anything()  # [G S m] of each sequence, of `code_bytes` bytes each
-    tables = int64s(optional=True)  # [B 4] of each sequence: addresses of centroids and codes, C and S
+    of_centroids = of_codes = int64s(optional=True)  # [B 3], tables of `Ragged`, in place of the addresses above
+    sizes = counts = int64s(optional=True)  # [B], C and S of each sequence, in place of `clusters` and `count`
     out = floats("pairs * count", written=True)
     code_bytes = pairs = groups = heads = parts = clusters = width = count = integer()
     scale = real()
@@ -28,18 +29,15 @@ _library = load("pq", Function("pq_weights", PQWeights))
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
     """Compute the softmax weights of coded keys, summed over a group, as kernels/reference.py defines it."""
     batch, groups, parts, clusters, width = centroids.shape
-    count, tables = codes.shape[2], None
+    count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
-    if isinstance(codes, Ragged) and isinstance(centroids, Ragged):
-        tables = torch.stack([centroids.table[:, 0], codes.table[:, 0], centroids.counts, codes.counts], 1)
-        given = centroids.first, codes.first
-    else:
-        assert not isinstance(codes, Ragged)
-        assert not isinstance(centroids, Ragged)
-        given = centroids.contiguous(), codes.contiguous()
+    of_centroids, of_codes, sizes, counts = None, None, None, None
+    if isinstance(centroids, Ragged) and isinstance(codes, Ragged):
+        of_centroids, of_codes, sizes, counts = centroids.table, codes.table, centroids.counts, codes.counts
     if count:
         _library.pq_weights(
-            q=q.contiguous(), centroids=given[0], codes=given[1], tables=tables, out=out,
+            q=q.contiguous(), centroids=first_of(centroids).contiguous(), codes=first_of(codes).contiguous(),
+            of_centroids=of_centroids, of_codes=of_codes, sizes=sizes, counts=counts, out=out,
             code_bytes=codes.dtype.itemsize, pairs=batch * groups, groups=groups, heads=q.shape[1] // groups,
             parts=parts, clusters=clusters, width=width, count=count, scale=scale,
         )  # fmt: skip

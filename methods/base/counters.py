@@ -35,7 +35,7 @@ class StepCounters:
         self.running = False
         self.capturing = False  # whether what is asked for now must be there already
         self.steps = 0  # steps since the start
-        self._counters: dict[int | Each, Tensor] = {}  # by the value that each had at the start
+        self._counters: dict[tuple[int | Each, torch.device], Tensor] = {}  # by the value that each had at the start
 
     def start(self) -> None:
         """Begin to keep numbers on the device."""
@@ -54,12 +54,12 @@ class StepCounters:
 
     def first(self, value: int | Each, device: torch.device) -> Tensor:
         """Return [1], or [B] for the numbers of several sequences, that held `value` at the start, while running."""
-        if value not in self._counters:
+        if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
             values = value.values if isinstance(value, Each) else (value,)
-            self._counters[value] = torch.tensor(values, device=device) + self.steps
-        return self._counters[value]
+            self._counters[value, device] = torch.tensor(values, device=device) + self.steps
+        return self._counters[value, device]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return [count] int64: `start` and what follows it, as positions of tokens or as rows of a store."""

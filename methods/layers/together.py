@@ -47,7 +47,8 @@ def together(layers: Sequence[Layer], cache: CacheState) -> Layer:
     """Return a layer whose `decode` takes one token of each sequence of `layers`, which are of one form. `cache`: what
     they step with; its request counts all sequences. What the layers count in Python is left to `count_replayed`."""
     one = copy(layers[0])
-    one.cache, one.request = cache, cache.request
+    one.cache = cache = cache.on(one.spec.device)
+    one.request = cache.request
     one.store = StoreOfSeveral([layer.store for layer in layers], cache)
     one.sealed = cast(int, each([layer.sealed for layer in layers for _ in range(layer.request.batch)]))
     joined = {mine: _joined(policies, one) for mine, *policies in _policies(layers)}

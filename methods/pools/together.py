@@ -15,8 +15,8 @@ from methods.pools.near import KVStore
 
 
 class StoreOfSeveral(KVStore):
-    """Writes to, and reads from, the memory of `stores`. Their lengths stay what they were at the start (`KVStore
-    .advance` brings them up to date); what grows is counted in `cache.counters`."""
+    """Writes to, and reads from, the memory of `stores`. What grows is counted in `cache.counters`; the lengths of the
+    stores themselves stay behind until `KVStore.advance`."""
 
     def __init__(self, stores: Sequence[KVStore], cache: CacheState) -> None:
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]

@@ -19,7 +19,7 @@ from methods.layers.together import alone_because, form, hand_back, together
 CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"
 
 
-class Together(NamedTuple):
+class StepGroup(NamedTuple):
     """Members whose sequences take a layer's step together, or one member alone."""
 
     layer: KVLayer
@@ -45,7 +45,7 @@ class SlotsCache(KVCache):
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
         self.alone = alone
-        self._together = CacheState(
+        self._joint_state = CacheState(
             replace(self.state.request, batch=sum(self._sizes), prepared=None), counters=self._counters
         )
         self._begins = each([member.num_tokens for member in members for _ in range(member.state.request.batch)])
@@ -96,7 +96,7 @@ class SlotsCache(KVCache):
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
 
-    def _attend(self, layer: int, group: Together, x: AttnInput) -> Tensor:
+    def _attend(self, layer: int, group: StepGroup, x: AttnInput) -> Tensor:
         if len(group.members) > 1:
             return group.layer.decode(x)
         member = self._members[group.members[0]]
@@ -116,7 +116,7 @@ class SlotsCache(KVCache):
         self._counters.steps += steps
         self.num_tokens += steps
 
-    def _grouped(self, layers: Sequence[KVLayer], alone: str | None) -> list[Together]:
+    def _grouped(self, layers: Sequence[KVLayer], alone: str | None) -> list[StepGroup]:
         """Which members take the step of one layer together."""
         forms: dict[Hashable, list[int]] = {}
         for number, layer in enumerate(layers):
@@ -127,14 +127,14 @@ class SlotsCache(KVCache):
             forms.setdefault(number if reason else form(cast(Layer, layer)), []).append(number)
         return [self._group([layers[number] for number in numbers], numbers) for numbers in forms.values()]
 
-    def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> Together:
+    def _group(self, layers: Sequence[KVLayer], members: Sequence[int]) -> StepGroup:
         spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
         if len(members) == 1:
-            return Together(layers[0], tuple(members), slice(spans[0].start, spans[0].stop))
+            return StepGroup(layers[0], tuple(members), slice(spans[0].start, spans[0].stop))
         rows = [row for span in spans for row in span]
-        state = replace(self._together, request=replace(self._together.request, batch=len(rows)))
+        state = replace(self._joint_state, request=replace(self._joint_state.request, batch=len(rows)))
         one = together(cast(Sequence[Layer], layers), state)
-        return Together(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
+        return StepGroup(one, tuple(members), torch.tensor(rows, device=self.state.request.device))
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:

@@ -325,6 +325,15 @@ def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
     assert counters.tensor(3, device).tolist() == [3]
 
 
+def test_each_device_has_counters_of_its_own() -> None:
+    """The layers of a large model lie on several."""
+    counters, here, there = StepCounters(), torch.device("cpu"), torch.device("meta")
+    counters.start()
+    assert [counters.tensor(3, device).device for device in (here, there)] == [here, there]
+    counters.advance()
+    assert counters.tensor(4, here).tolist() == [4]
+
+
 @pytest.mark.tokens
 def test_every_example_is_captured_and_not_the_first_alone() -> None:
     """A pool whose last graph has gone cannot be opened again while a workspace lies in it: an anchor keeps it open."""

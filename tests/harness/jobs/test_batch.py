@@ -16,13 +16,13 @@ from evals.niah import Niah
 from harness.config.settings import GenerationSettings
 from harness.engine.engine import Engine
 from harness.engine.trace import PROFILED
-from harness.jobs import runner as runner_module
 from harness.results.files import read_json
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
 from tests import fast
+from tests.failures import third_record_fails
 from tests.fast import PQ, STREAMING
 
 OWN = (
@@ -143,18 +143,9 @@ def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.tokens
-def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", batch=3)
-    real, calls = runner_module.Runner.record, []
-
-    def failing(self: Any, *arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise RuntimeError("the power went")
-        return real(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
-        patch.setattr(runner_module.Runner, "record", failing)
+    with third_record_fails():
         run(tmp_path / "torn", batch=3)
     [lines] = (tmp_path / "torn").glob("*/examples.jsonl")
     kept = lines.read_bytes()

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
-from harness.jobs import group
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.planning.effective import with_own_limit
@@ -24,6 +23,7 @@ from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.pqcache import PQCache
 from tests import forks
+from tests.failures import third_record_fails
 from tests.fake_records import rewrite
 from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
 from tests.forks import Forked
@@ -120,20 +120,9 @@ def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
 @pytest.mark.tokens
 @both
 @pytest.mark.parametrize("damage", ["", '{"id": "half a li'])
-def test_an_error_in_the_middle_loses_and_repeats_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, shared: bool
-) -> None:
+def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, damage: str, shared: bool) -> None:
     whole = run(tmp_path / "whole", baseline="off", shared_prefill=shared)
-    real, calls = group.Runner.record, []
-
-    def failing(self: Any, *arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise RuntimeError("the power went")
-        return real(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
-        patch.setattr(group.Runner, "record", failing)
+    with third_record_fails():
         run(tmp_path / "torn", baseline="off", shared_prefill=shared)
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2

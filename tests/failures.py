@@ -1,0 +1,27 @@
+"""Runs that fail on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from harness.jobs.runner import Runner
+
+
+@contextmanager
+def third_record_fails() -> Iterator[None]:
+    """The third example of a run ends in an error, which must reach the caller."""
+    really, calls = Runner.record, []
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("the power went")
+        return really(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
+        patch.setattr(Runner, "record", failing)
+        yield
