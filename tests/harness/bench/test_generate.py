@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench import __main__ as bench
 from harness.bench.generate import FOLLOWED, TimedRun, agreement, compare
 from harness.models.random import Random
+
+
+def bf16_attention_fails() -> str:
+    """Why transformers cannot generate in bf16 here: on a CPU with AMX whose vector instructions are taken away
+    (ATEN_CPU_CAPABILITY), torch's own attention takes the way for AMX and finds half of it missing."""
+    q = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        scaled_dot_product_attention(q, q, q, is_causal=True)
+    except RuntimeError as error:
+        return f"torch's own attention in bf16 fails here: {error}"
+    return ""
 
 
 def test_best_of_each_may_be_different_dtypes() -> None:
@@ -48,6 +60,8 @@ def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
 @pytest.mark.tokens
 @pytest.mark.bf16
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
+    if reason := bf16_attention_fails():
+        pytest.skip(reason)
     words = ["generate", "--shape", "tiny", "--tokens", "300", "--new", "5", "--rounds", "2", "--out", str(tmp_path)]
     assert bench.main(words) == 0
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
