@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import ref
 
-from methods.base import CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from torch import Tensor
+
+from kernels.reference import Segment
+from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
+from methods.tiers.transfer.engine import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +53,43 @@ class Full(Method):
         return costs.dense(case) + costs.sent_away(case, case.sealed if self.offload else 0, case.sealed)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        kind = OffloadedLayer if self.offload else Layer
-        return [kind(spec, cache, self) for spec in specs]
+        if not self.offload:
+            return [Layer(spec, cache, self) for spec in specs]
+        layers = [OffloadedLayer(spec, cache, self) for spec in specs]
+        for layer, following in zip(layers, [*layers[1:], layers[0]], strict=True):
+            layer.following = ref(following)
+        return list[KVLayer](layers)
 
 
 class OffloadedLayer(Layer, capturable=True):
-    """Sends the prompt away at the seal; generated tokens stay on the device."""
+    """Sends the prompt away at the seal; generated tokens stay on the device. While a layer attends, the prompt of the
+    next one comes, and behind the last layer that of the first, for the next step (FlexGen, arXiv 2303.06865)."""
+
+    following: ref[OffloadedLayer]
+    arrival: Arrival[Segment] | None = None
 
     def seal(self) -> None:
         super().seal()
         if self.request.pooled:
             self.send_away(0, self.sealed)
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.send_for()
+        if (following := self.following()) is not None:
+            following.send_for()
+        return super().decode(x)
+
+    def send_for(self) -> None:
+        """Ask for the prompt, unless it is here or on its way."""
+        if self.far is not None and self.arrival is None:
+            self.arrival = self.far.whole()
+
+    def attend_all(self, q: Tensor) -> Tensor:
+        if self.arrival is None:
+            return super().attend_all(q)
+        prompt, self.arrival = self.arrival.wait(), None
+        return self.attend(q, prompt, self.store.since(0))
+
+    def bring_back(self) -> None:
+        self.arrival = None
+        super().bring_back()

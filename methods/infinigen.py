@@ -239,6 +239,8 @@ class InfiniGenRead(Pooled, capturable=True):
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
         if self.plan is not None and self.selects_next:
             self.guessed = self.fetches(self.guessed_query(before))
+            if self.layer.far is not None:
+                self.send_for(self.guessed[0])  # they come while the layer before computes
 
     def guessed_query(self, before: AttnInput) -> Tensor:
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))

@@ -205,9 +205,11 @@ class InfLLMRead(Select, capturable=True):
         rows = self.chosen(far_q, plan.top)
         window = x.start - self.n_local + 1
         self._leave(window)
-        far, near = self._far(rows), self._near(window)
-        far_out, far_lse = ops.segment_attention_with_lse(far_q, far, self.spec.scale)
+        if self.layer.far is not None:
+            self.send_for(rows)  # they come while the window is attended to
+        near = self._near(window)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
+        far_out, far_lse = ops.segment_attention_with_lse(far_q, self._far(rows), self.spec.scale)
         lse, sinks = torch.logaddexp(far_lse, near_lse), self.spec.sink_logits
         drawn = self.layer.weights(x.q, near, lse_with_sink(lse, sinks))
         self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)

@@ -104,7 +104,7 @@ class KiviLayer(Layer, capturable=True):
     def attend_all(self, q: Tensor) -> Tensor:
         if self.far is None:
             return super().attend_all(q)
-        k, v, *_ = self.far.whole()
+        k, v, *_ = self.far.whole().wait()
         return self.attend(q, Segment(k, self._with_recent(v, self.store.length - 1)), self.store.since(0))
 
     def bring_back(self) -> None:

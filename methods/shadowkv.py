@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -278,10 +279,12 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
 
     def _rebuild(self, chunks: Tensor) -> Segment:
-        """Return keys from their factors and values from their rows. chunks [B G K] -> K*c tokens"""
+        """Return keys from their factors and values from their rows, which come meanwhile. chunks [B G K] -> K*c
+        tokens"""
+        values = self.cache.fetch(partial(self.values.gather, chunks))
         positions = token_rows(chunks, self.method.chunk)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
-        return Segment(keys, self.values.gather(chunks, self.cache.traffic).view(keys.shape))
+        return Segment(keys, values.wait().view(keys.shape))
 
     def reopen(self) -> None:
         """Rebuild the candidates, with the outliers' exact keys among them, since a further turn attends to

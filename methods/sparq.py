@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -185,15 +186,16 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
         if (far := self.layer.far) is None:
             keys = self.middle().k.mT if self.by_channel is None else self.by_channel
-            by_channel = keys.first(self.spec.head_dim, self.cache.traffic) if isinstance(keys, Rows) else keys
-            return _sums(picked, by_channel, channels)
+            if isinstance(keys, Rows):
+                keys = self.cache.fetch(partial(keys.first, self.spec.head_dim)).wait()
+            return _sums(picked, keys, channels)
         every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         return _sums(picked, self._moved_channels(far, channels), every)
 
     def _moved_channels(self, middle: Pool, channels: Tensor) -> Tensor:
         """Bring channels of the middle keys to the device. [B G r] -> [B G r M]"""
         if isinstance(self.by_channel, Rows):
-            return self.by_channel.gather(channels, self.cache.traffic)
+            return self.cache.fetch(partial(self.by_channel.gather, channels)).wait()
         return middle.channels(channels)
 
 

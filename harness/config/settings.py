@@ -28,7 +28,17 @@ from harness.config.groups import (
     check_codec,
 )
 from harness.config.plugins import suggestion
-from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
+from harness.config.values import (
+    FROM_0,
+    FROM_1,
+    MOST_SEED,
+    Range,
+    SettingsError,
+    check_values,
+    expand_paths,
+    rate,
+    size,
+)
 from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -51,6 +61,7 @@ CHOICES = {
     "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
     "placement": TIERS,
+    "overlap": ("auto", "on", "off"),
     "protocol": ("prompt", "context"),
     "questions": ("separate", "shared"),
     "history": ("device_prefix", "store", "recompute"),
@@ -101,7 +112,7 @@ WITHOUT_EFFECT = (
 # may differ among jobs that share a prefill
 OWN = {
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "reuse_steps", "budget_generated",
-    "placement", "codec",
+    "placement", "codec", "overlap", "link", "disk_link",
 }  # fmt: skip
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
@@ -145,6 +156,9 @@ class Settings:
     placement: str = DEVICE
     codec: str | None = None
     disk: str | None = None
+    overlap: str = "auto"
+    link: str | None = None
+    disk_link: str | None = None
     protocol: str = "prompt"
     questions: str = "separate"
     history: str = "device_prefix"
@@ -187,6 +201,7 @@ class Settings:
         if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         check_codec("codec", self.codec)
+        self._check_links()
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
         if self.graphs == "on" and self.device == "cpu":
@@ -209,6 +224,17 @@ class Settings:
         self.overflow.check(self.history)
         self._check_trackers()
         self._check_generation(self.generation)
+
+    def _check_links(self) -> None:
+        for key in ("link", "disk_link"):
+            if (given := getattr(self, key)) is None:
+                continue
+            rate(key, given)
+            if self.device.startswith("cuda"):
+                raise SettingsError(
+                    f"{key}={given} stands for a bus that a CPU does not have, and device={self.device} has one: leave "
+                    "it out."
+                )
 
     @property
     def says_budget(self) -> bool:
@@ -267,9 +293,9 @@ class RunConfig(Settings):
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
-    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs`
-    resolved."""
-    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off"}
+    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs` and
+    `overlap` resolved."""
+    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off", "overlap": "off"}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from methods.base import Budget, CacheState, Checks, Method, Request, refuse_oth
 from methods.layers.hybrid import check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.transfer.engine import Links, TransferEngine
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
@@ -46,6 +48,8 @@ class Attachment:
         reuse_steps: int = 0,
         codec: Codec | None = None,
         disk: Path | None = None,
+        overlap: bool = False,
+        links: Links | None = None,
     ) -> None:
         refuse_other_than_method(method)
         _refuse(model, placement, reuse_steps, codec, disk)
@@ -62,6 +66,7 @@ class Attachment:
         self.reuse_steps = reuse_steps
         self.placement = placement
         self.codec, self.disk = codec, disk
+        self.engine = _engine(model.device, placement, overlap, links)
         self.model_specs = layer_specs(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
         method.check_model(self.specs[0])
@@ -88,7 +93,9 @@ class Attachment:
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
-        state = CacheState(self.request(capacity=capacity, batch=batch), checks=Checks(self._unchecked))
+        state = CacheState(
+            self.request(capacity=capacity, batch=batch), checks=Checks(self._unchecked), engine=self.engine
+        )
         return kind(start_layers(self.model_specs, state, self.method.start), state)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
@@ -96,6 +103,10 @@ class Attachment:
         cache = self.start(LoopCache, capacity=capacity, batch=batch)
         self._handed_out.append(ref(cache))
         return cache
+
+    def close(self) -> None:
+        """End the threads that move rows."""
+        self.engine.close()
 
     def warn_of_unsealed(self) -> None:
         """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
@@ -137,6 +148,14 @@ def _refuse(model: object, placement: object, reuse_steps: object, codec: object
         raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
 
 
+def _engine(device: torch.device, placement: str, overlap: bool, links: Links | None) -> TransferEngine:
+    if placement == DEVICE:
+        return TransferEngine()  # nothing moves
+    if links is not None and device.type != "cpu":
+        raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
+    return TransferEngine(ahead=overlap, threads=1 if overlap and links is None else 0, links=links)
+
+
 def _refuse_number(key: str, number: object, *, least: int) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{key}={number!r} should be a whole number, at least {least}.")
@@ -153,15 +172,18 @@ def attached(
     reuse_steps: int = 0,
     codec: Codec | None = None,
     disk: Path | None = None,
+    overlap: bool = False,
+    links: Links | None = None,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
 
     `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all of it.
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
     `codec`: how a method that reads a choice of its tokens holds those (methods/tiers/codec.py). `disk`: the folder
-    for a placement in files; None: the system's temporary one.
+    for a placement in files; None: the system's temporary one. `overlap`: rows that lie elsewhere come while the model
+    computes, where the method knows early enough which. `links`: how fast, where the tiers share the CPU's memory.
     """
-    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk)
-    with routed(model):
+    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, links)
+    with routed(model), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()

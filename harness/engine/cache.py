@@ -70,6 +70,7 @@ class KVCache(Cache):
         self.state.checks.begin("further" if self._further else "first")
         for layer in self.layers:
             layer.seal()
+        self.state.engine.drain()
         self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
 
     def open_turn(self) -> None:

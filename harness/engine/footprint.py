@@ -15,26 +15,35 @@ from torch import Tensor
 from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.layers import Policy
 from methods.tiers.tier import DEVICE, TIERS, tier_of
+from methods.tiers.transfer.engine import TransferEngine
 
-_SHARED = (LayerSpec, Request, CacheState, Method)  # descriptions and per-model work, not this sequence's state
+_SHARED = (
+    LayerSpec,
+    Request,
+    CacheState,
+    Method,
+    TransferEngine,
+)  # descriptions and per-model work, not this sequence's state
 _PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     """Bytes by tier, all of the table (methods/tiers/tier.py). Whole storages are counted once, however many views
-    there are; reserved but unused rows count as well, and files that a layer names where its tier lies in files.
+    there are, in the slowest tier that holds it: beside a CPU what has come from the host is a view of what lies there.
+    Reserved but unused rows count as well, and files that a layer names where its tier lies in files.
     Raises `ValueError` for bytes in a tier that has no line in the table."""
     sizes: dict[int | Path, tuple[str, int]] = {}
     for layer in layers:
         for held, tier in _held(layer, DEVICE, set()):
+            tier_of(tier)  # raises where nobody knows it
             if isinstance(held, Path):
                 sizes[held] = (tier, held.stat().st_size)
             else:
                 storage = held.untyped_storage()
-                sizes[storage.data_ptr()] = (tier, storage.nbytes())
+                known, _ = sizes.get(storage.data_ptr(), (tier, 0))
+                sizes[storage.data_ptr()] = (max(known, tier, key=list(TIERS).index), storage.nbytes())
     totals = dict.fromkeys(TIERS, 0)
     for tier, size in sizes.values():
-        tier_of(tier)  # raises where nobody knows it
         totals[tier] += size
     return totals
 

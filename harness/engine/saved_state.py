@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
 from harness.engine.cache import KVCache
 from harness.engine.footprint import changing
 from methods.base import LayerSpec, Method, Request
+from methods.tiers.transfer.engine import Arrival, TransferEngine
 
-_CONSTANT = (str, bytes, int, float, type, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request)
+_CONSTANT = (
+    str, bytes, int, float, type, ref, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request, TransferEngine,
+    Arrival,
+)  # fmt: skip
 
 
 class SavedState:

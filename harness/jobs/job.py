@@ -23,6 +23,7 @@ from harness.jobs.planning.effective import (
     budget_of,
     codec_of,
     effective,
+    links_of,
     method_of,
     with_contexts,
     with_own_limit,
@@ -241,6 +242,8 @@ class Job:
             self.settings.reuse_steps,
             codec_of(self.settings),
             self.settings.disk_folder(),
+            self.settings.overlap == "on",
+            links_of(self.settings),
         )
         if info.get("rebuilt") and not measured:
             for key, value in method.measured(attachment.prepared).items():

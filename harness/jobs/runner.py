@@ -77,6 +77,7 @@ class Runner:
             fidelity=settings.fidelity,
             graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
+        self._closing.callback(attachment.close)
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
             self.engine.tracer = Tracer(self.device, profile_file(folder))

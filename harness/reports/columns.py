@@ -106,6 +106,8 @@ def _of_unit(measure: Measure, values: Sequence[float | None]) -> Column:
         return share(measure.head, values)
     if measure.unit == "bytes":
         return quantity(measure.head, values, BYTES, "/step", hide_zeros=measure.hides_zeros)
+    if measure.unit == "seconds":
+        return quantity(measure.head, values, SECONDS, "/step", hide_zeros=measure.hides_zeros)
     return number(measure.head, measure.unit, values)
 
 

@@ -30,7 +30,7 @@ class Measure:
     """
 
     meaning: str
-    unit: Literal["tokens", "bytes", "share"]
+    unit: Literal["tokens", "bytes", "share", "seconds"]
     over_turns: Callable[[list[float]], float] = fmean
     over_examples: Callable[[list[float]], float] = fmean
     section: str | None = "memory"
@@ -73,6 +73,23 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl
         unit="bytes",
         head="from disk",
         shown="those of the bytes moved that a file gave",
+        hides_zeros=True,
+    ),
+    "exposed_s_per_step": Measure(
+        meaning=(
+            "Seconds per step for which the model stood still until rows of another tier had come; null on a CPU "
+            "without `link`."
+        ),
+        unit="seconds",
+        head="exposed",
+        shown="time per step for which the model stood still until rows of another tier had come, mean",
+        hides_zeros=True,
+    ),
+    "hidden_s_per_step": Measure(
+        meaning="Seconds per step in which such rows came while the model computed; null likewise.",
+        unit="seconds",
+        head="hidden",
+        shown="time per step in which rows of another tier came while the model computed, mean",
         hides_zeros=True,
     ),
     "hit_rate": Measure(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
 from methods.base.counters import StepCounters
 from methods.base.request import Request
 from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.engine import Arrival, TransferEngine
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -28,13 +32,22 @@ class Checks:
 
 @dataclass
 class CacheState:
-    """Holds the `request`, and what belongs to the cache and changes with every step: `traffic`, `counters` and
-    `checks`."""
+    """Holds the `request`, what belongs to the cache and changes with every step (`traffic`, `counters` and `checks`),
+    and the `engine` that moves rows for all caches of the device."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
     counters: StepCounters = field(default_factory=StepCounters)
     checks: Checks = field(default_factory=Checks)
+    engine: TransferEngine = field(default_factory=TransferEngine)
+
+    def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
+        """Ask for the rows that `read` brings to the device, and that somebody waits for later."""
+        return self.engine.begin(read, self.traffic, self.request.device)
+
+    def send(self, write: Callable[[Traffic], None]) -> None:
+        """Let `write` put rows away from the device."""
+        self.engine.send(write, self.traffic)
 
     @property
     def checking(self) -> bool:

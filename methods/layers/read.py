@@ -13,6 +13,7 @@ from methods.base import Attended, AttnInput
 from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_head
 from methods.layers.policy import Policy
 from methods.tiers.tier import DEVICE
+from methods.tiers.transfer.engine import Arrival
 
 PlanT = TypeVar("PlanT")  # says how a budget is spent
 
@@ -28,6 +29,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
     age = 0  # further steps that the last choice has served
+    arrival: Arrival[Segment] | None = None  # of a choice that is known, and not read yet
 
     @abstractmethod
     def split(self, budget: int) -> PlanT:
@@ -66,26 +68,34 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def seal(self, limit: int | None) -> None:
         """Prepare for steps that may read `limit` of the stored tokens; None for all."""
         self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
-        self.rows = None
+        self.rows = self.arrival = None
         if self.plan is not None:
             self.prepare(self.plan)
 
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
+    def send_for(self, rows: Tensor) -> None:
+        """Ask for chosen tokens of those sent away, [B G K], before the step that will `fetch` the same."""
+        assert self.layer.far is not None
+        self.arrival = self.layer.far.gather(rows)
+
     def fetch(self, rows: Tensor) -> Segment:
         """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K], counted from the first of
         them. What several query heads of a group chose moves once."""
-        far, groups = self.layer.far, self.spec.num_kv_heads
+        far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
+        self.arrival = None
+        if arrival is not None:
+            return arrival.wait()
         if rows.shape[1] == groups:
-            return far.gather(rows)
+            return far.gather(rows).wait()
         if far.tier == DEVICE:  # nothing moves, and a step that asks for no count can be captured
             together = rows.reshape(len(rows), groups, -1)
             places = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
-            return far.gather(together)._replace(rows=places.repeat(groups, 1).expand_as(rows))
+            return far.gather(together).wait()._replace(rows=places.repeat(groups, 1).expand_as(rows))
         distinct = distinct_rows(rows, groups, far.length)
-        k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows)[:2])
+        k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows).wait()[:2])
         return Segment(k, v, distinct.own)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:

@@ -184,7 +184,7 @@ class Storage(KVLayer):
         resident, first = self.store, self.first_far
         self.store = KVStore(self.spec, self.cache, self.stored + self.request.capacity - self.seen)
         self.store.append(resident.k[:, :, :first], resident.v[:, :, :first])
-        self.store.append(*self.far.whole()[:2])
+        self.store.append(*self.far.whole().wait()[:2])
         self.store.append(resident.k[:, :, first:], resident.v[:, :, first:])
         self.far = None
 
@@ -229,7 +229,7 @@ class Storage(KVLayer):
         """Attend from one query to all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
-        away = [self.far.whole()] if self.far is not None else []
+        away = [self.far.whole().wait()] if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:

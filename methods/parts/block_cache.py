@@ -43,7 +43,7 @@ class BlockCache:
         gathered = [ops.gather_rows(held, at) for held in (self.held.kv.k, self.held.kv.v)]
         missing = (slots < 0).flatten().nonzero().squeeze(1)
         for whole, fresh in zip(
-            gathered, self.store.pick(missing // rows.shape[2], rows.flatten()[missing])[:2], strict=True
+            gathered, self.store.pick(missing // rows.shape[2], rows.flatten()[missing]).wait()[:2], strict=True
         ):
             whole.view(-1, whole.shape[3])[missing] = fresh
         self.store.cache.traffic.looked_up += rows.numel()
@@ -83,7 +83,7 @@ class BlockCache:
         return Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
 
     def _fetch(self, chunks: Tensor) -> Segment:
-        return self.store.gather(self._rows(chunks))
+        return self.store.gather(self._rows(chunks)).wait()
 
 
 def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:

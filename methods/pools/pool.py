@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from methods.base.pieces import pieces
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
 from methods.tiers.rows import DeviceRows, Rows, rows_in
+from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.engine import Arrival
 
 
 class Pool:
@@ -67,18 +70,26 @@ class Pool:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
-    def gather(self, rows: Tensor) -> Segment:
-        """Return chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D]"""
-        k, v = self._decoded(rows.reshape(*self._tokens[0].shape[:2], -1))
-        return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
+    def gather(self, rows: Tensor) -> Arrival[Segment]:
+        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D]"""
+        by_group = rows.reshape(*self._tokens[0].shape[:2], -1)
 
-    def pick(self, heads: Tensor, rows: Tensor) -> Segment:
-        """Return single rows, decoded, on the device. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
-        return Segment(*self._decoded(rows, heads))
+        def read(traffic: Traffic) -> Segment:
+            k, v = self._decoded(by_group, traffic)
+            return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
-    def whole(self) -> Segment:
-        """Return all tokens, decoded, on the device. [B G S D]"""
-        traffic, blocks = self.cache.traffic, self.encoded // self.codec.block
+        return self.cache.fetch(read)
+
+    def pick(self, heads: Tensor, rows: Tensor) -> Arrival[Segment]:
+        """Ask for single rows, decoded, on the device. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
+        return self.cache.fetch(lambda traffic: Segment(*self._decoded(rows, traffic, heads)))
+
+    def whole(self) -> Arrival[Segment]:
+        """Ask for all tokens, decoded, on the device. [B G S D]"""
+        return self.cache.fetch(self._whole)
+
+    def _whole(self, traffic: Traffic) -> Segment:
+        blocks = self.encoded // self.codec.block
         stored = Encoded(
             tuple(rows.first(self.encoded, traffic) for rows in self._tokens),
             tuple(rows.first(blocks, traffic) for rows in self._blocks),
@@ -93,8 +104,9 @@ class Pool:
         """Return channels of all keys, each with its tokens side by side, as the kernels take them. channels [B G r] ->
         [B G r S]"""
         if self.codec == PLAIN:
-            return self._tokens[0].columns(channels, self.length, self.cache.traffic)
-        return self.whole().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
+            tokens, length = self._tokens[0], self.length
+            return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
+        return self.whole().wait().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
     def held(self) -> Tensors:
         """Return everything by name, as it is written and where it lies: nothing moves, and nothing is decoded."""
@@ -130,29 +142,30 @@ class Pool:
 
     def _put(self, held: Sequence[Rows], tensors: Sequence[Tensor], start: int) -> None:
         for rows, x in zip(held, tensors, strict=True):
-            rows.put(x, start, self.cache.traffic)
+            self.cache.send(partial(rows.put, x, start))
 
-    def _read(self, held: Sequence[Rows], rows: Tensor, heads: Tensor | None) -> tuple[Tensor, ...]:
+    @staticmethod
+    def _read(held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None) -> tuple[Tensor, ...]:
         """Take the same rows out of tensors that lie in one tier: their numbers go there once."""
         if not held:
             return ()
-        traffic, rows = self.cache.traffic, rows.to(held[0].home)
+        rows = rows.to(held[0].home)
         if heads is None:
             return tuple(x.gather(rows, traffic) for x in held)
         heads = heads.to(held[0].home)
         return tuple(x.pick(heads, rows, traffic) for x in held)
 
-    def _decoded(self, rows: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _decoded(self, rows: Tensor, traffic: Traffic, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the tokens `rows`, decoded: those of each head, or of `heads`, one for each."""
         encoded, dtype = self.encoded, self.cache.request.dtype
         if encoded:
             at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
-            of_block = self._read(self._blocks, at // self.codec.block, heads)
-            decoded = self.codec.decode(Encoded(self._read(self._tokens, at, heads), of_block), dtype)
+            of_block = self._read(self._blocks, at // self.codec.block, traffic, heads)
+            decoded = self.codec.decode(Encoded(self._read(self._tokens, at, traffic, heads), of_block), dtype)
             if encoded == self.length:
                 return decoded
         at = (rows - encoded).clamp(min=0)
-        k, v = self._read(self._tail, at, heads)
+        k, v = self._read(self._tail, at, traffic, heads)
         if not encoded:
             return k, v
         late = (rows >= encoded).unsqueeze(-1)
@@ -170,5 +183,5 @@ def rows_for(x: Tensor, cache: CacheState, *, away: bool = False) -> Rows:
     if away:
         rows.take(x, 0)
     else:
-        rows.put(x, 0, cache.traffic)
+        cache.send(partial(rows.put, x, 0))
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -15,7 +15,14 @@ class Traffic:
     from_disk_bytes: int = 0
     looked_up: int = 0  # rows that a cache on the device was asked for
     found: int = 0  # rows of these that it had
+    exposed_s: float = 0.0  # for which the model stood still until rows had come to the device
+    hidden_s: float = 0.0  # in which rows came while it computed
 
     @property
     def total_bytes(self) -> int:
         return self.to_device_bytes + self.to_host_bytes
+
+    def add(self, other: Traffic) -> None:
+        """Count what another has counted as well."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))

@@ -109,10 +109,10 @@ def test_a_further_turn_attends_to_what_the_codes_hold() -> None:
     s.seal(layers, 0, 40)
     s.decode(layers, 40)
     layer: Any = layers[0]
-    before = layer.far.whole()
+    before = layer.far.whole().wait()
     s.seal(layers, 41, 70)
     assert isinstance(layer, KiviLayer)
-    after = layer.far.whole()  # type: ignore[union-attr]
+    after = layer.far.whole().wait()  # type: ignore[union-attr]
     assert (layer.far.length, layer.store.length) == (64, 6)  # type: ignore[union-attr]
     for old, new, scale in zip(before[:2], after[:2], (s.k(0), s.v[0]), strict=True):
         assert_close(old, new[:, :, : old.shape[2]], atol=2e-3 * float(scale.abs().max()), rtol=0)

@@ -145,6 +145,11 @@ class Slot:
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
+            if self._device.type != "cpu" or self.cache.state.engine.links is not None:  # rows cross a bus
+                out.measured |= {
+                    "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
+                    "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,
+                }
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
 

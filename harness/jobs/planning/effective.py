@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from evals.base import Task
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
+from harness.config.values import rate
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item, by_context
 from harness.models.base import ModelInfo
@@ -18,6 +19,7 @@ from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.transfer.engine import Links
 
 PICKING = ("temperature", "top_k", "top_p", "force_length")  # settings of generation
 NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use for, and the values that say so
@@ -30,6 +32,7 @@ NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use fo
     "reuse_steps": 0,
     "budget_generated": None,
 }
+NOTHING_MOVES: Mapping[str, Any] = {"overlap": "off", "link": None, "disk_link": None}
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -55,10 +58,10 @@ def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
         if not method.selects:
             yield Idle({"reuse_steps": 0}, "whose steps choose nothing")
     if not method.offloads:
-        yield Idle({"placement": DEVICE}, "which keeps nothing elsewhere")
-        yield Idle({"disk": None}, "which keeps nothing elsewhere")
+        yield Idle({"placement": DEVICE, "disk": None, **NOTHING_MOVES}, "which keeps nothing elsewhere")
     elif not TIERS[settings.placement].in_files:
-        yield Idle({"disk": None}, f"since placement={settings.placement}")
+        unused = NOTHING_MOVES if settings.placement == DEVICE else {"disk_link": None}
+        yield Idle({"disk": None, **unused}, f"since placement={settings.placement}")
     if not method.encodes:
         yield Idle({"codec": None}, "which has no tokens that it is meant for")
     if not method.dense_prefill:
@@ -101,6 +104,8 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
+    if settings.overlap == "auto":
+        changes |= {"overlap": "on" if device != "cpu" or settings.link or settings.disk_link else "off"}
     if settings.graphs == "auto":
         changes |= {"graphs": "off" if device == "cpu" else "on"}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
@@ -175,6 +180,12 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
 def codec_of(settings: Settings) -> Codec | None:
     """The codec as the engine takes it."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
+
+
+def links_of(settings: Settings) -> Links | None:
+    """The links that stand for a bus and a disk, as the engine takes them."""
+    bus, disk = (rate(key, given) if (given := getattr(settings, key)) else None for key in ("link", "disk_link"))
+    return Links(bus, disk) if bus or disk else None
 
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:

@@ -76,14 +76,17 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
     store.append(k[:, :, :31], v[:, :, :31])
     store.append(k[:, :, 31:], v[:, :, 31:])
     rows = pick(3, 1, 2, 50, 9).to(device)
-    found, wanted = store.gather(rows)[:2], [x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 16)) for x in (k, v)]
+    found, wanted = (
+        store.gather(rows).wait()[:2],
+        [x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 16)) for x in (k, v)],
+    )
     which = torch.tensor([4, 11], device=device)
-    some = store.pick(which // 9, rows.flatten()[which])[:2]
+    some = store.pick(which // 9, rows.flatten()[which]).wait()[:2]
     held = rows_for(k, cache)
     stored = [held.stored, *(rows.stored for rows in store._tokens)]  # type: ignore[attr-defined]
     assert {x.device.type for x in stored} == {"cpu"}
     assert {x.is_pinned() for x in stored} == {device == "cuda"}
-    for one, other, whole, given in zip(found, wanted, store.whole()[:2], (k, v), strict=True):
+    for one, other, whole, given in zip(found, wanted, store.whole().wait()[:2], (k, v), strict=True):
         assert one.device == other.device
         assert torch.equal(one, other)
         assert torch.equal(whole, given)

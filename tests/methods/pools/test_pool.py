@@ -97,7 +97,7 @@ def test_what_comes_back_is_within_half_a_step(
     pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), 64)
     k, v = tokens(count, dtype)
     pool.append(k, v)
-    found = pool.whole()
+    found = pool.whole().wait()
     assert (pool.length, pool.tier, found.k.dtype) == (count, tier, dtype)
     for x, back, bound in zip((k, v), found[:2], allowed(codec, k, v), strict=True):
         assert bool(((back.float() - x.float()).abs() <= bound).all())
@@ -111,16 +111,18 @@ def test_what_comes_back_is_within_half_a_step(
 def test_rows_are_those_of_the_whole(tier: str, codec: str, dtype: torch.dtype, count: int, tmp_path: Path) -> None:
     pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), count)
     pool.append(*tokens(count, dtype))
-    whole = pool.whole()
+    whole = pool.whole().wait()
     draw = torch.Generator().manual_seed(1)
     for heads in (HEADS, 2 * HEADS):  # of KV heads, of query heads
         rows = torch.randint(count, (BATCH, heads, 7), generator=draw)
-        for x, all_ in zip(pool.gather(rows)[:2], whole[:2], strict=True):
+        for x, all_ in zip(pool.gather(rows).wait()[:2], whole[:2], strict=True):
             index = rows.view(BATCH, HEADS, -1, 1).expand(-1, -1, -1, DIM)
             assert torch.equal(x.reshape(BATCH, HEADS, -1, DIM), all_.gather(2, index))
             assert x.shape == (BATCH, heads, 7, DIM)
     rows, which = torch.randint(count, (BATCH, HEADS, 7), generator=draw), torch.tensor([0, 8, 27, 13])
-    for one, all_ in zip(pool.pick(which // 7, rows.flatten()[which])[:2], pool.gather(rows)[:2], strict=True):
+    for one, all_ in zip(
+        pool.pick(which // 7, rows.flatten()[which]).wait()[:2], pool.gather(rows).wait()[:2], strict=True
+    ):
         assert torch.equal(one, all_.flatten(0, 2)[which])
 
 
@@ -131,7 +133,7 @@ def test_chunks_make_no_difference(tier: str, codec: str, tmp_path: Path) -> Non
     at_once.append(k, v)
     for chunk in torch.arange(k.shape[2]).split([GROUP, 3 * GROUP, 2 * GROUP + 3]):
         bit_by_bit.append(k[:, :, chunk], v[:, :, chunk])
-    for one, other in zip(at_once.whole()[:2], bit_by_bit.whole()[:2], strict=True):
+    for one, other in zip(at_once.whole().wait()[:2], bit_by_bit.whole().wait()[:2], strict=True):
         assert torch.equal(one, other)
 
 
@@ -169,10 +171,10 @@ def test_traffic_is_what_lies_in_the_tier(tier: str, codec: str, tmp_path: Path)
     stored = 0 if tier == "device" else count // (1 if codec == "plain" else GROUP) * (1 if codec == "plain" else GROUP)
     row = formula(codec, GROUP, 4)[0] // GROUP
     assert (traffic.to_host_bytes, traffic.to_device_bytes, traffic.from_disk_bytes) == (stored * row, 0, 0)
-    pool.gather(torch.arange(6).expand(BATCH, HEADS, -1))
+    pool.gather(torch.arange(6).expand(BATCH, HEADS, -1)).wait()
     moved = 0 if tier == "device" else 6 * row
     assert (traffic.to_device_bytes, traffic.from_disk_bytes) == (moved, moved if tier == "disk" else 0)
-    pool.whole()
+    pool.whole().wait()
     assert traffic.to_device_bytes == moved + stored * row
 
 
@@ -190,7 +192,7 @@ def test_what_a_pool_hands_over_goes_on_in_another_tier(tier: str, codec: str, c
         again = Pool(spec_of(), cache_of(tmp_path, other, codec), count)
         again.take(held)
         assert (again.length, again.tier, again.cache.traffic.total_bytes) == (count, other, 0)
-        for x, back in zip(pool.whole()[:2], again.whole()[:2], strict=True):
+        for x, back in zip(pool.whole().wait()[:2], again.whole().wait()[:2], strict=True):
             assert torch.equal(x, back)
     with pytest.raises(ValueError, match="go on with the model, batch, dtype and codec"):
         Pool(spec_of(), cache_of(tmp_path, tier, codec, batch=1), count).take(held)
@@ -209,7 +211,7 @@ def test_files_go_with_the_pool_and_stay_closed(tmp_path: Path, open_files: Call
     pools = [Pool(spec_of(), cache_of(tmp_path, "disk", "int4"), 20) for _ in range(10)]
     for pool in pools:
         pool.append(*tokens(20))
-    found = [pool.gather(torch.arange(3).expand(BATCH, HEADS, -1)) for pool in pools]
+    found = [pool.gather(torch.arange(3).expand(BATCH, HEADS, -1)).wait() for pool in pools]
     assert open_files() <= before + 1
     assert len(list(tmp_path.glob("*/*.rows"))) == 30
     del pool, pools
@@ -223,7 +225,7 @@ def test_a_pool_counts_for_the_cache_it_was_given_last(tmp_path: Path) -> None:
     pool = Pool(spec_of(), first, 20)
     pool.append(*tokens(20))
     pool.cache, before = second, first.traffic.total_bytes
-    pool.whole()
+    pool.whole().wait()
     assert (first.traffic.total_bytes, second.traffic.to_device_bytes) == (before, before)
 
 
@@ -258,7 +260,7 @@ def test_the_numbers_of_rows_go_to_another_tier_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(HostRows, "home", torch.device("meta"))
     monkeypatch.setattr(HostRows, "gather", read)
     monkeypatch.setattr(HostRows, "pick", read)
-    pool.gather(torch.zeros(BATCH, HEADS, 3, dtype=torch.int64))
-    pool.pick(*torch.zeros(2, 5, dtype=torch.int64))
+    pool.gather(torch.zeros(BATCH, HEADS, 3, dtype=torch.int64)).wait()
+    pool.pick(*torch.zeros(2, 5, dtype=torch.int64)).wait()
     assert all(x.is_meta for x in asked)
     assert [id(asked[0]), id(asked[2]), id(asked[3])] == [id(asked[1]), id(asked[4]), id(asked[5])]

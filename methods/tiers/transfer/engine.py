@@ -1,0 +1,187 @@
+"""Brings rows to the device beside the model's work, in the order in which they were asked for.
+
+A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) where it needs
+them. An engine decides what happens between the two: nothing (`ahead=False`: rows move while they are waited for), the
+move itself in the caller's thread, or in threads of the engine's own, on a CUDA device on a stream beside the model's.
+
+Where the tiers share one memory there is no bus to hide. `Links` then says how long one would take: by arithmetic,
+ready = max(now, link free) + bytes / bandwidth, and whoever waits, waits until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
+from time import perf_counter, sleep
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.streams import beside_the_model, reached
+from methods.tiers.transfer.threads import INLINE
+
+T = TypeVar("T")
+_AWAKE_S = 0.005  # before a moment to wait for: a timer wakes milliseconds late beside a busy thread
+
+
+class Clock(Protocol):
+    """Tells the time in seconds, and lets it pass."""
+
+    def now(self) -> float: ...
+
+    def wait_until(self, moment: float) -> None: ...
+
+
+class WallClock:
+    """Is the clock of the machine."""
+
+    now = staticmethod(perf_counter)
+
+    def wait_until(self, moment: float) -> None:
+        """Sleep, and stay awake for the last milliseconds."""
+        while (left := moment - perf_counter()) > 0:
+            if left > _AWAKE_S:
+                sleep(left - _AWAKE_S)
+
+
+class Link:
+    """Carries bytes one after the other, in the order in which they come."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.free = 0.0  # from this moment on it carries nothing
+
+    def carry(self, size: int, from_moment: float) -> tuple[float, float]:
+        """Return when `size` bytes, given to it at a moment, begin to move and when they have arrived."""
+        began = max(from_moment, self.free)
+        self.free = began + size / self.bytes_per_s
+        return began, self.free
+
+
+class Links:
+    """Says how long transfers take that cross no real bus: over a link in each direction between host and device, and
+    over one from disk to host. None: as long as they really take."""
+
+    def __init__(self, bus: float | None = None, disk: float | None = None) -> None:
+        """Take the bandwidths in bytes per second."""
+        self.to_device, self.to_host, self.from_disk = (Link(rate) if rate else None for rate in (bus, bus, disk))
+
+    def carry(self, moved: Traffic, from_moment: float) -> tuple[float, float] | None:
+        """Return when bytes begin to move that were asked for at a moment, and when all have arrived; None where no
+        link says. What comes from disk takes the bus after that."""
+        began, ready = None, from_moment
+        for link, size in (
+            (self.from_disk, moved.from_disk_bytes),
+            (self.to_device, moved.to_device_bytes),
+            (self.to_host, moved.to_host_bytes),
+        ):
+            if link is not None and size:
+                start, ready = link.carry(size, ready)
+                began = start if began is None else began
+        return None if began is None else (began, ready)
+
+
+class TransferEngine:
+    """Moves rows for all caches of one device. `close` waits for what is on its way."""
+
+    def __init__(
+        self, *, ahead: bool = False, threads: int = 0, links: Links | None = None, clock: Clock | None = None
+    ) -> None:
+        """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
+        `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls."""
+        assert not (threads and (links or not ahead))
+        self.ahead, self.links, self.clock = ahead, links, clock or WallClock()
+        self.mover: Executor = ThreadPoolExecutor(threads, "transfer") if threads else INLINE
+        self.beside = threads > 0
+
+    def begin(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
+        """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
+        for counts in `into` as well."""
+        return Arrival(self, read, into, on)
+
+    def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
+        """Let `write` put rows away from the device, which counts the bytes; the caller does not wait for the link."""
+        moved = Traffic()
+        asked = self.clock.now()
+        write(moved)
+        into.add(moved)
+        if self.links is not None:
+            self.links.carry(moved, asked)
+
+    def drain(self) -> None:
+        """Wait until all that was sent away has arrived."""
+        if self.links is not None and self.links.to_host is not None:
+            self.clock.wait_until(self.links.to_host.free)
+
+    def close(self) -> None:
+        """Wait for all that is on its way, and end the threads."""
+        self.drain()
+        self.mover.shutdown()
+
+
+class Arrival(Generic[T]):
+    """Stands for rows that are on their way. Rows that nobody waits for count nowhere."""
+
+    def __init__(self, engine: TransferEngine, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> None:
+        self._engine, self._into = engine, into
+        self._read: Callable[[Traffic], T] | None = read
+        self._on = on
+        self._moved = Traffic()
+        self._future: Future[T] | None = None
+        self._exposed_s = 0.0  # for which a caller has stood still
+        if engine.ahead:
+            self._start()
+
+    def wait(self) -> T:
+        """Return the rows once they are there. Raises what reading them has raised. May be called again."""
+        if self._future is None:
+            self._start()
+        assert self._future is not None
+        if self._read is None:
+            return self._future.result()
+        clock, asked = self._engine.clock, self._engine.clock.now()
+        rows = self._future.result()
+        clock.wait_until(self._ready)
+        self._exposed_s += clock.now() - asked
+        self._moved.exposed_s = self._exposed_s
+        self._moved.hidden_s = max(0.0, self._ready - self._began - self._exposed_s)
+        self._into.add(self._moved)
+        self._read = None
+        if self._engine.beside:
+            _keep_for_this_stream(rows)
+        return rows
+
+    def _start(self) -> None:
+        engine, asked = self._engine, self._engine.clock.now()
+        if not engine.beside:
+            self._future = engine.mover.submit(self._move, asked)
+            self._exposed_s = engine.clock.now() - asked  # the caller has moved them
+            return
+        run, inference = copy_context().run, torch.is_inference_mode_enabled()
+        behind = reached(self._on)
+
+        def move() -> T:
+            with torch.inference_mode(inference), beside_the_model(self._on, behind):
+                return self._move(asked)
+
+        self._future = engine.mover.submit(run, move)
+
+    def _move(self, asked: float) -> T:
+        assert self._read is not None
+        began = self._engine.clock.now()
+        rows = self._read(self._moved)
+        links = self._engine.links
+        times = links.carry(self._moved, asked) if links is not None else None
+        self._began, self._ready = times or (began, self._engine.clock.now())
+        return rows
+
+
+def _keep_for_this_stream(rows: object) -> None:
+    """Tell torch's allocator that the caller's stream uses memory which another stream has allocated."""
+    for tensor in tree_leaves(rows):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,0 +1,191 @@
+"""Rows that come while the model computes: the same tokens and traffic as without, and as much hidden as can be."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engine.attach import Attachment, attached
+from harness.engine.engine import Engine
+from kernels import ops
+from methods.base import CacheState, KVLayer, Method
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from methods.infllm import InfLLM
+from methods.shadowkv import ShadowKV
+from methods.tiers.rows import DiskRows, HostRows
+from methods.tiers.transfer.engine import Links, TransferEngine
+from tests.methods.synthetic import Sequences, Shape
+from tests.methods.test_contract import small
+from tests.methods.tiers.test_transfer_engine import VirtualClock
+from tests.tiny import prompt, tiny
+
+OFFLOADING = [
+    name for name in ("full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq")
+]
+
+
+def attach(name: str, placement: str, overlap: bool, disk: Path | None = None, links: Links | None = None) -> Any:
+    method = small(name)
+    return attached(
+        tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
+        calibration=prompt(64, seed=9), disk=disk, overlap=overlap, links=links,
+    )  # fmt: skip
+
+
+def answers(kv: Attachment, turns: int = 2) -> list[tuple[list[list[int]], float, dict[str, int]]]:
+    """What two prompts and a further turn of the second give: tokens, bytes that a step moves, bytes by tier."""
+    engine, seen = Engine(kv), []
+    for length in (60, 83):
+        out = engine.generate(prompt(length, seed=length), max_new_tokens=7)
+        seen.append((out.tokens, out.measured["moved_bytes_per_step"], out.kv))
+    return seen
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_tokens_and_traffic_are_those_without_overlap(
+    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(name, placement, overlap=False, disk=tmp_path) as kv:
+        plain = answers(kv)
+    delays = iter(torch.rand(10_000, generator=torch.Generator().manual_seed(5)).tolist())
+
+    def late(kind: type[HostRows] | type[DiskRows]) -> None:
+        send = kind._send
+
+        def slow(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            time.sleep(0.002 * next(delays))
+            return send(self, x, *rest)
+
+        monkeypatch.setattr(kind, "_send", slow)
+
+    late(HostRows)
+    late(DiskRows)
+    with attach(name, placement, overlap=True, disk=tmp_path) as kv:
+        beside = answers(kv)
+    assert [one[:2] for one in beside] == [one[:2] for one in plain]
+    gc.collect()
+    assert not list(tmp_path.glob("*"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfer")]
+
+
+@pytest.mark.parametrize(("placement", "staged"), [("disk", 1), ("host", 0)])
+def test_what_is_on_its_way_counts_as_device_memory(placement: str, staged: int, tmp_path: Path) -> None:
+    """Behind the last step the first layer's prompt has come for the next one: beside a CPU, that of the host is a view
+    of what lies there."""
+    with attach("full_offloaded", placement, overlap=False, disk=tmp_path) as kv:
+        ((_, _, plain), *_) = answers(kv)
+    with attach("full_offloaded", placement, overlap=True, disk=tmp_path, links=Links(bus=1e12)) as kv:
+        ((_, _, beside), *_) = answers(kv)
+    spec = kv.specs[0]
+    assert beside[placement] == plain[placement]
+    assert beside["device"] - plain["device"] == staged * 2 * 60 * spec.num_kv_heads * spec.head_dim * 4
+
+
+def test_caches_dropped_while_rows_are_on_their_way_leave_nothing(tmp_path: Path) -> None:
+    with attach("full_offloaded", "disk", overlap=True, disk=tmp_path) as kv:
+        for number in range(50):
+            cache = Engine(kv).cache(prompt(40), 4)
+            with torch.inference_mode():
+                Engine(kv).run(prompt(40, seed=number), cache)
+                cache.seal()
+                Engine(kv).run(prompt(1), cache)  # the first layer is on its way for the next step
+            del cache
+    gc.collect()
+    assert not list(tmp_path.glob("*"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfer")]
+
+
+def test_a_further_turn_reads_what_the_store_holds_then() -> None:
+    """Rows that were sent for under the first turn's seal are not those of the next."""
+    ids = prompt(70, seed=3)
+
+    def two_turns(overlap: bool) -> list[int]:
+        with attach("full_offloaded", "host", overlap=overlap) as kv:
+            engine = Engine(kv)
+            cache = engine.cache(ids, 40)
+            tokens = []
+            with torch.inference_mode():
+                for part in (ids[:, :50], ids[:, 50:]):
+                    cache.open_turn()
+                    logits = engine.run(part, cache)
+                    cache.seal()
+                    for _ in range(4):
+                        logits = engine.run(logits.argmax(-1, keepdim=True), cache)
+                        tokens.append(int(logits.argmax()))
+        return tokens
+
+    assert two_turns(True) == two_turns(False)
+
+
+LAYERS, LENGTH, STEPS = 6, 260, 4
+VIRTUAL = {  # methods, and the operation behind which their rows can hide, None: the work between two layers
+    "full": (Full(offload=True), None),
+    "infinigen": (InfiniGen(dense_layers=(0,), calibration_tokens=16, skew=False, alpha=99.0), None),
+    "shadowkv": (ShadowKV(chunk=4, rank=16, local_chunks=2), "rebuild_keys"),
+    "infllm": (InfLLM(n_init=4, block=8, exc_block=16), "segment_attention_with_lse"),
+}
+
+
+def virtual(method: Method, engine: TransferEngine) -> tuple[list[KVLayer], Sequences, CacheState]:
+    sequences = Sequences(Shape(4, 2, 16), LENGTH, LAYERS)
+    state = CacheState(replace(sequences.request(0.5 if method.uses_budget else None), placement="host"), engine=engine)
+    return method.start(sequences.specs, state), sequences, state
+
+
+def step_seconds(
+    name: str, ahead: bool, rate: float, compute: float, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[float]:
+    """Of each decode step, in virtual time: every layer computes for `compute` seconds."""
+    method, behind = VIRTUAL[name]
+    clock = VirtualClock()
+    layers, sequences, _ = virtual(method, TransferEngine(ahead=ahead, links=Links(bus=rate), clock=clock))
+    sequences.seal(layers, 0, LENGTH - STEPS)
+    if behind is not None:
+        run, calls = getattr(ops, behind), []
+
+        def timed(*given: Any, **named: Any) -> Any:
+            calls.append(1)
+            if behind != "segment_attention_with_lse" or len(calls) % 2:  # InfLLM: its window comes first
+                clock.compute(compute)
+            return run(*given, **named)
+
+        monkeypatch.setattr(ops, behind, timed)
+    for position in range(LENGTH - STEPS, LENGTH):
+        began = clock.now()
+        for index, layer in enumerate(layers):
+            layer.decode(sequences.at(index, position, position + 1))
+            if behind is None:
+                clock.compute(compute)
+        yield clock.now() - began
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_each_schedule_hides_what_it_can(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's transfer takes `share` of the work behind which it may hide."""
+    compute = 1.0
+    with monkeypatch.context() as patch:
+        exposed = list(step_seconds(name, False, 1e6, compute, patch))[-1]  # bytes of a step at a known rate
+    transfer = (exposed - LAYERS * compute) * 1e6  # bytes of a step
+    moving = LAYERS - 1 if name == "infinigen" else LAYERS  # its first layer is dense, and stays
+    rate = transfer / moving / (share * compute)
+    with monkeypatch.context() as patch:
+        off = list(step_seconds(name, False, rate, compute, patch))[-1]
+    with monkeypatch.context() as patch:
+        on = list(step_seconds(name, True, rate, compute, patch))[-1]
+    assert off == pytest.approx(LAYERS * compute + moving * share * compute)
+    hideable = moving * min(share, 1.0) * compute
+    assert off - on >= 0.95 * hideable
+    if name in ("full", "infinigen"):
+        assert on <= 1.05 * (LAYERS * max(compute, share * compute) + share * compute)

@@ -1,0 +1,135 @@
+"""The engine that brings rows to the device: when they begin to move, when they are there, and what that costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.engine import Links, TransferEngine
+
+CPU = torch.device("cpu")
+ROWS = torch.arange(12.0)
+
+
+class VirtualClock:
+    """Stands still unless it is told how much time passes."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_until(self, moment: float) -> None:
+        self.time = max(self.time, moment)
+
+    def compute(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def moving(size: int, disk: int = 0) -> Callable[[Traffic], Tensor]:
+    def read(traffic: Traffic) -> Tensor:
+        traffic.to_device_bytes += size
+        traffic.from_disk_bytes += disk
+        return ROWS
+
+    return read
+
+
+def test_a_link_carries_one_thing_after_the_other_while_the_caller_computes() -> None:
+    clock, traffic = VirtualClock(), Traffic()
+    engine = TransferEngine(ahead=True, links=Links(bus=100.0), clock=clock)
+    first, second = (engine.begin(moving(200), traffic, CPU) for _ in range(2))  # 2 s each
+    clock.compute(1.5)
+    assert first.wait() is ROWS
+    assert clock.time == pytest.approx(2.0, abs=1e-12)
+    assert (traffic.exposed_s, traffic.hidden_s) == pytest.approx((0.5, 1.5), abs=1e-12)
+    clock.compute(3.0)
+    second.wait()
+    assert clock.time == pytest.approx(5.0, abs=1e-12)  # it had arrived after 4
+    assert (traffic.exposed_s, traffic.hidden_s) == pytest.approx((0.5, 3.5), abs=1e-12)
+    assert traffic.to_device_bytes == 400
+
+
+def test_without_overlap_rows_move_while_they_are_waited_for() -> None:
+    clock, traffic = VirtualClock(), Traffic()
+    engine = TransferEngine(links=Links(bus=100.0), clock=clock)
+    arrival = engine.begin(moving(200), traffic, CPU)
+    clock.compute(5.0)
+    arrival.wait()
+    assert clock.time == pytest.approx(7.0, abs=1e-12)
+    assert (traffic.exposed_s, traffic.hidden_s) == pytest.approx((2.0, 0.0), abs=1e-12)
+
+
+def test_what_comes_from_disk_takes_the_bus_after_that_and_directions_do_not_wait_for_each_other() -> None:
+    clock, traffic = VirtualClock(), Traffic()
+    engine = TransferEngine(ahead=True, links=Links(bus=100.0, disk=50.0), clock=clock)
+
+    def away(moved: Traffic) -> None:
+        moved.to_host_bytes += 1000
+
+    engine.send(away, traffic)  # 10 s, in the other direction
+    engine.begin(moving(100, disk=100), traffic, CPU).wait()
+    assert clock.time == pytest.approx(2.0 + 1.0, abs=1e-12)
+    engine.drain()
+    assert clock.time == pytest.approx(10.0, abs=1e-12)
+
+
+def test_rows_that_nobody_waits_for_count_nowhere_and_waiting_twice_counts_once() -> None:
+    traffic = Traffic()
+    engine = TransferEngine(ahead=True)
+    engine.begin(moving(7), traffic, CPU)
+    arrival = engine.begin(moving(5), traffic, CPU)
+    assert arrival.wait() is arrival.wait()
+    assert traffic.to_device_bytes == 5
+
+
+def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
+    traffic, order, going = Traffic(), [], threading.Event()
+    engine = TransferEngine(ahead=True, threads=1)
+
+    def read(name: str) -> Callable[[Traffic], tuple[str, bool]]:
+        def run(moved: Traffic) -> tuple[str, bool]:
+            going.wait(10)
+            order.append(name)
+            return threading.current_thread().name, torch.is_inference_mode_enabled()
+
+        return run
+
+    with torch.inference_mode():
+        first = engine.begin(read("first"), traffic, CPU)
+    second = engine.begin(read("second"), traffic, CPU)
+    going.set()
+    (thread, inference), (_, plain) = first.wait(), second.wait()
+    assert thread != threading.current_thread().name
+    assert (inference, plain) == (True, False)
+    assert order == ["first", "second"]
+    engine.close()
+    assert not [one for one in threading.enumerate() if one.name == thread]
+
+
+def test_an_error_of_a_thread_is_raised_where_its_rows_are_waited_for() -> None:
+    engine = TransferEngine(ahead=True, threads=1)
+
+    def fail(moved: Traffic) -> Tensor:
+        raise OSError("the disk is gone")
+
+    arrival = engine.begin(fail, Traffic(), CPU)
+    with pytest.raises(OSError, match="the disk is gone"):
+        arrival.wait()
+    engine.close()
+
+
+def test_the_wall_clock_is_never_early() -> None:
+    traffic = Traffic()
+    engine = TransferEngine(ahead=True, links=Links(bus=1e6))
+    began = time.perf_counter()
+    engine.begin(moving(20_000), traffic, CPU).wait()  # 20 ms
+    assert time.perf_counter() - began >= 0.02
+    assert traffic.exposed_s >= 0.0199
