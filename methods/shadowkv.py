@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -279,9 +278,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
 
     def _rebuild(self, chunks: Tensor) -> Segment:
-        """Return keys from their factors and values from their rows, which come meanwhile. chunks [B G K] -> K*c
-        tokens"""
-        values = self.cache.fetch(partial(self.values.gather, chunks))
+        """Return keys from their factors, and values from their rows, which come meanwhile. [B G K] -> K*c tokens"""
+        values = self.cache.fetch(lambda traffic: self.values.gather(chunks, traffic))
         positions = token_rows(chunks, self.method.chunk)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         return Segment(keys, values.wait().view(keys.shape))

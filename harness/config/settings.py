@@ -26,19 +26,10 @@ from harness.config.groups import (
     TensorBoardSettings,
     WandbSettings,
     check_codec,
+    check_link,
 )
 from harness.config.plugins import suggestion
-from harness.config.values import (
-    FROM_0,
-    FROM_1,
-    MOST_SEED,
-    Range,
-    SettingsError,
-    check_values,
-    expand_paths,
-    rate,
-    size,
-)
+from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
 from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -201,7 +192,8 @@ class Settings:
         if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         check_codec("codec", self.codec)
-        self._check_links()
+        for key in ("link", "disk_link"):
+            check_link(key, getattr(self, key), self.device)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
         if self.graphs == "on" and self.device == "cpu":
@@ -224,17 +216,6 @@ class Settings:
         self.overflow.check(self.history)
         self._check_trackers()
         self._check_generation(self.generation)
-
-    def _check_links(self) -> None:
-        for key in ("link", "disk_link"):
-            if (given := getattr(self, key)) is None:
-                continue
-            rate(key, given)
-            if self.device.startswith("cuda"):
-                raise SettingsError(
-                    f"{key}={given} stands for a bus that a CPU does not have, and device={self.device} has one: leave "
-                    "it out."
-                )
 
     @property
     def says_budget(self) -> bool:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _AWAKE_S = 0.005  # before a moment to wait for: a timer wakes milliseconds late beside a busy thread
 
 
-class Clock(Protocol):
+class TransferClock(Protocol):
     """Tells the time in seconds, and lets it pass."""
 
     def now(self) -> float: ...
@@ -89,7 +89,7 @@ class TransferEngine:
     """Moves rows for all caches of one device. `close` waits for what is on its way."""
 
     def __init__(
-        self, *, ahead: bool = False, threads: int = 0, links: Links | None = None, clock: Clock | None = None
+        self, *, ahead: bool = False, threads: int = 0, links: Links | None = None, clock: TransferClock | None = None
     ) -> None:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
         `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls."""
