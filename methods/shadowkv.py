@@ -285,8 +285,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         return Segment(keys, values.wait().view(keys.shape))
 
     def reopen(self) -> None:
-        """Rebuild the candidates, with the outliers' exact keys among them, since a further turn attends to
-        everything."""
+        """Rebuild the candidates, with the outliers' exact keys among them: a further turn attends to everything."""
         if self.plan is None:
             return
         resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
