@@ -2,13 +2,18 @@
 
 A method's cache and Full's over the same prompt decode in turn, a few tokens at a time; the seal and the first two
 tokens of each turn are not counted. With random weights, or `--synthetic`, nobody computes the prompt: its keys and
-values are random, as prefill is not the question.
+values are random, as prefill is not the question. With `--link` a method whose rows lie elsewhere decodes in two ways,
+in turn: its rows come while the model computes, and they come while it waits for them.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +36,9 @@ from harness.prompts.calibration import calibration_text
 from methods.base import Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.transfer.engine import Links
 
+Attach = Callable[..., Attachment]
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
 
 
@@ -50,6 +57,8 @@ class ModelDecoding:
             self.logits = self.engine.prefill(self.cache, prompt)
         self.first = self.turn()  # with the seal; not counted
         self.moved: list[float] = []
+        self.exposed_s: list[float] = []  # per step of a turn
+        self.hidden_s: list[float] = []
 
     def turn(self) -> Generation:
         """`new` tokens, the first of which is not computed; each turn begins with the prompt's next token."""
@@ -60,10 +69,12 @@ class ModelDecoding:
     def timed_turn(self) -> MarkedSeconds:
         """Of a token behind the second."""
         traffic = self.cache.traffic
-        before, watch = traffic.total_bytes, LoadWatch()
+        before, watch = replace(traffic), LoadWatch()
         self.last = self.turn()
-        disturbed = watch.disturbed()
-        self.moved.append((traffic.total_bytes - before) / (self.new - 1))
+        disturbed, steps = watch.disturbed(), self.new - 1
+        self.moved.append((traffic.total_bytes - before.total_bytes) / steps)
+        self.exposed_s.append((traffic.exposed_s - before.exposed_s) / steps)
+        self.hidden_s.append((traffic.hidden_s - before.hidden_s) / steps)
         times = self.last.token_s
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
@@ -74,12 +85,18 @@ def _shape(kv: Attachment) -> LayerShape:
 
 
 def measure(
-    asked: Attachment, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
+    attach: Attach, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
 ) -> dict[str, Any]:
     """Of one row. ids [1 S]: the prompt."""
-    with routed(asked.model):
+    with ExitStack() as attachments:
+        asked = attachments.enter_context(closing(attach(overlap=options.link is not None)))
+        attachments.enter_context(routed(asked.model))
         own, beside = (ModelDecoding(kv, ids, options) for kv in (asked, full))
-        *_, times = rounds_of({"own": own.timed_turn, "full": beside.timed_turn}, options.rounds)
+        ways = {"own": own.timed_turn, "full": beside.timed_turn}
+        if asked.engine.ahead:
+            waiting = attachments.enter_context(closing(attach(overlap=False)))
+            ways["waiting"] = ModelDecoding(waiting, ids, options).timed_turn
+        *_, times = rounds_of(ways, options.rounds)
     tpot_s, made = estimate(times["own"]), own.last
     floor = floor_s(own, read_gb_s)
     return {
@@ -93,16 +110,25 @@ def measure(
         "plain_steps": own.engine.plain_steps,
         "attended_prompt": made.measured.get("attended_prompt"),
         **{f"{tier}_bytes": size for tier, size in made.kv.items()},
-        "moved_bytes_per_step": sum(own.moved) / len(own.moved),
+        "moved_bytes_per_step": fmean(own.moved),
+        "exposed_s": fmean(own.exposed_s) if asked.engine.ahead else None,
+        "hidden_s": fmean(own.hidden_s) if asked.engine.ahead else None,
+        "waiting_s": estimate(times["waiting"]) if "waiting" in times else None,
+        "saved": ratios(times["own"], times["waiting"]) if "waiting" in times else None,
         "fallback": made.fallback,
         **marks(*times.values()),
     }
 
 
-def _attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
+def _attachment(
+    method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace, overlap: bool = False
+) -> Attachment:
     placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
-    return Attachment(loaded.model, method, options.budget, placement, torch.tensor([text]), reuse_steps)
+    calibration, links = torch.tensor([text]), Links(options.link) if options.link else None
+    return Attachment(
+        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=overlap, links=links
+    )
 
 
 def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
@@ -125,7 +151,7 @@ def run(
     def behind(tokens: int) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         return lambda method: measure(
-            _attachment(method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
+            partial(_attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
         )
 
     def told(row: dict[str, Any]) -> str:
@@ -158,6 +184,10 @@ TABLE = output.table(
     Cell("seal", "seal_s", "s"),
     *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
     Cell("moved", output.some("moved_bytes_per_step"), "MiB/step", 2**-20),
+    Cell("exposed", output.some("exposed_s"), "ms/step", 1e3),
+    Cell("hidden", output.some("hidden_s"), "ms/step", 1e3),
+    Cell("waiting", "waiting_s", "ms", 1e3),
+    Cell("it / waiting", "saved"),
     Cell("graph", "capture_s", "s"),
     Cell("no graph because", "plain_steps", left=True),
     Cell("fell back", "fallback", left=True),
@@ -165,7 +195,7 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False}
+    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None}
     shared = model | arguments.METHODS | arguments.FAST
     return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 
@@ -174,6 +204,8 @@ def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
     if options.graphs and not options.device.startswith("cuda"):
         raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
+    if options.link and (options.placement == DEVICE or options.device != "cpu"):
+        raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
     methods.chosen(options.methods)  # a wrong name is found now
     limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
@@ -182,9 +214,10 @@ def main(options: argparse.Namespace) -> None:
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
     )
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
+    crossed = f", link {options.link / 1e9:g} GB/s" if options.link else ""
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}{', CUDA graphs' * options.graphs}; {filled}"
+        f"placement {options.placement}{crossed}{', CUDA graphs' * options.graphs}; {filled}"
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)

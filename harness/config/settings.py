@@ -274,9 +274,9 @@ class RunConfig(Settings):
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
-    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs` and
-    `overlap` resolved."""
-    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off", "overlap": "off"}
+    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs`
+    resolved."""
+    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off"}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

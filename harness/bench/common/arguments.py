@@ -13,6 +13,7 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
+from harness.config.values import SettingsError, rate
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.terminal.paths import typed
@@ -50,6 +51,14 @@ def folder(text: str) -> str:
     return text
 
 
+def link(text: str) -> float:
+    """A bandwidth in bytes per second."""
+    try:
+        return rate("--link", text)
+    except SettingsError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
 def device(text: str) -> str:
     """A device that this machine has."""
     try:
@@ -67,6 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
     "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
     "placement": {"choices": tuple(TIERS)},
+    "link": {"type": link, "help": "on a CPU, the bandwidth of a bus that rows would cross, as 25GBps"},
     "reuse_steps": {"type": natural},
     "buffers": {"nargs": "*", "type": natural, "help": "layers of the read buffer"},
     "heads": {"type": count},

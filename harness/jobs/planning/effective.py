@@ -32,7 +32,7 @@ NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use fo
     "reuse_steps": 0,
     "budget_generated": None,
 }
-NOTHING_MOVES: Mapping[str, Any] = {"overlap": "off", "link": None, "disk_link": None}
+NOTHING_MOVES: Mapping[str, Any] = {"overlap": "auto", "link": None, "disk_link": None}
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -104,8 +104,9 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
-    if settings.overlap == "auto":
-        changes |= {"overlap": "on" if device != "cpu" or settings.link or settings.disk_link else "off"}
+    crosses_bus = device != "cpu" or settings.link or settings.disk_link
+    if settings.overlap == ("auto" if crosses_bus else "off"):  # `auto` is `on` behind a bus, else `off`
+        changes |= {"overlap": "on" if crosses_bus else "auto"}
     if settings.graphs == "auto":
         changes |= {"graphs": "off" if device == "cpu" else "on"}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it

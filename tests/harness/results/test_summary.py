@@ -53,6 +53,8 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
         *(f"{name}_peak_bytes" for name in PEAKS),
         "moved_bytes_per_step",
         "from_disk_bytes_per_step",
+        "exposed_s_per_step",
+        "hidden_s_per_step",
         "hit_rate",
         "read_bytes_per_step",
     ]
