@@ -7,9 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from harness.results.files import CHECKSUM, read_json, write_json, write_yaml
+from harness.results.files import CHECKSUM, read_json, write_yaml
 from harness.results.folder import bound
-from harness.results.folder.bound import FILES
 from harness.results.folder.names import CONFIG, EXAMPLES, INFO
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, nested, whole
@@ -110,12 +109,6 @@ def rewrite(folder: Path, config: Mapping[str, Any] | None = None, /, **facts: A
     if config is not None:
         write_yaml(folder / CONFIG, config)
     bound.write_info(folder, bound.bind(folder, info, CONFIG, EXAMPLES))
-
-
-def unbind(folder: Path, *keys: str) -> None:
-    """run.json as versions wrote it that had no checksums for it and for config.yaml; without `keys` either."""
-    info = read_json(folder / INFO)
-    write_json(folder / INFO, {key: value for key, value in info.items() if key not in (CHECKSUM, FILES, *keys)})
 
 
 def write_failed(root: Path, lines: Iterable[Record], error: Exception) -> Path:

@@ -20,7 +20,6 @@ from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, 
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
-from harness.config.renamed import refuse_renamed
 from harness.config.settings import SettingsError
 from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
@@ -217,7 +216,6 @@ def _require(override: Override, chosen: Chosen, groups: Known) -> None:
         return
     if key in settings():
         return
-    refuse_renamed(key)
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
     near = owners or get_close_matches(key, [*settings(), *GROUPS, GROUP], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

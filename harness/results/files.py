@@ -157,14 +157,11 @@ class RunLine(NamedTuple):
     checksum: str
 
 
-def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> RunLine:
-    """What was sealed. Raises `RecordError`, which begins with `where`, for what is no line of ours, for a line of
-    another run or a changed one; for one without a seal where that is `required`: runs from before there were seals
-    have none."""
+def read_line(text: bytes, run: str, where: str) -> RunLine:
+    """Return what was sealed. Raise `RecordError`, which begins with `where`, for what is no line of ours, for one of
+    another run, and for one that was changed or has no seal."""
     plain = _parse(text, where)
     checksum, owner = plain.pop(CHECKSUM, None), plain.get(RUN)
-    if checksum is None and owner is None and not required:
-        return RunLine(where, plain, checksum_of(plain))
     name = f"{where}: example {plain.get('id')!r}"
     if checksum is None or owner is None:
         raise RecordError(f"{name} lacks its run or its checksum")

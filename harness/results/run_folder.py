@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.results import files, triage
-from harness.results.files import CHECKSUM, RunLine, checksum_of, seal
+from harness.results.files import CHECKSUM, RunLine, seal
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES, Digest
 from harness.results.folder.find import find, instead
@@ -48,8 +48,8 @@ class Run:
         self._before = repaired(folder, digest, config)
         if not self._before:
             files.write_yaml(folder / CONFIG, config)
-        info = {"sealed": not self._before} | self._before | {"identity_sha256": digest}
-        self.info = info if self._before else bound.bind(folder, info, CONFIG)
+        info = self._before | {"identity_sha256": digest}
+        self.info = info if self._before else bound.bind(folder, {**info, FILES: {}}, CONFIG)
         lines = bound.read_lines(folder, EXAMPLES, self.info)
         self._ids, self._digest = {record.id for record in _records(lines)}, Digest(lines)
         self._begun = self._closed = False
@@ -99,14 +99,13 @@ class Run:
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
         plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
-        if self.info["sealed"]:
-            plain = seal(plain, self.info["identity_sha256"])
+        sealed = seal(plain, self.info["identity_sha256"])
         if not self._begun:
             self._begin()
         with whole():
-            files.append_line(self.folder / EXAMPLES, plain)
+            files.append_line(self.folder / EXAMPLES, sealed)
             self._ids.add(record.id)
-            self._digest.add(plain.get(CHECKSUM) or checksum_of(plain))
+            self._digest.add(sealed[CHECKSUM])
 
     def records(self) -> list[Record]:
         return read_records(self.folder, self.info)
