@@ -22,7 +22,7 @@ from harness.terminal.stopping import stoppable
 from kernels import toolchain
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
-OPTIONAL = ("triton", "wandb", "tensorboard", "jieba")
+OPTIONAL = ("triton", "wandb", "jieba")
 HUB = "https://huggingface.co"
 GIB = 2**30
 

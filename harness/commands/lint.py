@@ -34,7 +34,7 @@ from harness.terminal.stopping import stoppable
 OF_RUNS = (  # keys, or what they begin with
     "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs", "disk",
     "overlap", "link", "disk_link",
-    "memory_check", "dry_run", "progress", "results", "trackers", "wandb", "tensorboard", "reuse_steps",
+    "memory_check", "dry_run", "progress", "results", "wandb", "reuse_steps",
     "generation.temperature", "generation.top", "generation.force_length",
 )  # fmt: skip
 

@@ -23,12 +23,10 @@ from harness.config.groups import (
     OverflowSettings,
     Results,
     StoreSettings,
-    TensorBoardSettings,
     WandbSettings,
     check_codec,
     check_link,
 )
-from harness.config.plugins import suggestion
 from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
 from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
@@ -43,7 +41,6 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StoreSettings",
-    "TensorBoardSettings",
     "WandbSettings",
     "recorded_defaults",
     "settings_of",
@@ -83,7 +80,7 @@ RANGES = {
     "generation.top_p": Range(above=0, most=1),
     "generation.max_new_tokens": FROM_1,
 }
-PATHS = ("data.root", "results.root", "store.folder", "tensorboard.folder", "disk")
+PATHS = ("data.root", "results.root", "store.folder", "disk")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
     "results",
@@ -92,9 +89,7 @@ WITHOUT_EFFECT = (
     "progress",
     "dry_run",
     "memory_check",
-    "trackers",
     "wandb",
-    "tensorboard",
     "workers",
     "triage",
     "disk",
@@ -107,8 +102,6 @@ OWN = {
 }  # fmt: skip
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
-
-TRACKERS = ("tensorboard", "wandb")
 
 
 def _check_asked(budget: Any, per_layer: Sequence[Any] = ()) -> None:
@@ -126,7 +119,6 @@ NESTED = {
     "data": Data,
     "results": Results,
     "wandb": WandbSettings,
-    "tensorboard": TensorBoardSettings,
 }
 
 
@@ -176,9 +168,7 @@ class Settings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     data: Data = field(default_factory=Data)
     results: Results = field(default_factory=Results)
-    trackers: list[str] = field(default_factory=list)
     wandb: WandbSettings = field(default_factory=WandbSettings)
-    tensorboard: TensorBoardSettings = field(default_factory=TensorBoardSettings)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -214,7 +204,8 @@ class Settings:
         elif given := self.store.given:
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
-        self._check_trackers()
+        if self.wandb.entity is not None and self.wandb.project is None:
+            raise SettingsError("wandb.entity needs a project: set wandb.project as well, or leave it out.")
         self._check_generation(self.generation)
 
     @property
@@ -246,14 +237,6 @@ class Settings:
                 "leave one out."
             )
         _check_asked(None, self.layer_budgets)
-
-    def _check_trackers(self) -> None:
-        for name in self.trackers:
-            if name not in TRACKERS:
-                raise SettingsError(f"There is no tracker {name!r}{suggestion(name, TRACKERS)}")
-        for name in TRACKERS:
-            if name not in self.trackers and getattr(self, name) != NESTED[name]():
-                raise SettingsError(f"{name} has settings and trackers does not name it: add trackers=[{name}].")
 
     def _check_generation(self, generation: GenerationSettings) -> None:
         if self.triage == "on" and generation.temperature:
