@@ -71,7 +71,6 @@ HYDRA = {
             "hydra_errors",
             "launchers",
             "overrides",
-            "two_budgets",
             "words",
         )
     ),
