@@ -108,15 +108,6 @@ def test_a_slow_run_with_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Of a decode step of 20.0 ms (with trace=on), selecting tokens 60.0 %, the model around it 20.0 %" in told
 
 
-def test_the_map_of_the_needle_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    low = write_run(tmp_path, records([0.0] * 3), "streaming")
-    write_lines(low, ["evicted"] * 3)
-    assert "drew" in explained(capsys, low, "--plots")
-    drawn = list((tmp_path / "plots").iterdir())
-    assert {file.suffix for file in drawn} == {".png", ".pdf"}
-    assert all(file.stat().st_size > 5000 for file in drawn)
-
-
 def test_a_run_without_examples_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write_run(tmp_path / "runs", [], "pqcache", "interrupted")
     assert "holds no example, so there is nothing to explain." in explained(capsys, empty)

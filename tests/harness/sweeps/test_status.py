@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +143,6 @@ def test_nothing_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         f"error: no such folder: {tmp_path / 'none'}; give the one that results.root named, such as results/runs" in err
     )
     assert "give the folder that results.root named" in err
-
-
-def test_watching_ends_with_the_sweep(tmp_path: Path) -> None:
-    made(tmp_path / "whole", 4)
-    command = [sys.executable, "-m", "harness.status", str(tmp_path), "--watch", "0.1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.count("1 done; 4/4 examples")) == (0, 1)
 
 
 def state(status: str, done: int, total: int | None = 4, rate: float | None = None, about: str = "a") -> JobState:
