@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, get_type_hints
 
 from harness.config.catalogue import plain
 from harness.config.groups import (
@@ -109,17 +109,6 @@ def _check_asked(budget: Any, per_layer: Sequence[Any] = ()) -> None:
         check_budgets(1.0 if budget is None else budget, per_layer)
     except BudgetError as error:
         raise SettingsError(str(error)) from error
-
-
-NESTED = {
-    "windows": CommonWindows,
-    "store": StoreSettings,
-    "overflow": OverflowSettings,
-    "generation": GenerationSettings,
-    "data": Data,
-    "results": Results,
-    "wandb": WandbSettings,
-}
 
 
 @dataclass
@@ -245,6 +234,9 @@ class Settings:
             )
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
+
+
+NESTED: Mapping[str, type] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 
 
 @dataclass

@@ -18,10 +18,8 @@ from harness.terminal.tables import BYTES, scaled
 
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
-ALWAYS_NAMED = (
-    "budget_rule",
-    "codec",
-)  # where they are no default: such rows mean something else by a token, or read another
+# where they are no default: such rows mean something else by a token, or read another
+ALWAYS_NAMED = ("budget_rule", "codec")
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 

@@ -88,7 +88,7 @@ def test_every_yaml_lists_all_fields_and_builds(file: Path) -> None:
 
 def test_sources_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from harness.models import base, embedded, hub, random, shapes;"
+        "import sys; from harness.models import base, embedded, hub, random;"
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parents[1], check=False).returncode == 0
