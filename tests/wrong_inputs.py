@@ -99,6 +99,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "show {runs}": ("runs", "folder"),
     "show {run} --diff={empty}": ("empty",),
     "explain {empty}": ("empty",),
+    "status {runs} --watch": ("--watch",),
     "rescore {run} --data-root={text}": ("--data-root", "text.txt"),
     "bands --file={text}": ("text.txt",),
     "list methods": ("methods", "method"),

@@ -7,6 +7,7 @@ our folder instead. Other processes are not touched.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +54,7 @@ def hub_kernels() -> str | None:
 
 def _hide_hub_kernels() -> None:
     """Change transformers' answer to whether they are installed."""
-    from transformers.utils import import_utils
+    import_utils = import_module("transformers.utils.import_utils")
 
     def is_kernels_available(*versions: str) -> bool:
         return False

@@ -27,9 +27,11 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def write_lines(folder: Path, causes: list[str]) -> None:
     followed = {"needle": [1, 2], "full_score": 1.0, "repeated": True, "departs": 3, "first": 2, "scores": {}}
+    answers = {line.id: line.answer_sha256 for line in load(folder).records}
     for number, cause in enumerate(causes):
         rows = {"held": [[0.25, 0.75, 1.0]], "mass": [[0.01, 0.03, 0.5]], "full_mass": [[0.1, 0.3, 0.5]]}
-        line = {"id": f"e{number}", "score": 0.0, "answers": ["1"], "cause": cause, **followed, **rows}
+        about = {"id": f"e{number}", "answer": answers[f"e{number}"], "score": 0.0, "answers": ["1"], "cause": cause}
+        line = {**about, **followed, **rows}
         triage.append(folder, line, read_json(folder / "run.json"))
 
 
