@@ -34,6 +34,12 @@ def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
         raise StoreError(f"a config must hold plain values only: {error}") from error
 
 
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it is read back: a tuple is a list."""
+    values: dict[str, Any] = json.loads(canonical(config, sort=False))
+    return values
+
+
 def digest(plain: Mapping[str, Any]) -> str:
     """The same for equal values: a name for what they stand for."""
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
@@ -65,10 +71,9 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(path, text.getvalue())
 
 
-def write_yaml(path: Path, plain: Mapping[str, Any]) -> None:
+def write_yaml(path: Path, config: Mapping[str, Any]) -> None:
     """In the order of `plain`; tuples become lists."""
-    values = json.loads(canonical(plain, sort=False))
-    write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """What the files of a run's folder are bound to, and whether that is what they hold.
 
 The identity is the root: its hash names the folder and stands in every line of examples.jsonl, rescored.jsonl and
-triage.jsonl, beside a checksum over the line. run.json has a checksum over itself. It holds the digest of config.yaml,
-and of each file of lines the digest of what stood there when run.json was last written; lines that were added since
+triage.jsonl, beside a checksum over the line. run.json has a checksum over itself. It holds the configuration, and of
+each file of lines the digest of what stood there when run.json was last written; lines that were added since
 have their own checksums. Nobody reads summary.json back (results/summary_file.py).
 
 Checksums guard against mistakes and broken disks. They are no signature.
@@ -22,7 +22,7 @@ from harness.results.folder.names import CONFIG, EXAMPLES, INFO, RESCORED
 from harness.results.records import RecordError, StoreError
 
 Info = Mapping[str, Any]
-FILES = "files"  # key of run.json: the digests of other files
+FILES, SETTINGS = "files", "config"  # keys of run.json: the digests of files of lines, and what config.yaml copies
 AGAIN = "run the same command again, which makes it anew, or restore it from a copy"
 SCORE_AGAIN = "run python -m harness.rescore on its folder again"
 
@@ -54,7 +54,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}")
     with _advising(AGAIN):
         info = files.read_json(path)
-        if info.pop(CHECKSUM, None) != files.checksum_of(info) or FILES not in info:
+        if info.pop(CHECKSUM, None) != files.checksum_of(info) or not {FILES, SETTINGS} <= info.keys():
             raise StoreError(f"{path} was changed after it was written")
     return info
 
@@ -62,16 +62,6 @@ def read_info(folder: Path) -> dict[str, Any]:
 def write_info(folder: Path, info: Info) -> None:
     with files.writing(folder):
         files.write_json(folder / INFO, files.with_checksum(info))
-
-
-def read_config(folder: Path, info: Info) -> dict[str, Any]:
-    """Return config.yaml; raise `StoreError` where it is not as it was written."""
-    path = folder / CONFIG
-    with _advising(AGAIN):
-        config = files.read_yaml(path)
-        if info[FILES].get(CONFIG) != config_digest(config):
-            raise StoreError(f"{path} was changed after it was written")
-    return config
 
 
 def each_line(folder: Path, name: str, info: Info) -> Iterator[tuple[bytes, RunLine | RecordError]]:
@@ -132,24 +122,14 @@ def bind(folder: Path, info: Info, *names: str) -> dict[str, Any]:
     digests = {name: digest for name, digest in info.get(FILES, {}).items() if name not in names}
     for name in names:
         if (folder / name).exists():
-            digests[name] = _digest(folder, name, info)
+            digests[name] = Digest(read_lines(folder, name, {**info, FILES: {}})).plain()
     return {**info, FILES: digests}
-
-
-def _digest(folder: Path, name: str, info: Info) -> Any:
-    if name == CONFIG:
-        return config_digest(files.read_yaml(folder / name))
-    return Digest(read_lines(folder, name, {**info, FILES: {}})).plain()
 
 
 def damage(folder: Path, info: Info) -> str | None:
     """What is wrong with a folder, as far as it shows without reading its lines; None for nothing."""
-    try:
-        read_config(folder, info)
-    except StoreError as error:
-        return str(error)
     for name, noted in info[FILES].items():
-        if name != CONFIG and (count := count_lines(folder / name)) < noted["lines"]:
+        if (count := count_lines(folder / name)) < noted["lines"]:
             return f"{folder / name} holds {count} of the {noted['lines']} lines that it had; {_advice(name)}"
     return None
 
@@ -160,14 +140,6 @@ def count_lines(path: Path) -> int:
 
 def _advice(name: str) -> str:
     return SCORE_AGAIN if name == RESCORED else AGAIN
-
-
-def config_digest(config: Info) -> str | None:
-    """Return the digest of a configuration's values; None where it holds what no run writes, such as a date."""
-    try:
-        return files.checksum_of(config)
-    except (TypeError, ValueError):
-        return None
 
 
 @contextmanager

@@ -6,16 +6,15 @@ holds what nobody can make anew: machine, versions and times of earlier sessions
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.results import files
-from harness.results.files import RunLine
+from harness.results.files import RunLine, plain
 from harness.results.folder import bound
-from harness.results.folder.bound import FILES, Digest, Info
-from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
+from harness.results.folder.bound import FILES, SETTINGS, Digest, Info
+from harness.results.folder.names import DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
 from harness.results.provenance import now
 from harness.results.records import RecordError, StoreError, answer_digest
 from harness.terminal.notices import say_once
@@ -34,11 +33,11 @@ def repaired(folder: Path, run: str, config: Mapping[str, Any]) -> dict[str, Any
     lines, others = _sound_lines(folder, EXAMPLES, info)
     answers = {str(line.plain.get("id")): answer_digest(line.plain) for line in lines}
     _, other_causes = _sound_lines(folder, TRIAGED, info, answers)
-    repairs = [is_new, others, other_causes, _config(folder, info, config), _first_scores(folder, info, others)]
+    repairs = [is_new, others, other_causes, _first_scores(folder, info, others)]
     if others and info.get("status") == "complete":
         info["status"] = "interrupted"
     if any(repairs):
-        info = bound.bind(folder, info, CONFIG, EXAMPLES, RESCORED, TRIAGED)
+        info = bound.bind(folder, info, EXAMPLES, RESCORED, TRIAGED)
         if "rescored" in info:
             info["rescored"] = {**info["rescored"], "records": bound.records_digest(info)}
         bound.write_info(folder, info)
@@ -66,7 +65,8 @@ def _info(folder: Path, run: str, config: Mapping[str, Any]) -> tuple[dict[str, 
         "status": "interrupted",
         "began_with": records,
         "rebuilt": {"at": now(), "records": records},
-        FILES: {CONFIG: bound.config_digest(json.loads(files.canonical(config)))},
+        SETTINGS: plain(config),
+        FILES: {},
     }, True
 
 
@@ -95,19 +95,6 @@ def _sound_lines(
     if noted and (count := len(sound) + len(damaged)) < noted["lines"]:
         say_once(f"{path} holds {count} of the {noted['lines']} lines that it had; {again}")
     return sound, bool(damaged) or (noted is not None and Digest(sound[: noted["lines"]]).plain() != noted)
-
-
-def _config(folder: Path, info: Info, config: Mapping[str, Any]) -> bool:
-    """Writes config.yaml anew where it is not what the run resolves to; whether it did."""
-    path = folder / CONFIG
-    try:
-        bound.read_config(folder, info)
-        return False
-    except StoreError as error:
-        _set_aside(path)
-        files.write_yaml(path, config)
-        say_once(f"{_told(error)}: it is written anew")
-        return True
 
 
 def _first_scores(folder: Path, info: dict[str, Any], other_records: bool) -> bool:

@@ -269,40 +269,47 @@ def test_lost_records_make_a_run_incomplete_until_they_ran_again(root: Path) -> 
     assert (folder / f"{EXAMPLES}{DAMAGED}").read_bytes() == lines[3].replace(b"1.0", b"0.5")
 
 
+def spoilt(root: Path, method: str) -> Path:
+    """A run.json that is none any more."""
+    path = place(root, method) / INFO
+    path.write_text("{")
+    return path
+
+
 def test_a_full_that_cannot_be_read_is_named_where_it_is_missed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = removed(root, "full", CONFIG)
+    broken = spoilt(root, "full")
     text, _ = told(capsys, report, place(root, "quest"))
-    assert any(line.startswith(f"  ! cannot read {gone}: No such file") for line in text)
+    assert any(line.startswith(f"  ! cannot read {broken}: ") for line in text)
     text, _ = told(capsys, explain, place(root, "quest"))
-    assert f"is not known where cannot read {gone}" in " ".join(" ".join(text).split())
+    assert f"is not known where cannot read {broken}" in " ".join(" ".join(text).split())
     assert "run with baseline=run" not in " ".join(text)
 
 
 def test_every_form_of_a_report_goes_without_the_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone, out = removed(root, "h2o", CONFIG), root.parent
+    broken, out = spoilt(root, "h2o"), root.parent
     (place(root, "quest") / SUMMARY).write_text("{}")
     (place(root, "full") / SUMMARY).write_text("[")
     forms = [f"--{form}={out / form}" for form in ("html", "csv", "tex", "md")]
     assert report.main([str(root), *forms]) == 2
-    assert str(gone) in capsys.readouterr().err
+    assert str(broken) in capsys.readouterr().err
     page, spreadsheet, tex, table = (
         path.read_text() for path in (out / "html" / "index.html", out / "csv", out / "tex", out / "md")
     )
-    assert str(gone) in page
+    assert str(broken) in page
     assert [line.split(",")[1] for line in spreadsheet.splitlines()[1:]]
     for text in (page, tex.replace("\\_", "_"), table):
         assert "no number here comes from that file" in text
 
 
 def test_status_names_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = removed(root, "full", CONFIG)
+    broken = spoilt(root, "full")
     short = place(root, "quest") / EXAMPLES
     short.write_bytes(short.read_bytes().partition(b"\n")[0] + b"\n")
     lost = removed(root, "h2o", INFO)
     [part] = status.look(root)
     found = {state.label.split("-")[1]: state for state in part.states}
     assert {state.status for state in found.values()} == {"interrupted"}
-    assert str(found["full"].reason).startswith(f"cannot read {gone}")
+    assert str(found["full"].reason).startswith(f"cannot read {broken}")
     assert str(found["quest"].reason).startswith(f"{short} holds 1 of the 4 lines that it had; run the same command")
     assert str(found["h2o"].reason).startswith(f"{lost} is gone; run the same command again")
 

@@ -247,8 +247,8 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no runs"):
         find([tmp_path])
     folder = write_run(tmp_path, [])
-    (folder / "config.yaml").write_text("a: [")
-    with pytest.raises(StoreError, match=r"config\.yaml"):
+    (folder / "run.json").write_text("{")
+    with pytest.raises(StoreError, match=r"cannot read .*run\.json"):
         load(folder)
 
 

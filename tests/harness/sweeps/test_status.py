@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from harness.commands.status import main as status
-from harness.results.files import write_yaml
-from harness.results.folder.bound import bind, write_info
+from harness.results.folder.bound import write_info
 from harness.results.lock import FolderLock
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import SweepSession
@@ -27,8 +26,7 @@ def made(folder: Path, examples: int, **info: Any) -> Path:
     """A run folder at a glance: forty seconds for four new examples."""
     folder.mkdir(parents=True)
     facts = {"status": "complete", "started": BEGAN, "ended": ENDED, "began_with": 0, "num_expected": 4}
-    write_yaml(folder / "config.yaml", {})
-    write_info(folder, bind(folder, facts | info | {"files": {}}, "config.yaml"))
+    write_info(folder, facts | info | {"files": {}, "config": {}})
     (folder / "examples.jsonl").write_text("{}\n" * examples)
     return folder
 
