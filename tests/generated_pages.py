@@ -22,7 +22,7 @@ Written by `{COMMAND}`: change the comments in conf/, not this page."""
 METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by
-`{COMMAND}`; change the card in a method's file and the comments in its yaml, not this page."""
+`{COMMAND}`; change the comments in a method's yaml, its card among them, not this page."""
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
 
