@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.diagnosis import quality, speed
 from harness.diagnosis.next_steps import next_steps
 from harness.diagnosis.subject import Subject, subject
@@ -20,14 +20,12 @@ from harness.results.run_folder import find, load_all
 from harness.results.summary_file import Neighbours
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from harness.terminal.tables import text_table
 
 WIDTH = 100
 
 
-@stoppable
-@explained
+@as_command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     runs, damage = load_all(find(options.folders))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, entries
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.experiments import GROUP as EXPERIMENT
 from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_text
@@ -22,7 +22,7 @@ SETTINGS = "settings"
 KINDS = (*GROUPS, EXPERIMENT)
 
 
-@explained
+@as_command
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     folders = (CONF, *options.config_dir)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.nested import flatten
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_latex, as_text, shows_colour
@@ -22,7 +22,6 @@ from harness.results.run_folder import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import say, show, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first
@@ -44,8 +43,7 @@ SORTS = {
 MOST_PLACES = 5
 
 
-@stoppable
-@explained
+@as_command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 from evals.base import Example, Task
 from harness.config import plugins
-from harness.config.errors import explained, is_known, sentence
+from harness.config.errors import as_command, is_known, sentence
 from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
@@ -28,11 +28,9 @@ from harness.results.records import Record, StoreError, scored
 from harness.results.run_folder import StoredRun, find, load, write_rescored
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 
 
-@stoppable
-@explained
+@as_command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.settings import Results
 from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return "; ".join(filter(None, words))
 
 
-@explained
+@as_command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     parts = look(options.folder)

@@ -18,6 +18,7 @@ from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain
+from harness.terminal.stopping import stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("evals", "harness", "kernels", "methods")
@@ -78,6 +79,12 @@ def explained(work: Callable[P, int | None]) -> Callable[P, int]:
             return 2 if is_known(error) else 1
 
     return coded
+
+
+def as_command(main: Callable[..., int | None]) -> Callable[..., int]:
+    """The `main` of a command that keeps nothing of what it has begun: it ends on a signal, and says an error in a
+    sentence; its exit code says which."""
+    return stoppable(explained(main))
 
 
 def own_line(error: BaseException) -> str | None:

@@ -236,7 +236,7 @@ class Settings:
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 
 
-NESTED: Mapping[str, type] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 
 
 @dataclass

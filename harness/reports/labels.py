@@ -14,7 +14,7 @@ from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import model_name
 from harness.results.run_folder import StoredRun
-from harness.terminal.tables import BYTES, scaled
+from harness.terminal.tables import BYTES, with_unit
 
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
@@ -81,8 +81,7 @@ def budget(summary: Mapping[str, Any]) -> str:
     method has none."""
     layers, in_bytes = summary["budget"]["layers"], summary["budget"].get("bytes")
     if in_bytes:
-        (value,), unit = scaled([float(in_bytes)], BYTES)
-        return f"{value} {unit}"
+        return with_unit(in_bytes, BYTES)
     if not layers:
         return _budget(summary["budget"]["asked"])
     if len({type(one) for one in layers}) > 1:
