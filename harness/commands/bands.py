@@ -19,7 +19,7 @@ from harness.terminal.paths import typed
 from harness.terminal.tables import Column, percent, text_table
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.folders:

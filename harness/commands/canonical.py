@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @lasting_output()
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     find_gguf()

@@ -126,7 +126,7 @@ def _hub() -> Check:
     return Check("ok", "hub", f"{address.hostname} is reachable")
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(prog="python -m harness.doctor", description=__doc__).parse_args(arguments)
     found = list(checks())

@@ -25,7 +25,7 @@ from harness.terminal.tables import text_table
 WIDTH = 100
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     runs, damage = load_all(find(options.folders))

@@ -38,7 +38,7 @@ OF_RUNS = (  # keys, or what they begin with
 )  # fmt: skip
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)

@@ -22,7 +22,7 @@ SETTINGS = "settings"
 KINDS = (*GROUPS, EXPERIMENT)
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     folders = (CONF, *options.config_dir)

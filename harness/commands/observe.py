@@ -36,7 +36,7 @@ READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data"
 
 
 @lasting_output()
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     _observe(options.what, options.overrides, options.config_dir)

@@ -43,7 +43,7 @@ SORTS = {
 MOST_PLACES = 5
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

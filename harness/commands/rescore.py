@@ -30,7 +30,7 @@ from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

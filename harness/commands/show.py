@@ -28,7 +28,7 @@ FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns

@@ -29,7 +29,7 @@ ROOT = Path("results/runs/simulations")
 
 
 @lasting_output()
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     from harness.history.simulation import costs, outcome, paper

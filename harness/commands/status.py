@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return "; ".join(filter(None, words))
 
 
-@as_command
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     parts = look(options.folder)
