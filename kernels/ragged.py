@@ -26,6 +26,14 @@ class Each:
         self.values = tuple(values)
         self._on: dict[torch.device, Tensor] = {}
 
+    @cached_property
+    def most(self) -> int:
+        """Return a number that none of them exceeds."""
+        return max(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
     def on(self, device: torch.device) -> Tensor:
         """Return the numbers as [B] int64, the same tensor for every call."""
         if device not in self._on:
@@ -61,6 +69,23 @@ class Each:
         return self + (Each(tuple(map(int.__neg__, other.values))) if isinstance(other, Each) else -other)
 
 
+class Counted(Each):
+    """Holds numbers that the device has computed, [B] int64, up to `most`. Asking for `values` waits for the device."""
+
+    def __init__(self, numbers: Tensor, most: int) -> None:
+        self._numbers, self.most = numbers, most
+
+    def on(self, device: torch.device) -> Tensor:
+        return self._numbers.to(device)
+
+    @cached_property
+    def values(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self._numbers.tolist())
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
 class Ragged:
     """Holds a tensor [1 ...] of every sequence; they differ in dimension `dim` alone.
 
@@ -87,7 +112,7 @@ class Ragged:
 
     @cached_property
     def whole(self) -> Tensor:
-        most, behind = max(self.sizes), 2 * (self.first.dim() - 1 - self.dim)
+        most, behind = self.sizes.most, 2 * (self.first.dim() - 1 - self.dim)
         return torch.cat([pad(part, (0,) * (behind + 1) + (most - part.shape[self.dim],)) for part in self.parts])
 
     @cached_property
@@ -98,6 +123,11 @@ class Ragged:
     def alignment(self) -> int:
         """Return how many bytes, 16 at most, everything in `table` is a multiple of."""
         return gcd(16, *(number for place in self._places for number in place))
+
+    @cached_property
+    def row_alignment(self) -> int:
+        """Return the same of where tensors begin and of the second dimension's steps, for rows that lie in that."""
+        return gcd(16, *(number for place in self._places for number in place[:2]))
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
@@ -120,7 +150,7 @@ class Ragged:
         if "whole" in vars(self):
             return tuple(self.whole.shape)
         one = list(self.first.shape)
-        return (len(self.sizes.values), *one[1 : self.dim], max(self.sizes), *one[self.dim + 1 :])
+        return (len(self.sizes), *one[1 : self.dim], self.sizes.most, *one[self.dim + 1 :])
 
     @cached_property
     def counts(self) -> Tensor:
@@ -177,6 +207,26 @@ def leading(x: Tensor | Ragged, count: int | Each) -> Tensor:
     return whole[..., :count]
 
 
+def spanned(x: Tensor | Ragged, start: int, end: int | Each) -> Tensor:
+    """Return the entries `start` to `end` of each sequence's rows [B ... S]: `Ragged` where the ends differ."""
+    return leading(filled(x)[..., start:], end - start)
+
+
+def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
+    """Repeat each entry of rows [B ... S] so many times. -> [B ... S * times]"""
+    entries = filled(x).repeat_interleave(times, -1)
+    return Ragged.filled_up(entries, x.sizes * times, entries.dim() - 1) if isinstance(x, Ragged) else entries
+
+
+def too_few(x: Tensor | Ragged, count: int | Each) -> bool:
+    """Say whether some sequence's rows [B ... S] have fewer entries than `count`; of numbers that only the device knows
+    nobody can say."""
+    if isinstance(count, Counted):
+        return False
+    left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count
+    return min(per_sequence(left, 1)) < 0
+
+
 def appended(x: Tensor | Ragged, entry: int | Each) -> Tensor:
     """Put an entry behind those of each sequence. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
     whole = filled(x)
@@ -209,7 +259,7 @@ def _sequences(arguments: Any) -> int | None:
     """Return how many sequences unequal arguments are of, or None where there are none."""
     for argument in arguments:
         if isinstance(argument, Ragged | Each):
-            return len(argument.sizes.values if isinstance(argument, Ragged) else argument.values)
+            return len(argument.sizes if isinstance(argument, Ragged) else argument)
         if isinstance(argument, tuple | list) and (count := _sequences(argument)) is not None:
             return count
     return None

@@ -5,13 +5,14 @@ Letters are those of methods/base/. Softmax and its sums run in fp32, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from kernels.ragged import by_sequence
+from kernels.ragged import Counted, Each, Ragged, by_sequence, filled
 from kernels.rope import rotate
 
 
@@ -152,6 +153,23 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
     return (rows + heads).view(-1)
 
 
+def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """Let `top_k` take numbers that only the device knows: as many as there may be are chosen, the best first."""
+
+    @wraps(run)
+    def served(scores: Tensor | Ragged, count: int | Each) -> Tensor:
+        if not isinstance(count, Counted):
+            return run(cast(Tensor, scores), cast(int, count))
+        whole = filled(scores)
+        if isinstance(scores, Ragged):
+            whole = without_missing(whole, scores.counts, float("-inf"))
+        best = whole.topk(count.most, dim=-1).indices
+        return cast(Tensor, Ragged.filled_up(best, count, best.dim() - 1))
+
+    return cast(Callable[[Tensor, int], Tensor], served)
+
+
+@_or_of_counted
 @by_sequence
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
@@ -163,10 +181,15 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 @by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)"""
-    return (q @ x.transpose(-1, -2)).float()
+    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)
+
+    Of several sequences, the rows of one may be shorter than C: its queries are then zero in the channels that are
+    missing, and what lies behind its rows in memory must be finite numbers, for backends read it.
+    """
+    return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
 
 
+@by_sequence
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g S]
     (fp32)
@@ -194,6 +217,7 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
     return weights.sum(2) if reduce == "sum" else weights.amax(2)
 
 
+@by_sequence
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
     """Measure how far the first `candidates` lie below a query head's largest logit, at the head of the group where it
     is least.
@@ -226,13 +250,15 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 
+@by_sequence
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rebuild keys from low-rank factors and rotate them.
 
-    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
+    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R], or [1 P R] of each sequence -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
     is a row of u, of cos and of sin; both halves of cos and sin are alike.
     """
     batch, groups, count = positions.shape
+    cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
     rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, groups * count)).unflatten(2, (groups, count))
     plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
     at = positions.flatten(0, 1)

@@ -123,6 +123,22 @@ template <class E> void sums(const Call& call) {
     }
 }
 
+// Stores each head's scores.
+template <class E> void scores(const Call& call) {
+    tasks<E>(call, [&](Reader<E>& reader, int64_t pair, int64_t, int64_t first, int64_t last) {
+        Block logits;
+        for (int64_t at = first; at < last; at += WIDE) {
+            int64_t n = std::min<int64_t>(WIDE, last - at);
+            reader.read(at, n, logits);
+            for (int64_t h = 0; h < call.heads; h++) {
+                join((const E*)nullptr, logits[h]);
+                std::memcpy(call.scores + (pair * call.heads + h) * call.count + at, logits[h], n * sizeof(float));
+            }
+        }
+    });
+}
+
 }  // namespace
 
+EXPORT void channel_scores(const ChannelSums& call) { call.is_bf16 ? scores<bf16>(call) : scores<float>(call); }
 EXPORT void channel_sums(const ChannelSums& call) { call.is_bf16 ? sums<bf16>(call) : sums<float>(call); }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,34 +13,50 @@ from kernels.ragged import Ragged
 
 
 class ChannelSums(Struct):
-    """Describes a call: queries `q` in `num_channels` chosen channels of the keys `x`."""
+    """Describes a call for sums or scores: queries `q` in `num_channels` chosen channels of the keys `x`."""
 
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]
     table = int64s("batch * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
     counts = int64s("batch", optional=True)  # of each sequence, in place of `count`
     channels = int64s("batch * groups * num_channels")
-    out = floats("batch * groups * count", written=True)
-    lse = floats("batch * groups * heads", written=True)
+    out = floats("batch * groups * count", written=True, optional=True)
+    lse = floats("batch * groups * heads", written=True, optional=True)
+    scores = floats("batch * groups * heads * count", written=True, optional=True)  # in place of the two
     batch = groups = heads = count = num_channels = integer()
 
 
-_library = load("channels", Function("channel_sums", ChannelSums))
+_library = load("channels", Function("channel_sums", ChannelSums), Function("channel_scores", ChannelSums))
 
 _MOST_HEADS = 16
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Sum the scores of a few channels over the group, as kernels/reference.py defines it."""
-    first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
     out = q.new_empty((*q.shape[:2], x.shape[3]), dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    batch, groups, heads, num_channels = q.shape
-    _library.channel_sums(
-        q=q.float().contiguous(), x=first, table=table, counts=counts, channels=channels.long().contiguous(),
-        out=out, lse=lse, batch=batch, groups=groups, heads=heads, count=x.shape[3], num_channels=num_channels,
-    )  # fmt: skip
+    _run(_library.channel_sums, q, x, channels, out=out, lse=lse, scores=None)
     return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out, lse
+
+
+def channel_scores(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> Tensor | Ragged:
+    """Multiply in a few channels, as kernels/reference.py defines it."""
+    scores = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
+    _run(_library.channel_scores, q, x, channels, out=None, lse=None, scores=scores)
+    return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores
+
+
+def channel_scores_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+    return channel_sums_refuses(q, x, channels)
+
+
+def _run(run: Callable[..., None], q: Tensor, x: Tensor | Ragged, channels: Tensor, **written: Tensor | None) -> None:
+    first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
+    batch, groups, heads, num_channels = q.shape
+    run(
+        q=q.float().contiguous(), x=first, table=table, counts=counts, channels=channels.long().contiguous(),
+        batch=batch, groups=groups, heads=heads, count=x.shape[3], num_channels=num_channels, **written,
+    )  # fmt: skip
 
 
 def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:

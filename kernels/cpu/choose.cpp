@@ -30,14 +30,15 @@ Softmax softmax(const float* x, int64_t count, float scale) {
     return {scale, top, 1 / sum(total)};
 }
 
-template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_t count, float scale) {
+// A head's logits are `row` entries apart from the next one's, and `count` of them are there.
+template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_t row, int64_t count, float scale) {
     std::vector<Softmax> head(heads);
-    for (int h = 0; h < heads; h++) head[h] = softmax(x + h * count, count, scale);
+    for (int h = 0; h < heads; h++) head[h] = softmax(x + h * row, count, scale);
     for (int64_t at = 0; at < count; at += LANES) {
         int64_t n = std::min<int64_t>(LANES, count - at);
         f32 all = {};
         for (int h = 0; h < heads; h++) {
-            const float* from = x + h * count + at;
+            const float* from = x + h * row + at;
             f32 w = head[h].weights(n == LANES ? load<f32>(from) : tail(from, n, -INFINITY));
             all = LARGEST ? maximum(all, w) : all + w;
         }
@@ -174,16 +175,18 @@ EXPORT void group_weights(const GroupWeights& call) {
     float scale = (float)call.scale * (float)M_LOG2E;
     int64_t of_pair = call.heads * call.count;
     each_task(call.pairs, call.pairs * of_pair > 4096, [&](int64_t pair) {
+        int64_t count = call.counts ? call.counts[pair / call.groups] : call.count;
         (call.largest ? weigh<true> : weigh<false>)(call.logits + pair * of_pair, call.out + pair * call.count,
-                                                    call.heads, call.count, scale);
+                                                    call.heads, call.count, count, scale);
     });
 }
 
 EXPORT void group_margins(const GroupMargins& call) {
     int64_t of_pair = call.heads * call.count;
     each_task(call.pairs, call.pairs * of_pair > 4096, [&](int64_t pair) {
+        int64_t candidates = call.of_each ? call.of_each[pair / call.groups] : call.candidates;
         call.counts[pair] = margins(call.logits + pair * of_pair, call.out + pair * call.candidates, call.heads,
-                                    call.count, call.candidates, call.reach);
+                                    call.count, candidates, call.reach);
     });
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Each, Ragged, per_sequence
+from kernels.ragged import RAGGED, Each, Ragged, too_few
 
 
 class GroupWeights(Struct):
@@ -15,7 +15,8 @@ class GroupWeights(Struct):
 
     logits = floats("pairs * heads * count")
     out = floats("pairs * count", written=True)
-    pairs = heads = count = integer()
+    counts = int64s("pairs // groups", optional=True)  # of each sequence, in place of `count`
+    pairs = groups = heads = count = integer()
     largest = integer(0)  # 1 for the largest weight of a group's heads, 0 for their sum
     scale = real()
 
@@ -26,7 +27,8 @@ class GroupMargins(Struct):
     logits = floats("pairs * heads * count")
     out = floats("pairs * candidates", written=True)
     counts = int64s("pairs", written=True)
-    pairs = heads = count = candidates = integer()
+    of_each = int64s("pairs // groups", optional=True)  # candidates of each sequence, in place of `candidates`
+    pairs = groups = heads = count = candidates = integer()
     reach = real()
 
 
@@ -49,44 +51,43 @@ _library = load(
 )
 
 
-def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
+def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
     """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
     batch, groups, heads, count = logits.shape
-    out = logits.new_empty((batch, groups, count))
+    x, counts = (logits.whole, logits.counts) if isinstance(logits, Ragged) else (logits, None)
+    out = x.new_empty((batch, groups, count))
     _library.group_weights(
-        logits=logits.contiguous(),
-        out=out,
-        pairs=batch * groups,
-        heads=heads,
-        count=count,
-        largest=reduce == "largest",
-        scale=scale,
-    )
-    return out
+        logits=x.contiguous(), out=out, counts=counts, pairs=batch * groups, groups=groups, heads=heads, count=count,
+        largest=reduce == "largest", scale=scale,
+    )  # fmt: skip
+    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
 
 
 def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
-    return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
-
-
-def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    batch, groups, heads, count = logits.shape
-    out, counts = logits.new_empty((batch, groups, candidates)), logits.new_zeros((batch, groups), dtype=torch.int64)
-    if candidates:
-        _library.group_margins(
-            logits=logits.contiguous(), out=out, counts=counts, pairs=batch * groups, heads=heads, count=count,
-            candidates=candidates, reach=reach,
-        )  # fmt: skip
-    return out, counts
-
-
-def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str | None:
     return _unfit(logits)
+
+
+def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple[Tensor | Ragged, Tensor]:
+    batch, groups, heads, count = logits.shape
+    most, of_each = (
+        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, Each) else (candidates, None)
+    )
+    out, counts = logits.new_empty((batch, groups, most)), logits.new_zeros((batch, groups), dtype=torch.int64)
+    if most:
+        _library.group_margins(
+            logits=logits.contiguous(), out=out, counts=counts, of_each=of_each, pairs=batch * groups, groups=groups,
+            heads=heads, count=count, candidates=most, reach=reach,
+        )  # fmt: skip
+    return Ragged.filled_up(out, candidates) if isinstance(candidates, Each) else out, counts
+
+
+def group_margins_refuses(logits: Tensor | Ragged, candidates: int | Each, reach: float) -> str | None:
+    return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 
 def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
     x, counts = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    most, ks = (max(count), count.on(x.device)) if isinstance(count, Each) else (count, None)
+    most, ks = (count.most, count.on(x.device)) if isinstance(count, Each) else (count, None)
     size = x.shape[-1]
     if x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x):
         x = x.contiguous()
@@ -103,8 +104,7 @@ def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
 def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
-    left = (scores.sizes if isinstance(scores, Ragged) else scores.shape[-1]) - count
-    return _unfit(scores) or ("leaves a count beyond the row to torch" if min(per_sequence(left, 1)) < 0 else None)
+    return _unfit(scores) or ("leaves a count beyond the row to torch" if too_few(scores, count) else None)
 
 
 def _evenly_spaced(x: Tensor) -> bool:

@@ -19,6 +19,7 @@ template <class F> void each(const CopyRows& call, F f) {
     int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, per_task = TASK / call.width + 1;
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
+            if (call.counts && i % call.count >= call.counts[i / call.count / call.groups]) continue;
             const char* later = row_of(call, std::min(i + ahead, total - 1));
             for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
             f(row_of(call, i), (char*)call.block + i * call.width, call.width);

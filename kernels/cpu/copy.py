@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, anything, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Ragged, first_of
+from kernels.ragged import Ragged, filled, first_of
 
 
 class CopyRows(Struct):
@@ -16,6 +16,7 @@ class CopyRows(Struct):
     x = anything(strides="batch group row", written=True)  # [B G S D]
     table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
     rows = int64s("pairs * count")
+    counts = int64s("pairs // groups", optional=True)  # how many rows of each sequence are there; None: all
     block = anything("pairs * count * channels", written=True)
     pairs = groups = count = channels = width = integer()
 
@@ -23,18 +24,20 @@ class CopyRows(Struct):
 _library = load("copy", Function("gather_rows", CopyRows), Function("put_rows", CopyRows))
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     """Copy rows of each KV head out of x, as kernels/reference.py defines it. Rows of pinned memory come in pinned
     memory, so that a GPU copies them without waiting."""
-    out = torch.empty((*rows.shape, x.shape[3]), dtype=x.dtype, pin_memory=x.is_pinned())
-    rows = rows.long().contiguous()
+    (first, table), sizes = _located(x), rows.sizes if isinstance(rows, Ragged) else None
+    chosen = filled(rows).long().contiguous()
+    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype, pin_memory=first.is_pinned())
     if out.numel():
-        _library.gather_rows(x=x, table=None, rows=rows, block=out, **_sizes(x, rows))
-    return out
+        counts = None if sizes is None else sizes.on(out.device)
+        _library.gather_rows(x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(first, chosen))
+    return out if sizes is None else Ragged.filled_up(out, sizes)
 
 
 def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
-    return RAGGED if isinstance(x, Ragged) or isinstance(rows, Ragged) else _unfit(x)
+    return _unfit(first_of(x))
 
 
 def _unfit(x: Tensor) -> str | None:
@@ -45,15 +48,19 @@ def _unfit(x: Tensor) -> str | None:
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
-    first, table = (x.first, x.table) if isinstance(x, Ragged) else (x, None)
+    first, table = _located(x)
     if values.numel():
-        _library.put_rows(x=first, table=table, rows=rows, block=values, **_sizes(first, rows))
+        _library.put_rows(x=first, table=table, rows=rows, counts=None, block=values, **_sizes(first, rows))
 
 
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
     return _unfit(first_of(x))
+
+
+def _located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None]:
+    return (x.first, x.table) if isinstance(x, Ragged) else (x, None)
 
 
 def _sizes(x: Tensor, rows: Tensor) -> dict[str, int]:

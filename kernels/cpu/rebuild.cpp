@@ -34,6 +34,18 @@ inline u32 words_of(const bf16* row, int64_t next) {
     return __builtin_convertvector(load<u16>(row), u32) | __builtin_convertvector(load<u16>(row + next), u32) << 16;
 }
 
+// Names rows of one sequence.
+struct Rows {
+    const char* first;
+    int64_t row;  // bytes from one to the next
+
+    Rows(const void* x, int64_t row, const int64_t* table, int64_t sequence, int64_t batch = 0)
+        : first((const char*)x + sequence * batch), row(row) {
+        if (table) first = (const char*)table[3 * sequence], this->row = table[3 * sequence + 1];
+    }
+    template <class E> const E* at(int64_t i) const { return row_of<E>(first, row, i); }
+};
+
 constexpr int ROWS = 32;        // rows of a block
 constexpr int64_t CHUNK = 512;  // rows of a task
 constexpr int STEP_WORDS = 16;  // words of a tile product
@@ -77,7 +89,9 @@ template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
     int64_t half = call.dim / 2, words = call.rank / T::PER_WORD;
-    const void* u = row_of<char>(call.u, call.u_batch, pair / call.groups);
+    int64_t sequence = pair / call.groups;
+    Rows u(call.u, call.u_row, call.u_table, sequence, call.u_batch);
+    Rows turns(call.cos, call.cos_row, call.cos_table, sequence), tilts(call.sin, call.sin_row, call.sin_table, sequence);
     Buffer<uint32_t> copies(ROWS * padded(words));
     const bool by_tiles = std::is_same_v<T, BF16Words> && amx_allowed();
     Tiles tiles(by_tiles);
@@ -87,13 +101,13 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
         const E *cos[ROWS], *sin[ROWS];
         for (int r = 0; r < ROWS; r++) {
             int64_t position = call.positions[pair * call.count + at + std::min(r, n - 1)];
-            rows[r] = row_of<uint32_t>(u, call.u_row, position);
-            cos[r] = row_of<E>(call.cos, call.cos_row, position);
-            sin[r] = row_of<E>(call.sin, call.sin_row, position);
+            rows[r] = u.at<uint32_t>(position);
+            cos[r] = turns.at<E>(position);
+            sin[r] = tilts.at<E>(position);
             int64_t next = call.positions[pair * call.count + std::min(at + ROWS + r, last - 1)];
-            fetch(row_of<E>(u, call.u_row, next), call.rank * sizeof(E));
-            fetch(row_of<E>(call.cos, call.cos_row, next), half * sizeof(E));
-            fetch(row_of<E>(call.sin, call.sin_row, next), half * sizeof(E));
+            fetch(u.at<E>(next), call.rank * sizeof(E));
+            fetch(turns.at<E>(next), half * sizeof(E));
+            fetch(tilts.at<E>(next), half * sizeof(E));
             if (by_tiles) std::copy_n(rows[r], words, &copies[r * padded(words)]);
         }
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
@@ -121,10 +135,13 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
 template <class T, int H> void run(const Call& call) {
     int64_t pairs = call.batch * call.groups, chunks = (call.count + CHUNK - 1) / CHUNK;
     each_task(pairs * chunks, pairs * call.count > 64, [&](int64_t task) {
-        int64_t pair = task / chunks, first = task % chunks * CHUNK;
+        int64_t pair = task / chunks, first = task % chunks * CHUNK, sequence = pair / call.groups;
+        int64_t last = std::min(first + CHUNK, call.counts ? call.counts[sequence] : call.count);
+        if (first >= last) return;
         auto pair_basis = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
-        auto basis = arrange<T, H>(pair_basis, call.rank, call.dim);
-        rebuild<T, H>(call, basis, pair, first, std::min(first + CHUNK, call.count));
+        if (const int64_t* at = call.basis_table ? call.basis_table + 3 * sequence : nullptr)
+            pair_basis = row_of<typename T::Element>((const void*)at[0], at[1], pair % call.groups);
+        rebuild<T, H>(call, arrange<T, H>(pair_basis, call.rank, call.dim), pair, first, last);
     });
 }
 

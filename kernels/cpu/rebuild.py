@@ -7,16 +7,19 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, int64s, integer
 from kernels.cpu.ffi.library import load
+from kernels.ragged import Ragged, filled, first_of
 
 
 class RebuildKeys(Struct):
     """Describes a call that rebuilds and rotates keys. A position is a row of u, of cos and of sin."""
 
     u = elements(strides="batch row")
-    basis = elements("batch * groups * rank * dim")
+    basis = elements()  # [G r D] of each sequence
     cos = elements(strides="row")
     sin = elements(strides="row")
+    u_table = basis_table = cos_table = sin_table = int64s("batch * 3", optional=True)  # of `Ragged`, in their place
     positions = int64s("batch * groups * count")
+    counts = int64s("batch", optional=True)  # how many positions of each sequence are there; None: all
     out = elements("batch * groups * count * dim", written=True)
     batch = groups = count = rank = dim = integer()
 
@@ -24,29 +27,54 @@ class RebuildKeys(Struct):
 _library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 
 
-def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rebuild_keys(
+    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
+) -> Tensor | Ragged:
     """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it."""
     batch, groups, rank, dim = basis.shape
-    basis, positions = basis.contiguous(), positions.long().contiguous()
-    out = u.new_empty((batch, groups, positions.shape[2], dim))
+    sizes, places = positions.sizes if isinstance(positions, Ragged) else None, filled(positions).long().contiguous()
+    out = places.new_empty((*places.shape, dim), dtype=u.dtype)
     if out.numel():
         _library.rebuild_keys(
-            u=u, basis=basis, cos=cos, sin=sin, positions=positions, out=out, batch=batch, groups=groups,
-            count=positions.shape[2], rank=rank, dim=dim,
+            u=first_of(u), basis=first_of(basis).contiguous(), cos=_angles(cos), sin=_angles(sin), u_table=_table(u),
+            basis_table=_table(basis), cos_table=_table(cos), sin_table=_table(sin), positions=places,
+            counts=None if sizes is None else sizes.on(out.device), out=out, batch=batch, groups=groups,
+            count=places.shape[2], rank=rank, dim=dim,
         )  # fmt: skip
-    return out
+    return out if sizes is None else Ragged.filled_up(out, sizes)
 
 
-def rebuild_keys_refuses(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def rebuild_keys_refuses(
+    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
+) -> str | None:
+    held = (u, basis, cos, sin)
+    if len({isinstance(x, Ragged) for x in held}) > 1 or (isinstance(positions, Ragged) and not isinstance(u, Ragged)):
+        return "takes factors and angles of each sequence beside one another"
+    if isinstance(basis, Ragged) and not basis.dense:
+        return "needs the basis of a sequence without gaps"
+    odd = isinstance(u, Ragged) and u.dtype == torch.bfloat16 and u.row_alignment % 4
+    return "takes an even rank in bfloat16" if odd else _unfit(first_of(u), first_of(basis), _angles(cos), _angles(sin))
+
+
+def _unfit(u: Tensor, basis: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if u.is_cuda or u.dtype not in (torch.float32, torch.bfloat16) or basis.dtype != u.dtype:
         return f"takes float32 or bfloat16 on the CPU, got {u.dtype} and {basis.dtype} on {u.device}"
     if cos.dtype != u.dtype or sin.dtype != u.dtype:
         return f"takes one dtype, got {u.dtype} and angles of {cos.dtype}"
-    dim = basis.shape[3]
-    if dim % 32 or cos.shape[1] != dim:
-        return f"turns whole heads of a multiple of 32, got {cos.shape[1]} channels of {dim}"
+    dim = basis.shape[-1]
+    if dim % 32 or cos.shape[-1] != dim:
+        return f"turns whole heads of a multiple of 32, got {cos.shape[-1]} channels of {dim}"
     if u.dtype == torch.bfloat16 and (u.shape[2] % 2 or u.stride(0) % 2 or u.stride(1) % 2):
         return f"takes an even rank in bfloat16, got {u.shape[2]}"
-    if u.stride(2) != 1 or cos.stride(1) != 1 or sin.stride() != cos.stride():
+    if u.stride(2) != 1 or cos.stride(-1) != 1 or sin.stride() != cos.stride():
         return "needs the entries of a row side by side"
     return None
+
+
+def _angles(x: Tensor | Ragged) -> Tensor:
+    """Return angles [P R], of several sequences the first one's."""
+    return first_of(x).flatten(0, -2)
+
+
+def _table(x: Tensor | Ragged) -> Tensor | None:
+    return x.table if isinstance(x, Ragged) else None

@@ -8,55 +8,80 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import DTYPES, padded, product, unfit, unfit_group
-from kernels.ragged import RAGGED, Ragged
+from kernels.gpu.common import DTYPES, head_rows, located, padded, product, unfit, unfit_group
+from kernels.ragged import Ragged, first_of
 
 _BLOCK = 128  # tokens
 _MOST_CHANNELS = 64  # channels that are taken at once
 
 
-def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Sum the scores of a few channels over the group, as kernels/reference.py defines it, without copying channels or
     storing scores."""
-    batch, groups, heads, width = q.shape
-    count = x.shape[3]
-    blocks = triton.cdiv(count, _BLOCK)
+    (batch, groups, heads, _), count = q.shape, x.shape[3]
     sums = q.new_empty((batch, groups, count), dtype=torch.float32)
-    lses = q.new_empty((batch, groups, heads, blocks), dtype=torch.float32)
-    _channels[(blocks, batch * groups)](
-        q.contiguous(), x, channels.contiguous(), sums, lses, *x.stride()[:3], count, groups, heads, padded(heads),
-        width, min(_MOST_CHANNELS, padded(width)), _BLOCK, num_warps=4,
-    )  # fmt: skip
-    return sums, log_sum_exp(lses, 1.0)
+    lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
+    _run(q, x, channels, sums=sums, lses=lses)
+    return Ragged.filled_up(sums, x.sizes) if isinstance(x, Ragged) else sums, log_sum_exp(lses, 1.0)
 
 
-def channel_sums_refuses(q: Tensor, x: Tensor, channels: Tensor) -> str | None:
-    if isinstance(x, Ragged):
-        return RAGGED
+def channel_scores(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> Tensor | Ragged:
+    """Multiply in a few channels, as kernels/reference.py defines it, without copying them."""
+    scores = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
+    _run(q, x, channels, scores=scores)
+    return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores
+
+
+def channel_scores_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+    return channel_sums_refuses(q, x, channels)
+
+
+def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+    first = first_of(x)
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
-    if x.stride(3) != 1:
+    if first.stride(3) != 1:
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
         return "leaves empty inputs to torch"
-    return unfit(q, x, channels) or unfit_group(q.shape[2])
+    return unfit(q, first, channels) or unfit_group(q.shape[2])
+
+
+def _run(
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, sums: Tensor | None = None, lses: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> None:  # fmt: skip
+    (batch, groups, heads, width), count = q.shape, x.shape[3]
+    counts = x.counts if isinstance(x, Ragged) else None
+    first, places, aligned = located(x)
+    _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
+        q.contiguous(), first, places, counts, channels.contiguous(), sums, lses, scores, *first.stride()[:3], count,
+        groups, heads, padded(heads), width, min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _channels(
-    q, x, channels, sums, lses, xb: tl.int64, xg: tl.int64, xc: tl.int64, count, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    q, x, places, counts, channels, sums, lses, stored, xb: tl.int64, xg: tl.int64, xc: tl.int64, count,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute scores of a block of tokens: their sum over the heads, and each head's log-sum-exp."""
+    """Compute scores of a block of tokens, and store them, or their sum over the heads and each head's log-sum-exp.
+
+    Of several sequences, `counts` says how many tokens each has; a block behind them has one of minus infinity.
+    """
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    keys = x + this // GROUPS * xb + this % GROUPS * xg
+    keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)
+    room = count
+    if counts is not None:
+        count = tl.load(counts + this // GROUPS).to(tl.int32)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for start in range(0, WIDTH, STEP):
         place = start + tl.arange(0, STEP)
         channel = tl.load(channels + this * WIDTH + place, mask=place < WIDTH, other=0).to(tl.int64)
-        at, real = keys + channel[:, None] * xc + token, (place < WIDTH)[:, None]
+        at, real = keys + channel[:, None] * step + token, (place < WIDTH)[:, None]
         if (block + 1) * BLOCK <= count:  # a full block: without a mask, loads are vectorised
             tile = tl.load(at, mask=real, other=0.0)
         else:
@@ -65,8 +90,13 @@ def _channels(
         query = tl.load(q + of_query, mask=mine[:, None] & (place < WIDTH), other=0.0)
         scores += product(query.to(tile.dtype), tile)
     of_head = this * HEADS + head
-    tl.store(sums + this * count + token, tl.sum(scores, 0), mask=live)  # rows beyond HEADS are zero
-    scores = tl.where(live, scores, float("-inf"))
-    top = tl.max(scores, 1)
-    lse = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
-    tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)
+    if stored is not None:
+        tl.store(stored + of_head[:, None] * room + token, scores, mask=mine[:, None] & live)
+    else:
+        tl.store(sums + this * room + token, tl.sum(scores, 0), mask=live)  # rows beyond HEADS are zero
+        scores = tl.where(live, scores, float("-inf"))
+        top = tl.max(scores, 1)
+        if counts is not None:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        lse = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
+        tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)

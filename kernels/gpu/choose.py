@@ -8,58 +8,67 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.ragged import RAGGED, Each, Ragged, filled
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
 _BLOCK = 1024
 
 
-def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)"""
+def log_sum_exp(logits: Tensor, scale: float, counts: Tensor | None = None) -> Tensor:
+    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)
+
+    counts [B]: how many entries of each sequence's rows are there; None: all."""
     count = logits.shape[-1]
     pieces = triton.cdiv(count, _PIECE)
     out = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
     if out.numel():
         rows = out.numel() // pieces
         side = min(_BLOCK, triton.next_power_of_2(count))
-        _log_sum_exp[(rows, pieces)](logits.contiguous(), out, scale, count, _PIECE, side, num_warps=4)
+        of_each = 1 if counts is None else rows // len(counts)
+        _log_sum_exp[(rows, pieces)](logits.contiguous(), counts, out, scale, count, of_each, _PIECE, side, num_warps=4)
     return log_sum_exp(out, 1.0) if pieces > 1 else out.squeeze(-1)
 
 
-def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
+def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
     """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
-    batch, groups, heads, count = logits.shape
-    logits = logits.contiguous()
-    out = logits.new_empty((batch, groups, count), dtype=torch.float32)
+    (batch, groups, heads, count), counts = logits.shape, logits.counts if isinstance(logits, Ragged) else None
+    x = filled(logits).contiguous()
+    out = x.new_empty((batch, groups, count), dtype=torch.float32)
     if count:
         _weights[(triton.cdiv(count, _BLOCK), batch * groups)](
-            logits, log_sum_exp(logits, scale), out, scale, count, heads, reduce == "sum", _BLOCK, num_warps=4
-        )
-    return out
+            x, log_sum_exp(x, scale, counts), counts, out, scale, count, groups, heads, reduce == "sum", _BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
 
 
-def group_weights_refuses(logits: Tensor, scale: float, reduce: str) -> str | None:
-    return _unfit(logits)
+def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
+    return _unfit(filled(logits))
 
 
-def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
+def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple[Tensor | Ragged, Tensor]:
     """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A first kernel finds
     the largest logit of each piece of a row, a second the margins."""
     batch, groups, heads, count = logits.shape
+    most, of_each = (
+        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, Each) else (candidates, None)
+    )
     logits, pieces = logits.contiguous(), triton.cdiv(count, _PIECE)
     tops = logits.new_empty((batch * groups, pieces, heads), dtype=torch.float32)
-    out = logits.new_empty((batch, groups, candidates), dtype=torch.float32)
+    out = logits.new_empty((batch, groups, most), dtype=torch.float32)
     near = torch.empty((batch, groups), dtype=torch.int64, device=logits.device)
     side = min(_BLOCK, triton.next_power_of_2(count))
     _tops[(batch * groups, pieces, heads)](logits, tops, near, count, _PIECE, side, num_warps=4)
-    if candidates:
-        _margins[(triton.cdiv(candidates, _BLOCK), batch * groups)](
-            logits, tops, out, near, reach, count, candidates, pieces, heads, padded(pieces, 1), _BLOCK, num_warps=4
-        )
-    return out, near
+    if most:
+        _margins[(triton.cdiv(most, _BLOCK), batch * groups)](
+            logits, tops, of_each, out, near, reach, count, most, pieces, groups, heads, padded(pieces, 1), _BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+    return Ragged.filled_up(out, candidates) if isinstance(candidates, Each) else out, near
 
 
-def group_margins_refuses(logits: Tensor, candidates: int, reach: float) -> str | None:
-    return _unfit(logits)
+def group_margins_refuses(logits: Tensor | Ragged, candidates: int | Each, reach: float) -> str | None:
+    return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 
 def _unfit(logits: Tensor) -> str | None:
@@ -69,15 +78,19 @@ def _unfit(logits: Tensor) -> str | None:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the log-sum-exp of a piece of a row."""
+def _log_sum_exp(x, counts, out, scale, count, ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute the log-sum-exp of a piece of a row. Of several sequences, with ROWS each, `counts` may say how many
+    entries are there."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    room = count
+    if counts is not None:
+        count = tl.load(counts + row // ROWS).to(tl.int32)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     end = tl.minimum((piece + 1) * PIECE, count)
     for start in range(piece * PIECE, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * count + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
+        value = tl.load(x + row * room + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
         highest = tl.maximum(top, value)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - shift) + tl.exp(value - shift)
@@ -89,17 +102,22 @@ def _log_sum_exp(x, out, scale, count, PIECE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _weights(x, lse, out, scale, count, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
+def _weights(
+    x, lse, counts, out, scale, count, GROUPS: tl.constexpr, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Combine the heads' softmax weights of a block of tokens."""
     this = tl.program_id(1).to(tl.int64)
+    room = count
+    if counts is not None:
+        count = tl.load(counts + this // GROUPS).to(tl.int32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     combined = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
     for head in range(HEADS):
         row = this * HEADS + head
-        value = tl.load(x + row * count + at, mask=at < count, other=0.0).to(tl.float32)
+        value = tl.load(x + row * room + at, mask=at < count, other=0.0).to(tl.float32)
         weight = tl.exp(value * scale - tl.load(lse + row))
         combined = combined + weight if SUM else tl.maximum(combined, weight)
-    tl.store(out + this * count + at, combined, mask=at < count)
+    tl.store(out + this * room + at, combined, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -120,14 +138,16 @@ def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "candidates", "pieces"])
 def _margins(
-    x, tops, out, near, reach, count, candidates, pieces, HEADS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, tops, of_each, out, near, reach, count, candidates, pieces, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the margins of a block of candidates, and count those within reach. The count is an integer, so order
-    does not matter."""
+    does not matter. Of several sequences, `of_each` may say how many candidates each has."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates
+    if of_each is not None:
+        live = at < tl.load(of_each + this // GROUPS)
     margin = tl.full([BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
         of_head = tops + (this * pieces + piece) * HEADS + head

@@ -106,6 +106,19 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def row_places(x, places, sequence, xb, xt):
+    """Return where the rows of a sequence begin, and how many entries they are apart: by x and its strides, or by the
+    `table` of `Ragged` whose tensors have rows in their second dimension."""
+    if places is None:
+        rows, step = x + sequence * xb, xt
+    else:
+        kind: tl.constexpr = x.dtype.element_ty
+        rows = tl.load(places + 3 * sequence).to(tl.pointer_type(kind))
+        step = tl.load(places + 3 * sequence + 1) // (kind.primitive_bitwidth // 8)
+    return rows, step
+
+
+@triton.jit
 def product(a, b):
     """Return a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become fp32 first."""
     if _interpreted:

@@ -8,21 +8,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import head_rows, located, unfit
-from kernels.ragged import RAGGED, Ragged, first_of
+from kernels.ragged import Ragged, filled, first_of
 
 _TILE = 2048  # entries
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     """Copy rows of each KV head out of x, as kernels/reference.py defines it."""
-    out = x.new_empty((*rows.shape, x.shape[3]))
-    _run(x, rows, out, put=False)
-    return out
+    chosen = filled(rows)
+    out = first_of(x).new_empty((*chosen.shape, x.shape[3]))
+    _run(x, chosen, rows.counts if isinstance(rows, Ragged) else None, out, put=False)
+    return Ragged.filled_up(out, rows.sizes) if isinstance(rows, Ragged) else out
 
 
 def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
-    return RAGGED if isinstance(x, Ragged) or isinstance(rows, Ragged) else _unfit(x, rows)
+    return _unfit(first_of(x), filled(rows))
 
 
 def _unfit(x: Tensor, rows: Tensor) -> str | None:
@@ -35,7 +36,7 @@ def _unfit(x: Tensor, rows: Tensor) -> str | None:
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x, as kernels/reference.py defines it."""
-    _run(x, rows, values.contiguous(), put=True)
+    _run(x, rows, None, values.contiguous(), put=True)
 
 
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
@@ -44,7 +45,7 @@ def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | 
     return _unfit(first_of(x), rows) or unfit(values)
 
 
-def _run(x: Tensor | Ragged, rows: Tensor, block: Tensor, put: bool) -> None:
+def _run(x: Tensor | Ragged, rows: Tensor, counts: Tensor | None, block: Tensor, put: bool) -> None:
     batch, groups, count = rows.shape
     x, places, aligned = located(x)
     dim, word = x.shape[3], _WORDS[x.element_size()]
@@ -52,21 +53,24 @@ def _run(x: Tensor | Ragged, rows: Tensor, block: Tensor, put: bool) -> None:
     at_once = _TILE // wide
     if block.numel():
         _copy[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
-            x.view(word), places, rows.contiguous(), block.view(word), *x.stride()[:3], count, groups, dim, put, wide,
+            x.view(word), places, rows.contiguous(), counts, block.view(word), *x.stride()[:3], count, groups, dim, put, wide,
             at_once, aligned, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _copy(
-    x, places, rows, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    x, places, rows, counts, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head: some rows, some channels."""
+    """Copy a tile of one head: some rows, some channels. Of several sequences, `counts` may say how many rows are
+    there."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     live = place < count
+    if counts is not None:
+        live = place < tl.load(counts + this // GROUPS)
     row = tl.load(rows + this * count + place, mask=live, other=0).to(tl.int64)
     first, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
     inside = first + row[:, None] * step + channel

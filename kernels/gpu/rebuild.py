@@ -6,30 +6,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, unfit, unfit_floats, unfit_heads
+from kernels.gpu.common import head_rows, located, padded, product, row_places, unfit, unfit_floats, unfit_heads
+from kernels.ragged import Ragged, filled, first_of
 
 _BLOCK = 64  # keys
 _RANKS = 32  # ranks that are taken at once
 
 
-def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rebuild_keys(
+    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
+) -> Tensor | Ragged:
     """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it, without copying
     rows of u."""
-    batch, groups, rank, dim = basis.shape
-    count, half = positions.shape[2], cos.shape[1] // 2
-    out = u.new_empty((batch, groups, count, dim))
+    (batch, groups, rank, dim), places = basis.shape, filled(positions).contiguous()
+    count, half = places.shape[2], cos.shape[-1] // 2
+    counts = positions.counts if isinstance(positions, Ragged) else None
+    out = first_of(u).new_empty((batch, groups, count, dim))
+    (rows, of_u, _), (bases, of_basis, aligned), (turns, of_cos, _), (tilts, of_sin, _) = (
+        located(x) for x in (u, basis, cos, sin)
+    )
     if count:
         _rebuild[(triton.cdiv(count, _BLOCK), batch * groups)](
-            u, basis.contiguous(), positions.contiguous(), cos, sin, out, *u.stride()[:2], cos.stride(0), sin.stride(0),
-            count, groups, rank, dim, half, padded(half), padded(dim - 2 * half), _BLOCK, _RANKS, num_warps=4,
+            rows, bases.contiguous(), places, turns, tilts, out, of_u, of_basis, of_cos, of_sin, counts,
+            *rows.stride()[:2], turns.stride(-2), tilts.stride(-2), count, groups, rank, dim, half, padded(half),
+            padded(dim - 2 * half), _BLOCK, _RANKS, aligned, num_warps=4,
         )  # fmt: skip
-    return out
+    return Ragged.filled_up(out, positions.sizes) if isinstance(positions, Ragged) else out
 
 
-def rebuild_keys_refuses(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    if any(x.stride(-1) != 1 for x in (u, cos, sin)):
+def rebuild_keys_refuses(
+    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
+) -> str | None:
+    rows, bases, turns, tilts = map(first_of, (u, basis, cos, sin))
+    if any(x.stride(-1) != 1 for x in (rows, turns, tilts)):
         return "needs the entries of a row side by side"
-    return unfit_heads(basis) or unfit_floats(u, basis) or unfit_floats(cos, sin) or unfit(positions)
+    if isinstance(basis, Ragged) and not basis.dense:
+        return "needs the basis of a sequence without gaps"
+    return unfit_heads(bases) or unfit_floats(rows, bases) or unfit_floats(turns, tilts) or unfit(filled(positions))
 
 
 @triton.jit
@@ -49,16 +62,27 @@ def _channels(u, basis, rows, live, first, WIDTH: tl.constexpr, WIDE: tl.constex
 
 @triton.jit(do_not_specialize=["count"])
 def _rebuild(
-    u, basis, positions, cos, sin, out, ub: tl.int64, us: tl.int64, cs: tl.int64, ss: tl.int64, count,
-    GROUPS: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    u, basis, positions, cos, sin, out, of_u, of_basis, of_cos, of_sin, counts, ub: tl.int64, us: tl.int64,
+    cs: tl.int64, ss: tl.int64, count, GROUPS: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rebuild a block of keys and rotate channel i with i + HALF; channels from 2 * HALF on stay as they are."""
+    """Rebuild a block of keys and rotate channel i with i + HALF; channels from 2 * HALF on stay as they are.
+
+    Of several sequences, `of_u` and the like say where each one's factors and angles lie, and `counts` how many keys
+    are wanted.
+    """
     this = tl.program_id(1).to(tl.int64)
+    sequence = this // GROUPS
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     live = place < count
+    if counts is not None:
+        live = place < tl.load(counts + sequence)
     position = tl.load(positions + this * count + place, mask=live, other=0).to(tl.int64)
-    rows, of_head = this // GROUPS * ub + position * us, basis + this * RANK * DIM
+    of_head, _ = head_rows(basis, of_basis, sequence, this % GROUPS, GROUPS * RANK * DIM, RANK * DIM, DIM, ALIGNED)
+    u, us = row_places(u, of_u, sequence, ub, us)
+    cos, cs = row_places(cos, of_cos, sequence, 0, cs)
+    sin, ss = row_places(sin, of_sin, sequence, 0, ss)
+    rows = position * us
     lower = _channels(u, of_head, rows, live, 0, HALF, WIDE, RANK, DIM, STEP)
     upper = _channels(u, of_head, rows, live, HALF, HALF, WIDE, RANK, DIM, STEP)
     there = live[:, None] & (channel < HALF)

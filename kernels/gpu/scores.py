@@ -7,42 +7,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, unfit_floats, unfit_group
-from kernels.ragged import RAGGED, Ragged
+from kernels.gpu.common import head_rows, located, padded, product, unfit_floats, unfit_group
+from kernels.ragged import Ragged, first_of
 
 _BLOCK = 64  # rows
 _MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 
-def row_scores(q: Tensor, x: Tensor) -> Tensor:
+def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
-    batch, groups, heads, width = q.shape
-    count = x.shape[2]
+    (batch, groups, heads, width), count = q.shape, x.shape[2]
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
+    counts = x.counts if isinstance(x, Ragged) else None
+    first, places, aligned = located(x)
     if out.numel():
         _scores[(triton.cdiv(count, _BLOCK), batch * groups)](
-            q.contiguous(), x, out, *x.stride()[:3], count, groups, heads, padded(heads), width,
-            min(_MOST_CHANNELS, padded(width)), _BLOCK, num_warps=4,
+            q.contiguous(), first, places, counts, out, *first.stride()[:3], count, groups, heads, padded(heads), width,
+            min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, num_warps=4,
         )  # fmt: skip
-    return out
+    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
 
 
-def row_scores_refuses(q: Tensor, x: Tensor) -> str | None:
-    if isinstance(x, Ragged):
-        return RAGGED
-    if x.stride(3) != 1:
+def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
+    first = first_of(x)
+    if first.stride(3) != 1:
         return "needs the channels of a row side by side"
-    return unfit_floats(q, x) or unfit_group(q.shape[2])
+    return unfit_floats(q, first) or unfit_group(q.shape[2])
 
 
 @triton.jit(do_not_specialize=["count"])
 def _scores(
-    q, x, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    q, x, places, counts, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a group's queries with a block of rows."""
+    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many each has."""
     this = tl.program_id(1).to(tl.int64)
-    rows = x + this // GROUPS * xb + this % GROUPS * xg
+    rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
+    room = count
+    if counts is not None:
+        count = tl.load(counts + this // GROUPS).to(tl.int32)
     row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for start in range(0, WIDTH, STEP):
@@ -50,7 +54,7 @@ def _scores(
         mine = (head < HEADS)[:, None] & (channel < WIDTH)
         query = tl.load(q + (this * HEADS + head)[:, None] * WIDTH + channel, mask=mine, other=0.0)
         there = (row < count)[:, None] & (channel < WIDTH)
-        tile = tl.load(rows + row[:, None] * xt + channel, mask=there, other=0.0)
+        tile = tl.load(rows + row[:, None] * apart + channel, mask=there, other=0.0)
         scores += product(query, tl.trans(tile))
-    to = out + (this * HEADS + head)[:, None] * count + row
+    to = out + (this * HEADS + head)[:, None] * room + row
     tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < count))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import DTYPES, padded, unfit
-from kernels.ragged import Each, Ragged, per_sequence
+from kernels.ragged import Each, Ragged, too_few
 
 _HELD = 32768  # entries in the registers of a program
 _PLACED = 4096  # entries that are placed at once
@@ -26,7 +26,7 @@ def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
     """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the first in the
     row."""
     whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    counts, most = (count.on(whole.device), max(count)) if isinstance(count, Each) else (None, count)
+    counts, most = (count.on(whole.device), count.most) if isinstance(count, Each) else (None, count)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
     if out.numel():
@@ -44,10 +44,9 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
         return "takes scores that differ in their last dimension"
     if scores.dtype not in DTYPES or len(scores.shape) < 2:
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
-    left = (scores.sizes if isinstance(scores, Ragged) else scores.shape[-1]) - count
-    if min(per_sequence(left, 1)) < 0:
+    if too_few(scores, count):
         return "leaves the error for too large a count to torch"
-    size, most = scores.shape[-1], max(per_sequence(count, 1))
+    size, most = scores.shape[-1], count.most if isinstance(count, Each) else count
     if not _cuts(size, most):
         return f"cannot narrow {size} down to {most} in pieces of {_HELD}"
     return unfit(scores.whole if isinstance(scores, Ragged) else scores)

@@ -42,6 +42,8 @@ CASES = (
     "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3",
     "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned", "segment_attention-3-of-each-g3",
     "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",
+    "row_scores-3-of-each", "channel_scores-g4-16x4100", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300",
+    "gather_rows-3-of-each", "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
 )  # fmt: skip
 EXTREMES = "extremes"
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")

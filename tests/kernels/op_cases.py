@@ -197,6 +197,11 @@ def channel_sums() -> Iterator[OpCase]:
         yield OpCase("channel_sums", f"g{group}-{channels}x{count}", args)
 
 
+def channel_scores() -> Iterator[OpCase]:
+    for case in channel_sums():
+        yield case._replace(op="channel_scores")
+
+
 def group_weights() -> Iterator[OpCase]:
     for group, count in ((1, 1), (3, 31), (4, 4100), (8, 333)):
         for reduce in ("sum", "largest"):
@@ -265,6 +270,7 @@ def cases() -> list[OpCase]:
         *gather_rows(),
         *row_scores(),
         *channel_sums(),
+        *channel_scores(),
         *group_weights(),
         *group_margins(),
         *pq_weights(),

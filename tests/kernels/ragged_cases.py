@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.ragged import Each, Ragged
 from kernels.reference import Segment
@@ -57,6 +58,48 @@ def top_k() -> Iterator[OpCase]:
     yield OpCase("top_k", "some-of-70001", (scores, Each((20, 1, 40))))
 
 
+def index() -> Iterator[OpCase]:
+    """Scores of an index, of which the last sequence's has rows shorter than the others', and what is made of them."""
+    for sizes, reach in ((SIZES[0], 1.0), (SIZES[1], 5.0)):
+        count, shape = len(sizes), (len(sizes), 2, 3)
+        keys = Ragged([part[:, :, :size] for part, size in zip(_stored(4, sizes, 2).parts, sizes, strict=True)])
+        yield OpCase("row_scores", f"{count}-of-each", (random(5, *shape, DIM), keys))
+        wider = random(5, *shape, 40)
+        wider[-1, ..., 25:] = 0
+        short = [40] * (count - 1) + [25]
+        parts = [pad(random(i, 1, 2, *rows), (0, 0, 0, 1)) for i, rows in enumerate(zip(sizes, short, strict=True))]
+        yield OpCase("row_scores", f"{count}-shorter", (wider, Ragged([part[:, :, :-1] for part in parts])))
+        logits = Ragged([9 * random(seed, 1, 2, 3, size) for seed, size in enumerate(sizes)], 3)
+        for reduce in ("sum", "largest"):
+            yield OpCase("group_weights", f"{count}-of-each-{reduce}", (logits, 0.3, reduce))
+        candidates = Each([size - size // 5 for size in sizes])
+        yield OpCase("group_margins", f"some-of-{count}", (9 * random(6, *shape, max(sizes)), candidates, reach))
+    long = Ragged([random(seed, 1, 1, 2, size) for seed, size in enumerate((4100, 3))], 3)
+    yield OpCase("group_weights", "4100-and-3", (long, 0.3, "sum"))
+
+
+def channels() -> Iterator[OpCase]:
+    for sizes in (*SIZES, (300, 5)):
+        keys = [random(seed, 1, 2, 16, size + 3)[..., :size] for seed, size in enumerate(sizes)]
+        args = random(7, len(sizes), 2, 3, 5), Ragged(keys, 3), pick(8, len(sizes), 2, 16, 5)
+        for op in ("channel_scores", "channel_sums"):
+            yield OpCase(op, f"{len(sizes)}-of-each-{sizes[0]}", args)
+
+
+def chosen() -> Iterator[OpCase]:
+    """Rows of one number for all, and of a number for each; and keys that are rebuilt from them."""
+    for sizes in SIZES:
+        x = Ragged([part[:, :, :size] for part, size in zip(_stored(4, sizes, 2).parts, sizes, strict=True)])
+        some = Ragged([pick(seed, 1, 2, size, (size + 2) // 3) for seed, size in enumerate(sizes)])
+        yield OpCase("gather_rows", f"{len(sizes)}-of-each", (x, some))
+        yield OpCase("gather_rows", f"one-of-{len(sizes)}", (x, pick(1, len(sizes), 2, 1, 1)))
+        u = Ragged([random(seed, 1, size, 12)[..., :10] for seed, size in enumerate(sizes)], 1)
+        basis = Ragged([random(seed, 1, 2, 10, DIM) for seed, _ in enumerate(sizes)])
+        angles = [random(seed, 1, size + 4, DIM // 2).repeat(1, 1, 2) for seed, size in enumerate(sizes)]
+        turns = (Ragged([way(part) for part in angles], 1) for way in (torch.cos, torch.sin))
+        yield OpCase("rebuild_keys", f"{len(sizes)}-of-each", (u, basis, some, *turns))
+
+
 def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
     """[1 G S D] of each sequence; behind its tokens memory holds anything."""
     parts = [random(seed + 7 * place, 1, groups, size + 5, DIM) for place, size in enumerate(sizes)]
@@ -66,4 +109,4 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 
 def ragged_cases() -> list[OpCase]:
-    return [*attention(), *pq_weights(), *top_k()]
+    return [*attention(), *pq_weights(), *top_k(), *index(), *channels(), *chosen()]

@@ -44,6 +44,8 @@ CASES = (
     "channel_sums-g3-5x31", "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum",
     "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
     "top_k-1of70001", "segment_attention-3-of-each-g3", "pq_weights-3-of-each", "top_k-some-of-70001",
+    "row_scores-3-of-each", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300", "gather_rows-3-of-each",
+    "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
 )  # fmt: skip
 
 

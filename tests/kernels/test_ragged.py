@@ -20,6 +20,7 @@ HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 BACKENDS = "cpu", "triton"
+CHOOSING = "top_k", "group_weights", "group_margins"  # of logits, which are fp32 whatever the keys are
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 
 
@@ -29,7 +30,10 @@ def device(backend: str) -> str:
 
 def runs() -> list[Any]:
     """Every case in fp32, and the last attention over several sequences, and their codes, in bf16 as well."""
-    also = {"segment_attention_with_lse-3-of-each-g3", "pq_weights-3-of-each"}
+    also = {
+        "segment_attention_with_lse-3-of-each-g3", "pq_weights-3-of-each", "row_scores-3-of-each",
+        "channel_scores-3-of-each-90", "rebuild_keys-3-of-each",
+    }  # fmt: skip
     return [
         pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}")
         for case in ragged_cases()
@@ -69,7 +73,7 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
 @pytest.mark.parametrize("case", ragged_cases(), ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
 def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCase, dtype: torch.dtype) -> None:
-    args = converted(case.args, torch.float32 if case.op == "top_k" else dtype)
+    args = converted(case.args, torch.float32 if case.op in CHOOSING else dtype)
     with use_backend("cpu"):
         together, alone = OPS[case.op](*args), getattr(reference, case.op)(*args)
     for one, other in zip(results(together), results(alone), strict=True):
@@ -126,7 +130,12 @@ def test_triton_launches_as_often_for_three_as_for_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
     found = {str(case): case for case in ragged_cases()}
-    for op, name in (("segment_attention", "{}-of-each-g3"), ("pq_weights", "{}-of-each"), ("top_k", "some-of-{}")):
+    names = {
+        "segment_attention": "{}-of-each-g3", "pq_weights": "{}-of-each", "top_k": "some-of-{}",
+        "row_scores": "{}-of-each", "group_weights": "{}-of-each-sum", "group_margins": "some-of-{}",
+        "gather_rows": "{}-of-each", "rebuild_keys": "{}-of-each",
+    }  # fmt: skip
+    for op, name in names.items():
         of_one, of_three = (found[f"{op}-{name.format(count)}"].args for count in (1, 3))
         with use_backend("triton"):
             OPS[op](*of_one)
