@@ -25,6 +25,7 @@ class Each:
     def __init__(self, values: Sequence[int]) -> None:
         self.values = tuple(values)
         self._on: dict[torch.device, Tensor] = {}
+        self._results: dict[tuple[Callable[[int, int], int], int | Each], Each] = {}
 
     @cached_property
     def most(self) -> int:
@@ -53,20 +54,29 @@ class Each:
         return hash(self.values)
 
     def __add__(self, other: int | Each) -> Each:
-        others = other.values if isinstance(other, Each) else (other,) * len(self.values)
-        return Each(tuple(map(int.__add__, self.values, others)))
+        return self._with(int.__add__, other)
+
+    __radd__ = __add__
 
     def __mul__(self, other: int) -> Each:
-        return Each(tuple(value * other for value in self.values))
+        return self._with(int.__mul__, other)
 
     def __floordiv__(self, other: int) -> Each:
-        return Each(tuple(value // other for value in self.values))
-
-    def __rsub__(self, other: int) -> Each:
-        return Each(tuple(map(other.__sub__, self.values)))
+        return self._with(int.__floordiv__, other)
 
     def __sub__(self, other: int | Each) -> Each:
-        return self + (Each(tuple(map(int.__neg__, other.values))) if isinstance(other, Each) else -other)
+        return self._with(int.__sub__, other)
+
+    def __rsub__(self, other: int) -> Each:
+        return self._with(int.__rsub__, other)
+
+    def _with(self, operate: Callable[[int, int], int], other: int | Each) -> Each:
+        """Return the results of each number with `other`, the same object each time: what a step computes is then on
+        the device already when the next one asks."""
+        if (operate, other) not in self._results:
+            others = other.values if isinstance(other, Each) else (other,) * len(self)
+            self._results[operate, other] = Each(tuple(map(operate, self.values, others)))
+        return self._results[operate, other]
 
 
 class Counted(Each):

@@ -129,7 +129,12 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 @by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. Of a row that comes twice, either
-    value may stay."""
+    value may stay.
+
+    Of several sequences, the rows of one may be shorter than D: its values are then zero in the channels that are
+    missing, and backends may write these zeros behind its rows.
+    """
+    values = values[..., : x.shape[3]]
     if (flat := _flat_rows(x)) is None:
         x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
     else:
@@ -174,7 +179,8 @@ def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, in
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
 
-    Of equal scores the compiled backends take the first, torch any.
+    Of equal scores the compiled backends take the first, torch any. Where sequences have different counts, zeros stand
+    behind the smaller ones.
     """
     return scores.topk(count, dim=-1, sorted=False).indices
 
@@ -254,12 +260,12 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rebuild keys from low-rank factors and rotate them.
 
-    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R], or [1 P R] of each sequence -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
-    is a row of u, of cos and of sin; both halves of cos and sin are alike.
+    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
+    is a row of u, of cos and of sin; both halves of cos and sin are alike. Sequences that differ have cos, sin [1 P R].
     """
     batch, groups, count = positions.shape
     cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
-    rows = gather_rows(u.unsqueeze(1), positions.view(batch, 1, groups * count)).unflatten(2, (groups, count))
+    rows = gather_rows(u.unsqueeze(1), positions.reshape(batch, 1, groups * count)).unflatten(2, (groups, count))
     plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
     at = positions.flatten(0, 1)
     return rotate(plain, cos[at].float(), sin[at].float()).unflatten(0, (batch, groups)).squeeze(2).to(u.dtype)

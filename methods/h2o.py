@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels import ops, sink_logits
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, KVLayer, LayerSpec, Plan
 from methods.base.cost import Transient
-from methods.layers import Keep, Layer, Storage, between_ends, ends
+from methods.layers import Keep, Layer, Padded, Storage, between_ends, ends
 from methods.parts import costs
 from methods.parts.windows import Windowed
 
@@ -71,7 +71,7 @@ class H2O(Windowed):
         return [Layer(spec, cache, self, H2OKeep()) for spec in specs]
 
 
-class H2OKeep(Keep, capturable=True):
+class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     """Counts in every phase; the scores of evicted tokens go with them."""
 
     method: H2O

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import ClassVar, Literal
+from itertools import accumulate, pairwise
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.ragged import Counted, Each, Ragged, filled, leading
 from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
 from methods.base import (
@@ -48,7 +49,7 @@ from methods.base import (
 from methods.base.cost import Transient
 from methods.base.counters import queues
 from methods.base.pieces import pieces
-from methods.layers import Layer, Pooled, Storage
+from methods.layers import Layer, Padded, Policy, Pooled, Storage
 from methods.parts import costs, limited_pool
 from methods.parts.growing import GrowingRows
 from methods.parts.limited_pool import Counts, Eviction, Fetched
@@ -135,11 +136,27 @@ class InfiniGen(Method):
         cache = cache.with_dense(self.dense_layers)
         reads = [InfiniGenRead(self.pool_capacity, self.pool_policy) for _ in specs]
         for one, follower in pairwise(reads):
-            one.follower = follower
+            one.followers = (Follower(follower),)
         return [Layer(spec, cache, self, read) for spec, read in zip(specs, reads, strict=True)]
 
 
-class InfiniGenRead(Pooled, capturable=True):
+OF_EACH = {"basis": Padded(3, changes=False), "partial": None}
+
+
+class Follower(NamedTuple):
+    """Names a policy of the next layer, for which this layer guesses, and which `rows` of those that step here are its;
+    None: all."""
+
+    read: InfiniGenRead
+    rows: slice | None = None
+
+    def guess(self, x: AttnInput) -> None:
+        if self.rows is not None:
+            x = replace(x, hidden=x.hidden[self.rows], cos=x.cos[self.rows], sin=x.sin[self.rows])
+        self.read.guess(x)
+
+
+class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     """Reads what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
@@ -147,11 +164,12 @@ class InfiniGenRead(Pooled, capturable=True):
     """
 
     method: InfiniGen
-    follower: InfiniGenRead | None = None
+    followers: tuple[Follower, ...] = ()  # the next layer's: of several sequences, one for all or one for each
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: GrowingRows  # [B G C d'], skewed keys of all tokens, those of the prompt first
     guessed: Fetched | None = None  # rows and counts for the step that is under way
-    diagnostics = (*Pooled.diagnostics, "counts")
+    diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
+    read_in_steps: Tensor | None = None  # [B], what steps that several sequences took together have read of the prompt
     counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
 
     def bind(self, layer: Storage) -> None:
@@ -161,10 +179,10 @@ class InfiniGenRead(Pooled, capturable=True):
         self.query_mass = torch.zeros(shape, device=self.request.device)  # sum of |q A|
 
     def observe(self, x: AttnInput) -> None:
-        if self.follower is not None and self.follower.rehearses:
+        for read in (follower.read for follower in self.followers if follower.read.rehearses):
             for part in pieces(x.q.shape[2]):
                 before = replace(x, hidden=x.hidden[:, part], cos=x.cos[:, part], sin=x.sin[:, part])
-                self.follower.rehearsed.append(self.follower.guessed_query(before))
+                read.rehearsed.append(read.guessed_query(before))
         if self.guesses:
             self.query_mass += column_mass(x.q, self.spec.num_kv_heads, self._skew)
 
@@ -194,8 +212,8 @@ class InfiniGenRead(Pooled, capturable=True):
             self.partial = GrowingRows(self.cache, found, self.store.k_rows.shape[2])
 
     def decode(self, x: AttnInput) -> Tensor:
-        if self.follower is not None:
-            self.follower.guess(x)
+        for follower in self.followers:
+            follower.guess(x)
         out = super().decode(x)
         if self.plan is not None:
             self.partial.append(x.k @ self.basis)
@@ -210,6 +228,27 @@ class InfiniGenRead(Pooled, capturable=True):
         if len(set(counts)) > 1:
             return one_by_one(super().attend, q, segments, counts, fetched=fetched)
         return super().attend(q, *segments)
+
+    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
+        """Guess for those of the next layer: it takes its step for all, or for one after the other."""
+        if self.plan is not None:
+            self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
+        reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
+        places = {id(joint.get(id(read), read)): joint.get(id(read), read) for read in reads}
+        if len(places) < 2:
+            self.followers = tuple(Follower(cast(InfiniGenRead, read)) for read in places.values())
+            return
+        ends = list(accumulate(read.request.batch for read in reads))
+        rows = [slice(end - read.request.batch, end) for read, end in zip(reads, ends, strict=True)]
+        self.followers = tuple(map(Follower, reads, rows))
+
+    def hand_back(self, member: Policy, own: slice) -> None:
+        super().hand_back(member, own)
+        if self.read_in_steps is not None:
+            assert isinstance(member, InfiniGenRead)
+            assert isinstance(self.counts, Tensor)
+            member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
+            self.read_in_steps[own] = 0
 
     def guess(self, before: AttnInput) -> None:
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
@@ -233,17 +272,20 @@ class InfiniGenRead(Pooled, capturable=True):
         grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
         if not self.cache.counters.running:
             return self.present(ops.row_scores(grouped, self.partial.filled))
-        live = self.cache.counters.tensor(self.partial.length, q.device)
-        return without_missing(ops.row_scores(grouped, self.partial.stored), live, float("-inf"))
+        logits = filled(ops.row_scores(grouped, self.partial.stored))
+        return without_missing(logits, self.partial.count(), float("-inf"))
 
-    def choose(self, logits: Tensor, limit: int) -> Fetched:
+    def choose(self, logits: Tensor, limit: int | Each) -> Fetched:
         """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
-        asked = near.double().mean(1).long().clamp(1, limit)
+        most = limit.on(near.device) if isinstance(limit, Each) else torch.full_like(near[:, 0], limit)
+        asked = near.double().mean(1).long().clamp(min=1).minimum(most)
         if self.method.group_rank == "prob_sum":
-            ranks = self.present(ops.group_weights(logits[..., : self.sealed], 1.0, "sum"))
+            weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
+            ranks = weights if isinstance(weights, Ragged) else self.present(weights)
         if self.cache.counters.running or (self.request.placement == DEVICE and queues(self.request.device)):
-            return ranks.topk(limit).indices, asked  # best first
+            counted = Counted(asked, limit.most if isinstance(limit, Each) else limit)
+            return filled(ops.top_k(ranks, counted)), asked
         counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))
         if len(set(counts)) > 1:
@@ -256,6 +298,8 @@ class InfiniGenRead(Pooled, capturable=True):
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
             self.pool.fetched(rows, self.counts)
+        if self.read_in_steps is not None:
+            self.read_in_steps += cast(Tensor, self.counts)
         return rows
 
     @property
@@ -271,6 +315,11 @@ class InfiniGenRead(Pooled, capturable=True):
         if self.plan is None or self.rows is None or not isinstance(self.counts, Tensor):
             return self.attended
         return self.counts, super().attended.generated
+
+    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+        read, self.read_in_steps = self.read_in_steps, None
+        prompt, generated = super().readings(steps)
+        return prompt if read is None else read, generated
 
     def selected_rows(self) -> Tensor | None:
         """Return the rows read, with -1 where a sequence reads fewer tokens than another."""

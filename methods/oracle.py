@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels import ops
+from kernels.ragged import filled, spanned
 from kernels.sink_logits import softmax
 from methods.base import CacheState, Case, Cost, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
@@ -39,7 +40,7 @@ class Oracle(Windowed):
         return [Layer(spec, cache, self, OracleRead()) for spec in specs]
 
 
-class OracleRead(Select, capturable=True):
+class OracleRead(Select, capturable=True, of_each={}):
     """Ranks tokens by softmax over all stored tokens, summed over the query heads of a group."""
 
     method: Oracle
@@ -53,9 +54,9 @@ class OracleRead(Select, capturable=True):
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)
         assert self.plan is not None
-        logits = (q.view(*stored.k.shape[:2], self.spec.group, -1) @ stored.k.transpose(-1, -2)).float()
+        logits = filled(ops.row_scores(q.view(*stored.k.shape[:2], self.spec.group, -1), stored.k))
         logits = stored.without_missing(logits * self.spec.scale, float("-inf"))
         weights = softmax(logits, self.spec.sink_logits).sum(2)  # [B G S]
-        middle = weights[..., self.plan.sinks : self.sealed - self.plan.local]
+        middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
         rows: Tensor = ops.top_k(middle, top)
         return rows

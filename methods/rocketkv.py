@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.ragged import leading, repeated
 from methods.base import CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
@@ -120,7 +121,7 @@ class RocketKV(SnapKV):
         return [Layer(spec, cache, self, RocketKeep(), RocketRead()) for spec in specs]
 
 
-class RocketKeep(SnapKeep, capturable=True):
+class RocketKeep(SnapKeep, capturable=True, of_each={}):
     """Carries out the first stage."""
 
     method: RocketKV
@@ -129,7 +130,7 @@ class RocketKeep(SnapKeep, capturable=True):
         return self.method.keeps(budget, self.layer.seen)
 
 
-class RocketRead(Select, capturable=True):
+class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None}):
     """Carries out the second stage. It has neither sinks nor window: all kept tokens compete."""
 
     method: RocketKV
@@ -151,11 +152,14 @@ class RocketRead(Select, capturable=True):
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         channels, picked = largest_channels(groups, self.channels)
-        bounds = ops.gather_rows(self.bounds, self._facing(groups, channels))  # [B G r P]
-        logits = ops.row_scores((picked * self.spec.scale).to(q.dtype), bounds.mT)
+        logits = ops.channel_scores((picked * self.spec.scale).to(q.dtype), self.bounds, self._facing(groups, channels))
         weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
-        rows: Tensor = ops.top_k(weights.repeat_interleave(self.size, -1)[..., : self.sealed], top)
+        rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
         return rows
+
+    def form(self) -> int | None:
+        """Return the tokens of a page: by them pages become tokens, and one token has no largest and smallest key."""
+        return None if self.plan is None else self.size
 
     def _facing(self, groups: Tensor, channels: Tensor) -> Tensor:
         """Return the rows of `bounds` for `channels` [B G r]: the largest key where the group's q is positive, else the

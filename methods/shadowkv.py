@@ -17,13 +17,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
 from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
+from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
@@ -145,15 +146,18 @@ class ShadowKV(Method):
         return [Layer(spec, cache, self, ShadowRead(rope_table)) for spec in specs]
 
 
-class ShadowRead(Read[ChunkPlan], capturable=True):
+OF_EACH = {"u": 1, "basis": 2, "values": 2, "landmarks": 2, "chunks": 2, "rope_table": None}
+
+
+class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     """Chooses chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
 
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
-    values: Rows  # [B G N c*D]
+    values: Rows | Tensor  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
-    chunks: Tensor  # [B G N-o], which chunk a landmark stands for
+    chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
     hits: HitCache | None = None
 
@@ -164,7 +168,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         """Return the candidates as they were compressed, with their values where these lie."""
         if self.plan is None:
             return {}
-        values = self.values.held(self.plan.candidates)
+        values = cast(Rows, self.values).held(self.plan.candidates)
         own = {"plan": torch.tensor(self.plan), "u": self.u, "basis": self.basis, "outliers": self.outliers}
         return {f"{FAR}.values": values} | own
 
@@ -209,7 +213,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         """Return the `top` chunks to read. q [B H 1 D] -> [B G top]"""
         logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
         weights = ops.group_weights(logits, self.spec.scale, "largest")
-        return self.chunks.gather(2, ops.top_k(weights, top))
+        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
 
     def attended_under(self, plan: ChunkPlan) -> Attended:
         exact = plan.outliers * self.method.chunk + plan.local
@@ -219,6 +223,10 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
         found = token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
         return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
+
+    def form(self) -> int | None:
+        """Return the rank of the keys' factors, which a short prompt limits."""
+        return None if self.plan is None else self.basis.shape[2]
 
     def capture_refusal(self) -> str | None:
         if self.hits is not None:
@@ -260,13 +268,21 @@ class ShadowRead(Read[ChunkPlan], capturable=True):
         numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
         self.chunks = numbers[others].view(*lowest.shape[:2], -1)
         self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
+        self.chunks = self.chunks.unsqueeze(-1)
 
-    def _rebuild(self, chunks: Tensor) -> Segment:
+    def _rebuild(self, chunks: Tensor | Ragged) -> Segment:
         """Return keys from their factors, and values from their rows, which come meanwhile. [B G K] -> K*c tokens"""
-        values = self.cache.fetch(lambda traffic: self.values.gather(chunks, traffic))
-        positions = token_rows(chunks, self.method.chunk)
+        values, size = self.cache.fetch(lambda traffic: self._values(chunks, traffic)), self.method.chunk
+        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
+        positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
-        return Segment(keys, values.wait().view(keys.shape))
+        live = positions.counts if isinstance(positions, Ragged) else None
+        return Segment(filled(keys), values.wait().view(keys.shape), live=live)
+
+    def _values(self, chunks: Tensor | Ragged, traffic: Traffic) -> Tensor:
+        if isinstance(self.values, Rows):
+            return self.values.gather(cast(Tensor, chunks), traffic)
+        return filled(ops.gather_rows(self.values, chunks))  # those of several sequences
 
     def reopen(self) -> None:
         """Rebuild the candidates, with the outliers' exact keys among them: a further turn attends to everything."""

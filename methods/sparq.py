@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.reference import Segment
+from kernels.ragged import Each, Ragged, filled
+from kernels.reference import Segment, without_missing
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
@@ -181,14 +182,20 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return middle.channels(channels)
 
 
-def largest_channels(q: Tensor, r: int) -> tuple[Tensor, Tensor]:
+def largest_channels(q: Tensor, r: int | Each) -> tuple[Tensor, Tensor]:
     """Return the r channels with the largest sum of |q| over the group, and q in them alone (fp32), divided so that the
-    logits of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]"""
+    logits of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]
+
+    Where a sequence wants fewer of them than another, others stand behind its own, in which its queries are zero."""
     mass = q.float().abs()
-    channels = ops.top_k(mass.sum(2), r)
+    best = ops.top_k(mass.sum(2), r)
+    channels = filled(best)
     index = channels.unsqueeze(2).expand(*q.shape[:3], -1)
-    share = mass.gather(-1, index).sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=1e-20)
-    return channels, q.gather(-1, index).float() / share.clamp(min=1e-20).sqrt()
+    picked = q.gather(-1, index).float()
+    if isinstance(best, Ragged):
+        picked = without_missing(picked, best.counts, 0.0)
+    share = picked.abs().sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=1e-20)
+    return channels, picked / share.clamp(min=1e-20).sqrt()
 
 
 def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:

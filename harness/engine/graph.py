@@ -140,7 +140,7 @@ class CapturedStep:
             self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:
             self._say_capturing(False)
-            self._after, self._is_captured = SavedState(self.cache), True
+            self._after, self._is_captured = SavedState(self.cache).since(before), True
             self._capture_s = perf_counter() - began
         finally:
             before.restore()  # the step has not run

@@ -6,6 +6,7 @@ it: a sealed cache answers one question, goes back, and answers the next as if i
 
 from __future__ import annotations
 
+from operator import is_
 from types import ModuleType
 from typing import Any
 from weakref import ref
@@ -40,6 +41,12 @@ class SavedState:
                 container.clear()
                 container.update(content)
 
+    def since(self, before: SavedState) -> SavedState:
+        """Leave out what is as it was `before`: it may change in other ways until this is put back."""
+        held = self._held.items()
+        self._held = {at: kept for at, kept in held if not _same(kept[1], before._held.get(at, (None, None))[1])}
+        return self
+
     def _keep(self, value: Any) -> None:
         if isinstance(value, _CONSTANT):
             return
@@ -51,6 +58,15 @@ class SavedState:
             self._held[id(value)] = (value, value.copy())
         for inside in value.values() if isinstance(value, dict) else value:
             self._keep(inside)
+
+
+def _same(content: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that it held before."""
+    if before is None or len(content) != len(before):
+        return False
+    if isinstance(content, dict):
+        return all(name in before and before[name] is value for name, value in content.items())
+    return content == before if isinstance(content, set) else all(map(is_, content, before))
 
 
 class Snapshot:

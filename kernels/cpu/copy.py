@@ -32,7 +32,7 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype, pin_memory=first.is_pinned())
     if out.numel():
         counts = None if sizes is None else sizes.on(out.device)
-        _library.gather_rows(x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(first, chosen))
+        _library.gather_rows(x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(out, chosen))
     return out if sizes is None else Ragged.filled_up(out, sizes)
 
 
@@ -50,7 +50,7 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
     first, table = _located(x)
     if values.numel():
-        _library.put_rows(x=first, table=table, rows=rows, counts=None, block=values, **_sizes(first, rows))
+        _library.put_rows(x=first, table=table, rows=rows, counts=None, block=values, **_sizes(values, rows))
 
 
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
@@ -63,7 +63,7 @@ def _located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None]:
     return (x.first, x.table) if isinstance(x, Ragged) else (x, None)
 
 
-def _sizes(x: Tensor, rows: Tensor) -> dict[str, int]:
-    (batch, groups, count), channels = rows.shape, x.shape[3]
-    width = channels * x.element_size()
+def _sizes(block: Tensor, rows: Tensor) -> dict[str, int]:
+    (batch, groups, count), channels = rows.shape, block.shape[3]
+    width = channels * block.element_size()
     return {"pairs": batch * groups, "groups": groups, "count": count, "channels": channels, "width": width}

@@ -20,7 +20,7 @@ def log_sum_exp(logits: Tensor, scale: float, counts: Tensor | None = None) -> T
     counts [B]: how many entries of each sequence's rows are there; None: all."""
     count = logits.shape[-1]
     pieces = triton.cdiv(count, _PIECE)
-    out = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
+    out: Tensor = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
     if out.numel():
         rows = out.numel() // pieces
         side = min(_BLOCK, triton.next_power_of_2(count))

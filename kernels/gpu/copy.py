@@ -47,14 +47,14 @@ def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | 
 
 def _run(x: Tensor | Ragged, rows: Tensor, counts: Tensor | None, block: Tensor, put: bool) -> None:
     batch, groups, count = rows.shape
-    x, places, aligned = located(x)
-    dim, word = x.shape[3], _WORDS[x.element_size()]
+    first, places, aligned = located(x)
+    dim, word = block.shape[3], _WORDS[first.element_size()]
     wide = min(_TILE, triton.next_power_of_2(dim))
     at_once = _TILE // wide
     if block.numel():
         _copy[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
-            x.view(word), places, rows.contiguous(), counts, block.view(word), *x.stride()[:3], count, groups, dim, put, wide,
-            at_once, aligned, num_warps=4,
+            first.view(word), places, rows.contiguous(), counts, block.view(word), *first.stride()[:3], count, groups,
+            dim, put, wide, at_once, aligned, num_warps=4,
         )  # fmt: skip
 
 

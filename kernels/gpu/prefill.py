@@ -16,6 +16,7 @@ from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
 from kernels.gpu.scores import row_scores
+from kernels.ragged import filled
 from kernels.reference import Segment
 
 EVERY = 1 << 30  # a window that holds every key
@@ -93,7 +94,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Serve a decode step, for which the keys must be cut."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
-    logits = row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k)
+    logits = filled(row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 

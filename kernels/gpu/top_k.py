@@ -74,7 +74,8 @@ def _select(
     for. The keys behind these are the least.
     """
     rows, size = x.shape
-    out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
+    make = torch.empty if counts is None else torch.zeros  # nobody may take what stands behind a count for a row
+    out = make((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
     if sizes is not None or counts is not None:
         keys.fill_(_LEAST.value)

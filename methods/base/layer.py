@@ -75,6 +75,13 @@ class KVLayer(ABC):
         were read, they are a tensor [B] that the next step may overwrite."""
         return self.attended
 
+    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+        """Return the sums of `reading` over the last `steps` steps. Several are those that a layer has taken together
+        with others', where each reads as much of the prompt as the last and one generated token more than the one
+        before it, unless the layer says otherwise."""
+        prompt, generated = self.reading
+        return prompt * steps, generated * steps - steps * (steps - 1) // 2
+
     @abstractmethod
     def read_positions(self) -> Tensor | None:
         """Return the prompt positions that the last step read, [B G K] without repeats, -1 where a head read fewer;

@@ -10,7 +10,7 @@ from __future__ import annotations
 from methods.layers.indices import between_ends, ends, gather_per_head, sinks_and_recent, union_per_kv_head
 from methods.layers.keep import Keep
 from methods.layers.layer import Layer
-from methods.layers.policy import Policy
+from methods.layers.policy import Padded, Policy
 from methods.layers.pooled import Pooled
 from methods.layers.read import Read
 from methods.layers.select import Select
@@ -19,6 +19,7 @@ from methods.layers.storage import Storage
 __all__ = [
     "Keep",
     "Layer",
+    "Padded",
     "Policy",
     "Pooled",
     "Read",

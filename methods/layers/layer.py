@@ -81,6 +81,9 @@ class Layer(Storage, capturable=True):
     def reading(self) -> tuple[float | Tensor, float]:
         return self.attends.reading
 
+    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+        return self.attends.readings(steps)
+
     def read_positions(self) -> Tensor | None:
         rows = self.attends.read_rows()
         return self.kept_positions() if rows is None else self.positions_of(rows)

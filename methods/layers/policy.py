@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 from weakref import proxy
 
 import torch
@@ -13,6 +13,17 @@ from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Req
 from methods.base.counters import undeclared
 from methods.layers.storage import Storage
 from methods.pools import KVStore
+
+
+class Padded(NamedTuple):
+    """Says of tensors of several sequences that they are joined, with zeros behind the shorter ones in dimension `dim`,
+    and that steps may change them, if they do."""
+
+    dim: int
+    changes: bool = True
+
+
+OfEach = Mapping[str, int | Padded | None]
 
 
 class Policy:
@@ -25,15 +36,14 @@ class Policy:
     does not inherit this, since what it overrides may count in Python or wait for the device.
 
     `of_each={"codes": 2}`, not inherited either, says that several sequences may take a step together
-    (methods/layers/together.py), and which tensors it uses besides the store: name -> the dimension in which sequences
-    differ, or None for tensors of one shape, which steps may change.
+    (methods/layers/together.py), and what it uses besides the store: name -> the dimension in which sequences differ,
+    `Padded` where steps change such tensors, or None for tensors of one shape, which steps may change, and for numbers.
+    What knows itself how to be that of several (`of_several`), as an index that grows, may have any of these.
     """
 
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
-    of_each: ClassVar[
-        Mapping[str, int | None] | None
-    ] = {}  # also said by this very class; None: a step is of one sequence
+    of_each: ClassVar[OfEach | None] = {}  # also said by this very class; None: a step is of one sequence
 
     layer: Storage
     method: Method
@@ -41,9 +51,7 @@ class Policy:
     cache: CacheState
     request: Request
 
-    def __init_subclass__(
-        cls, *, capturable: bool = False, of_each: Mapping[str, int | None] | None = None, **more: Any
-    ) -> None:
+    def __init_subclass__(cls, *, capturable: bool = False, of_each: OfEach | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
         cls.capturable, cls.of_each = capturable, of_each
 
@@ -102,6 +110,11 @@ class Policy:
         """Return `attended` without waiting for the device (see `KVLayer.reading`)."""
         return self.attended
 
+    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+        """Return the sums of `reading` over the last `steps` steps (see `KVLayer.readings`)."""
+        prompt, generated = self.reading
+        return prompt * steps, generated * steps - steps * (steps - 1) // 2
+
     def read_rows(self) -> Tensor | None:
         """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read fewer;
         None for all."""
@@ -120,6 +133,24 @@ class Policy:
 
     def forget(self, count: int, rows: Tensor) -> None:
         """Let go of what belongs to the last `count` stored tokens, except for `rows` [B G K] of them."""
+
+    def form(self) -> Hashable:
+        """Return what sequences must share to take steps together, besides the method and the shapes of a layer."""
+        return None
+
+    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
+        """Find other layers' policies, now that this one is that of several `members`: `joint` has, by the id of a
+        member's policy, the one that steps in its place."""
+
+    def hand_back(self, member: Policy, own: slice) -> None:
+        """Tell `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""
+        for name, how in (type(self).of_each or {}).items():
+            value = getattr(self, name, None)
+            if isinstance(value, Tensor) and isinstance(how, Padded) and how.changes:
+                held = getattr(member, name)
+                held.copy_(value[own].narrow(how.dim, 0, held.shape[how.dim]))
+            elif isinstance(value, Tensor) and how is None:
+                setattr(member, name, value[own].clone())
 
     def capture_refusal(self) -> str | None:
         """Say why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or return None."""

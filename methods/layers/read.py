@@ -8,6 +8,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput
 from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_head
@@ -101,6 +102,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
         return self.layer.attend(q, *segments)
+
+    def hand_back(self, member: Policy, own: slice) -> None:
+        super().hand_back(member, own)
+        assert isinstance(member, Read)
+        if isinstance(self.rows, Ragged):
+            member.rows = self.rows.whole[own, ..., : self.rows.sizes.values[own.start]]
+        elif self.rows is not None:
+            member.rows = self.rows[own]
 
     @property
     def selects_next(self) -> bool:

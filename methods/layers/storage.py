@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
+from kernels.ragged import filled
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
@@ -242,7 +243,7 @@ class Storage(KVLayer):
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
         """Return what one token gives each of a segment's tokens, in the softmax that `lse` [B H] belongs to; 0 for one
         that is not there. q [B H 1 D] -> [B H S] (fp32)"""
-        logits = ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k).flatten(1, 2)
+        logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
     def _prefill(self, q: Tensor, store: KVStore, head: int | None = None) -> Tensor:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import Tensor
 
 from kernels import ops
+from kernels.ragged import Each, Ragged, each
 from methods.base import CacheState
 
 
 class GrowingRows:
-    """Holds rows in memory that is allocated beforehand, so that a step that appends can be captured."""
+    """Holds rows in memory that is allocated beforehand, so that a step that appends can be captured.
+
+    Zeros stand behind each head's last row: of several sequences some may have shorter rows than others, and are read
+    and written as far as the longest row (`row_scores`).
+    """
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
         """Begin with rows [B G T W]; `room` counts all that there will be."""
         self.cache, self.length = cache, 0
-        self.stored = rows.new_empty(*rows.shape[:2], room, rows.shape[3])
+        self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
         self.append(rows)
+
+    def of_several(self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | Each) -> GrowingRows:
+        """Return the rows of the sequences of `indices`, for a step that they take together."""
+        return RowsOfSeveral(indices, cache)
 
     @property
     def filled(self) -> Tensor:
         """Return a view [B G length W] of the rows so far."""
         return self.stored[:, :, : self.length]
+
+    def count(self) -> Tensor:
+        """Return how many rows there are, as [1] int64, or [B] where sequences differ."""
+        return self.cache.counters.tensor(self.length, self.stored.device)
 
     def append(self, rows: Tensor) -> None:
         self.cache.counters.write(rows, self.stored, 2, self.length)
@@ -32,3 +48,22 @@ class GrowingRows:
         kept = ops.gather_rows(self.filled[:, :, start:], rows)
         self.length = start + rows.shape[2]
         self.stored[:, :, start : self.length] = kept
+
+
+class RowsOfSeveral(GrowingRows):
+    """Writes to, and reads from, the memory of several indices, whose rows may differ in length. Their own lengths stay
+    behind until `count_replayed`."""
+
+    def __init__(self, indices: Sequence[GrowingRows], cache: CacheState) -> None:
+        parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
+        self.cache, self._rows = cache, Ragged([part for part, _ in parts])
+        self._lengths = each([length for _, length in parts])
+        self.stored = cast(Tensor, self._rows)
+
+    def count(self) -> Tensor:
+        return self.cache.counters.first(self._lengths, self._rows.device)
+
+    def append(self, rows: Tensor) -> None:
+        """Store one row of each sequence [B G 1 W], with zeros behind those that are shorter."""
+        at = self.count().view(-1, 1, 1).expand(*rows.shape[:3])
+        ops.put_rows(self._rows, at, rows)

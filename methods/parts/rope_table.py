@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kernels import rope
+from kernels import ops, rope
+from kernels.ragged import Each, Ragged
 from methods.base import AttnInput, CacheState, LayerSpec
 
 
@@ -45,6 +47,10 @@ class RopeTable:
         self.cache.counters.write(cos[0], self.cos, 0, start)
         self.cache.counters.write(sin[0], self.sin, 0, start)
 
+    def of_several(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each) -> RopeTable:
+        """Return the table of the sequences of `tables`, which are at the positions `seen`."""
+        return RopeTables(tables, cache, seen)
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
         return self._apply(rope.rotate, x, positions)
@@ -72,3 +78,24 @@ class RopeTable:
             return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))
         rows = x.float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
         return way(rows, cos.flatten(0, 1), sin.flatten(0, 1)).view(x.shape)
+
+
+class RopeTables(RopeTable):
+    """Holds the tables of several sequences where they are, cos and sin [C R] of each."""
+
+    def __init__(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each) -> None:
+        self.cache, self._first = cache, seen
+        rows = [(table.cos[None], table.sin[None]) for table in tables for _ in range(table.cache.request.batch)]
+        self._turns = [Ragged(parts, 1) for parts in zip(*rows, strict=True)]
+        self._written = [Ragged([part[None] for part in turn.parts]) for turn in self._turns]
+        self.cos, self.sin = (cast(Tensor, turn) for turn in self._turns)
+        self._noted = -1  # the last step that is in the tables
+
+    def note(self, x: AttnInput) -> None:
+        """Write cos, sin [B 1 R] of each sequence's new token, once in a step."""
+        counters = self.cache.counters
+        if self._noted == counters.steps:
+            return
+        self._noted, at = counters.steps, counters.first(self._first, x.cos.device).view(-1, 1, 1)
+        for table, new in zip(self._written, (x.cos, x.sin), strict=True):
+            ops.put_rows(table, at.expand(len(new), 1, 1), new.unsqueeze(1))

@@ -90,13 +90,19 @@ class RunningBatch:
         logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
         for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
-            if isinstance(self._cache, SlotsCache) and slot.counts_union:
-                self._cache.hand_back(number)
             if capture_s is not None:
                 slot.captured(capture_s)
+            self._note_reads(number, slot)
             slot.advance(token, own)
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
+
+    def _note_reads(self, number: int, slot: Slot) -> None:
+        """What the last step read, or what it and those before it did that the slot has not heard of."""
+        if not isinstance(self._cache, SlotsCache):
+            slot.note_reads(1)
+        elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
+            slot.note_reads(self._cache.catch_up(number))
 
     def _note(self, running: list[Slot], seconds: float, capture_s: float | None) -> None:
         tracer = self.stepper.tracer
@@ -124,6 +130,6 @@ class RunningBatch:
         if self._captured is not None:
             self.stepper.close(self._captured)
         if isinstance(self._cache, SlotsCache):
-            for member in range(len(self._together)):
-                self._cache.hand_back(member)
+            for number, slot in enumerate(self._together):
+                slot.note_reads(self._cache.catch_up(number))
         self._together, self._cache, self._captured = [], None, None  # nothing outlives its sequence

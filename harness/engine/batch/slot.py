@@ -66,10 +66,12 @@ class Slot:
         self._device = cache.state.request.device
         self._fed = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
         self._asked: float | None = None  # on the clock, when the question began
-        self._prompt_reads: list[float] = []  # of each step, summed over the layers that know
-        self._device_reads: list[Tensor] = []  # [layers B] of each step, of those whose count is on the device
-        self._other_reads: list[float] = []
+        self._steps = 0
+        self._prompt_reads = 0.0  # of all steps, summed over the layers that know
+        self._device_reads: list[Tensor] = []  # [layers B] of some steps, of those whose count is on the device
+        self._other_reads = 0.0
         self._excess: list[Tensor | float] = []  # of the union over these, at every UNION_EVERY-th step
+        self._unites = True  # heads of a group may read different tokens
         self._before = replace(cache.traffic)  # the first step
 
     @property
@@ -80,10 +82,9 @@ class Slot:
     def rows(self) -> int:
         return len(self.stops)
 
-    @property
-    def counts_union(self) -> bool:
-        """Whether the union over heads is counted behind the next step."""
-        return len(self._prompt_reads) % UNION_EVERY == 0
+    def counts_union(self, steps: int) -> bool:
+        """Whether the union over heads is counted behind the last of the `steps` steps that were not noted yet."""
+        return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
 
     def begin(self, logits: Tensor | None) -> None:
         """The prompt is prefilled: the first token and the seal, or the seal and the question to come. logits [B V]; a
@@ -106,7 +107,6 @@ class Slot:
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
         """A step has taken `fed` [B 1] and given `logits` [B V]."""
-        self._note_reads()
         if self.cache.watch is not None:
             self.cache.watch.note(fed, logits)
         if self._fed:
@@ -130,7 +130,7 @@ class Slot:
 
     def finish(self) -> None:
         """The last token has its time: what is measured here is in no clock."""
-        out, steps, layers = self.out, len(self._prompt_reads), self.cache.method_layers
+        out, steps, layers = self.out, self._steps, self.cache.method_layers
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
         out.sealed = self.cache.sealed
@@ -142,7 +142,7 @@ class Slot:
             out.measured |= {
                 "attended_prompt": attended,
                 "union_prompt": attended + self._mean_excess(),
-                "attended_total": attended + sum(self._other_reads) / steps,
+                "attended_total": attended + self._other_reads / steps,
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
@@ -165,22 +165,27 @@ class Slot:
                 self.out.stops[i] = self.stops[i](self.out.tokens[i]) or (LENGTH if full else "")
         self._fed.append(torch.tensor(ids).unsqueeze(1))
 
-    def _note_reads(self) -> None:
-        """Between two steps nothing waits for the device."""
+    def note_reads(self, steps: int) -> None:
+        """What the last `steps` steps read, which the cache knows of. Between two steps nothing waits for the
+        device."""
+        if not steps:
+            return
         layers = self.cache.method_layers
-        if self.counts_union:
+        if self.counts_union(steps):
             found = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
             self._excess.append(sum(found))
-        prompt, generated = zip(*(layer.reading for layer in layers), strict=True)
-        self._prompt_reads.append(sum(count for count in prompt if not isinstance(count, Tensor)))
+            self._unites = bool(found)
+        self._steps += steps
+        prompt, generated = zip(*(layer.readings(steps) for layer in layers), strict=True)
+        self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
-        self._other_reads.append(sum(generated) / len(generated))
+        self._other_reads += sum(generated) / len(generated)
 
     def _mean_prompt_reads(self) -> float:
         """Over layers and steps."""
         unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
-        return (sum(self._prompt_reads) + unread) / (len(self._prompt_reads) * len(self.cache.method_layers))
+        return (self._prompt_reads + unread) / (self._steps * len(self.cache.method_layers))
 
     def _mean_excess(self) -> float:
         """Over layers and steps."""
