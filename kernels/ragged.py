@@ -7,7 +7,7 @@ them takes no further step, and nothing is copied when a sequence comes or goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property, wraps
 from math import gcd
 from typing import Any, cast
@@ -16,21 +16,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.told import note_memory, tell
+
 RAGGED = "takes sequences of one length"  # why a backend leaves unequal ones to another
 
 
 class Each:
-    """Holds a whole number for each sequence. Sums and the like are made sequence by sequence."""
+    """Holds a whole number for each sequence. Sums and the like are made sequence by sequence.
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self.values = tuple(values)
+    `dead`: the last so many are no sequences but slots that are free, whose numbers are zero and stay so. A step with
+    such slots, even with none of them free, is of a size: its numbers are told as such, and `most` is a power of two.
+    """
+
+    def __init__(self, values: Sequence[int], dead: int | None = None) -> None:
+        self.values, self.dead = (*values, *(0,) * (dead or 0)), dead
         self._on: dict[torch.device, Tensor] = {}
         self._results: dict[tuple[Callable[[int, int], int], int | Each], Each] = {}
 
     @cached_property
     def most(self) -> int:
         """Return a number that none of them exceeds."""
-        return max(self.values)
+        largest = max(self.values)
+        return largest if self.dead is None or largest < 1 else 1 << (largest - 1).bit_length()
 
     def __len__(self) -> int:
         return len(self.values)
@@ -39,13 +46,13 @@ class Each:
         """Return the numbers as [B] int64, the same tensor for every call."""
         if device not in self._on:
             self._on[device] = torch.tensor(self.values, device=device)
-        return self._on[device]
+        return tell("numbers", self._on[device])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.values)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Each) and self.values == other.values
+        return isinstance(other, Each) and (self.values, self.dead) == (other.values, other.dead)
 
     def __repr__(self) -> str:
         return ", ".join(map(str, self.values))
@@ -75,7 +82,8 @@ class Each:
         the device already when the next one asks."""
         if (operate, other) not in self._results:
             others = other.values if isinstance(other, Each) else (other,) * len(self)
-            self._results[operate, other] = Each(tuple(map(operate, self.values, others)))
+            results = tuple(map(operate, self.values, others))
+            self._results[operate, other] = Each(results[: len(self) - (self.dead or 0)], self.dead)
         return self._results[operate, other]
 
 
@@ -83,7 +91,7 @@ class Counted(Each):
     """Holds numbers that the device has computed, [B] int64, up to `most`. Asking for `values` waits for the device."""
 
     def __init__(self, numbers: Tensor, most: int) -> None:
-        self._numbers, self.most = numbers, most
+        self._numbers, self.most, self.dead = numbers, most, None
 
     def on(self, device: torch.device) -> Tensor:
         return self._numbers.to(device)
@@ -104,10 +112,11 @@ class Ragged:
     the shorter ones with what nobody may read.
     """
 
-    def __init__(self, parts: Sequence[Tensor], dim: int = 2) -> None:
-        """Name tensors that stay where they are as long as this object lives."""
+    def __init__(self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None) -> None:
+        """Name tensors that stay where they are as long as this object lives. The last `dead` ones are of free slots
+        (`Each`): what is written there is lost."""
         self.parts, self.dim = parts, dim
-        self.sizes = Each([part.shape[dim] for part in parts])
+        self.sizes = Each([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: Each, dim: int = 2) -> Ragged:
@@ -122,12 +131,22 @@ class Ragged:
 
     @cached_property
     def whole(self) -> Tensor:
+        note_memory()
         most, behind = self.sizes.most, 2 * (self.first.dim() - 1 - self.dim)
         return torch.cat([pad(part, (0,) * (behind + 1) + (most - part.shape[self.dim],)) for part in self.parts])
 
-    @cached_property
+    @property
     def table(self) -> Tensor:
+        return tell(self._kind, self._table)
+
+    @cached_property
+    def _table(self) -> Tensor:
         return torch.tensor(self._places, device=self.device)
+
+    @cached_property
+    def _kind(self) -> Hashable:
+        """Return what a kernel takes as given beside the table."""
+        return self.dtype, self.dim, self.sizes.most, self.first.stride(-1), self.alignment, self.dense
 
     @cached_property
     def alignment(self) -> int:
@@ -162,7 +181,7 @@ class Ragged:
         one = list(self.first.shape)
         return (len(self.sizes), *one[1 : self.dim], self.sizes.most, *one[self.dim + 1 :])
 
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """Return `sizes` as [B] int64, beside the tensors."""
         return self.sizes.on(self.device)
@@ -180,12 +199,23 @@ class Ragged:
         """Return views whose last two dimensions have changed places."""
         last = self.first.dim() - 1
         swapped = {last: last - 1, last - 1: last}
-        return Ragged([part.mT for part in self.parts], swapped.get(self.dim, self.dim))
+        return Ragged([part.mT for part in self.parts], swapped.get(self.dim, self.dim), self.sizes.dead)
 
     def slice(self, start: int | Each, end: int | Each) -> Ragged:
         """Return entries `start` to `end` of each sequence."""
-        spans = zip(per_sequence(start, len(self.parts)), per_sequence(end, len(self.parts)), self.parts, strict=True)
-        return Ragged([part.narrow(self.dim, first, last - first) for first, last, part in spans], self.dim)
+        live = len(self.parts) - (self.sizes.dead or 0)
+        firsts, lasts = (per_sequence(number, len(self.parts))[:live] for number in (start, end))
+        spans = zip(self.parts[:live], firsts, lasts, strict=True)
+        parts = [part.narrow(self.dim, first, last - first) for part, first, last in spans]
+        parts += [part.narrow(self.dim, 0, 0) for part in self.parts[live:]]
+        return Ragged(parts, self.dim, self.sizes.dead)
+
+
+def with_free_slots(parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0) -> Ragged:
+    """Name tensors, and behind them, for each free slot, memory of one entry that anybody may write over, and as much
+    again where rows may be written `wider` than they are."""
+    shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
+    return Ragged([*parts, *(parts[0].new_zeros(shape).narrow(dim, 0, 1) for _ in range(dead or 0))], dim, dead)
 
 
 def first_of(x: Tensor | Ragged) -> Tensor:
@@ -193,9 +223,9 @@ def first_of(x: Tensor | Ragged) -> Tensor:
     return x.first if isinstance(x, Ragged) else x
 
 
-def each(values: Sequence[int]) -> int | Each:
-    """Return the number that all sequences share, or one for each of them."""
-    return values[0] if len(set(values)) == 1 else Each(values)
+def each(values: Sequence[int], dead: int | None = None) -> int | Each:
+    """Return the number that all sequences share, or one for each of them, and for free slots if there may be some."""
+    return values[0] if dead is None and len(set(values)) == 1 else Each(values, dead)
 
 
 def per_sequence(number: int | Each, count: int) -> tuple[int, ...]:
@@ -259,8 +289,10 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*arguments)
         from kernels import ops  # which names this module
 
-        op = getattr(ops, run.__name__)
-        return _joined([op(*(_of(argument, i, batch) for argument in arguments)) for i in range(batch)])
+        note_memory()
+        op, dead = getattr(ops, run.__name__), _dead(arguments)
+        results = [op(*(_of(argument, i, batch) for argument in arguments)) for i in range(batch - dead)]
+        return _joined(results, dead)
 
     return served
 
@@ -289,14 +321,22 @@ def _of(argument: Any, i: int, batch: int) -> Any:
     return argument
 
 
-def _joined(results: list[Any]) -> Any:
-    """Join what the sequences gave."""
+def _dead(arguments: Any) -> int:
+    """Return how many of the sequences that arguments are of are free slots."""
+    sizes = [argument.sizes if isinstance(argument, Ragged) else argument for argument in arguments]
+    found = [size.dead or 0 for size in sizes if isinstance(size, Each)]
+    return max([0, *found, *(_dead(argument) for argument in arguments if isinstance(argument, tuple | list))])
+
+
+def _joined(results: list[Any], dead: int) -> Any:
+    """Join what the sequences gave; free slots get zeros."""
     if isinstance(results[0], tuple):
-        return tuple(_joined(list(same)) for same in zip(*results, strict=True))
+        return tuple(_joined(list(same), dead) for same in zip(*results, strict=True))
     if results[0] is None:
         return None
     shapes = {result.shape for result in results}
+    free = [torch.zeros_like(results[0])] * dead
     if len(shapes) == 1:
-        return torch.cat(results)
+        return torch.cat([*results, *free])
     unequal = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
-    return Ragged(results, unequal[0])
+    return Ragged([*results, *free], unequal[0], dead or None)

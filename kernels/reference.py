@@ -168,7 +168,7 @@ def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, in
         whole = filled(scores)
         if isinstance(scores, Ragged):
             whole = without_missing(whole, scores.counts, float("-inf"))
-        best = whole.topk(count.most, dim=-1).indices
+        best = whole.topk(min(count.most, whole.shape[-1]), dim=-1).indices
         return cast(Tensor, Ragged.filled_up(best, count, best.dim() - 1))
 
     return cast(Callable[[Tensor, int], Tensor], served)

@@ -140,7 +140,7 @@ class InfiniGen(Method):
         return [Layer(spec, cache, self, read) for spec, read in zip(specs, reads, strict=True)]
 
 
-OF_EACH = {"basis": Padded(3, changes=False), "partial": None}
+OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
 
 class Follower(NamedTuple):
@@ -229,6 +229,16 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             return one_by_one(super().attend, q, segments, counts, fetched=fetched)
         return super().attend(q, *segments)
 
+    @property
+    def widest(self) -> int:
+        """Return how many columns partial keys have at most, which is no more than twice what they have at least."""
+        dim, width = self.spec.head_dim, int(self.method.partial_ratio * self.spec.head_dim)
+        return min(2 * width, dim) if self.method.column_rule == "union" else width
+
+    def joined(self) -> dict[str, Tensor]:
+        read = self.read_in_steps
+        return super().joined() | ({} if read is None else {"read_in_steps": read})
+
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
         """Guess for those of the next layer: it takes its step for all, or for one after the other."""
         if self.plan is not None:
@@ -247,6 +257,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.read_in_steps is not None:
             assert isinstance(member, InfiniGenRead)
             assert isinstance(self.counts, Tensor)
+            if self.rows is not None and member.plan is not None:
+                member.rows = self.rows[own, ..., : member.plan.top]
             member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
             self.read_in_steps[own] = 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tape import Tape
+from tests.tape import Recording
 
 
 class Pool:
@@ -28,7 +28,7 @@ class Graph:
     """As torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self._tape, self._pool = Tape(), None
+        self._tape, self._pool = Recording(), None
 
     def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"  # threads of a history store go on

@@ -14,24 +14,41 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.dispatch import watched
+from kernels.ragged import Ragged
 from methods.base.counters import CaptureError
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
-class Tape(TorchDispatchMode):
+class Tape:
     """`capture` as in harness/engine/graph.py."""
 
+    def __init__(self) -> None:
+        self.captured = 0
+        self.dropped = 0
+
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        self.begin()
+        recording = Recording()
+        recording.begin()
         try:
-            result = step()
+            with watched(recording.operation):
+                result = step()
         finally:
-            self.end()
-        return self.replay, result
+            recording.end()
+        self.captured += 1
+        return recording.replay, result
+
+    def drop(self, replay: Callable[[], Any]) -> None:
+        self.dropped += 1
+
+
+class Recording(TorchDispatchMode):
+    """One step. An operation of kernels/ops.py is one entry, whatever its backend does."""
 
     def begin(self) -> None:
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.inside = False  # an operation runs
         self.made: set[int] = set()  # storages that came up while capturing
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # a changed tensor and what it held
         self.__enter__()
@@ -53,6 +70,8 @@ class Tape(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
             raise CaptureError(f"{name} waits for a value of the device")
+        if self.inside:
+            return func(*args, **kwargs)
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(given):
@@ -63,6 +82,21 @@ class Tape(TorchDispatchMode):
         self.calls.append((func, args, kwargs, _tensors(out)))
         return out
 
+    def operation(self, name: str, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Compiled code writes where torch does not see it: to the tensor that `put_rows` is given, and no other."""
+        if self.inside:
+            return run()
+        self.inside = True
+        try:
+            for tensor in _tensors(arguments[0]) if name == "put_rows" else ():
+                self._keep(tensor)
+            result = run()
+        finally:
+            self.inside = False
+        self.made |= {_place(x) for x in _tensors(result)}
+        self.calls.append((run, (), {}, _tensors(result)))
+        return result
+
     def _keep(self, tensor: Tensor) -> None:
         place = _place(tensor)
         if place not in self.made and place not in self.before:
@@ -71,7 +105,11 @@ class Tape(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    """Those of several sequences are the one that holds them all, if there is one."""
+    leaves = tree_leaves(value)
+    several = [x for x in leaves if isinstance(x, Ragged)]
+    held = [part for x in several for part in ([x.whole] if "whole" in vars(x) else x.parts)]
+    return [x for x in leaves if isinstance(x, Tensor)] + held
 
 
 def _place(x: Tensor) -> int:

@@ -1,25 +1,35 @@
-"""One decode step, captured once behind each seal and replayed for every further token: a CUDA graph.
+"""One decode step, captured and replayed for every further token: a CUDA graph.
 
 The first step behind a seal runs as always, but already in the form that is captured: counts lie on the device
 (methods/base/counters.py), tokens are written and read through them. Then it is captured, which runs nothing on the
 device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
 per output token is that of replays alone. A step that cannot be captured after all is run one by one, with the
 reason.
+
+A step of a size (`SlotsCache`) is kept, and serves other sequences of this size: their first step runs as always, and
+what it was told is written to where the captured step reads it (kernels/told.py). Others are captured anew behind each
+seal, and whenever sequences join or leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.forward import BlockForward
+from harness.engine.kept_steps import KeptStep, KeptSteps
 from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
+from kernels.ragged import Ragged
+from kernels.told import telling
+from methods.layers import Policy
 
 RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
@@ -29,13 +39,16 @@ class StepCapture(Protocol):
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         """Write down what `step` does, without doing it. -> what does it again, and where its result will be"""
 
+    def drop(self, replay: Callable[[], Any]) -> None:
+        """What was captured is not done again."""
+
 
 class CaptureBroke(RuntimeError):
     """A capture failed in a way that this torch cannot recover from; the message says what to do."""
 
 
 class CudaGraphs:
-    """Graphs of one engine, one alive at a time, so that each takes over the memory of the one before.
+    """Graphs of one engine, in one pool of memory: what a step makes for its own use another one may overwrite.
 
     Torch gives a pool of memory up with the last graph in it, and asserts where a capture opens it again while blocks
     are still in use there, as a cuBLAS workspace that was made inside a capture is. An empty graph that lives as long
@@ -47,17 +60,17 @@ class CudaGraphs:
         self._pool: Any = None
         self._stream: Any = None  # of this device; torch's own for captures is of the one that was current first
         self._anchor: Any = None
-        self._graph: Any = None  # of the last step
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         with torch.cuda.device(self.device):
             if self._anchor is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
                 self._anchor, _ = self._captured(lambda: torch.zeros(1, device=self.device))
-            if self._graph is not None:
-                self._graph.reset()  # before the next: torch drops the stream's cuBLAS workspace with a graph
-            self._graph, result = self._captured(step)
-        return self._graph.replay, result
+            graph, result = self._captured(step)
+        return graph.replay, result
+
+    def drop(self, replay: Any) -> None:
+        replay.__self__.reset()  # not during a capture: torch drops the stream's cuBLAS workspace with a graph
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         """Not by `torch.cuda.graph`, which empties the caches of device and pinned host memory each time."""
@@ -89,30 +102,35 @@ class CapturedStep:
     `failure`: why the step could not be captured; the next ones then run one by one, from the state before.
     """
 
-    def __init__(self, forward: BlockForward, cache: KVCache, graphs: StepCapture) -> None:
-        self.forward, self.cache, self.graphs = forward, cache, graphs
+    def __init__(
+        self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
+    ) -> None:
+        """`kept`: other steps of the engine."""
+        self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
         self._counters = [member.counters for member in cache.members]
         self._capture_s: float | None = None  # until it is taken
         self.failure: str | None = None
         self._token: Tensor
-        self._replay: Callable[[], Any]
+        self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
-        self._is_captured = False
-        self._after: SavedState | None = None  # what Python knows once the first replay has run
+        self._is_kept = False
+        self._after: Callable[[], None] | None = None  # lets Python know of the first replay
 
     def __call__(self, token: Tensor) -> Tensor:
+        rows = len(token)
+        token = token if not self.cache.free else torch.cat([token, token.new_zeros(self.cache.free, 1)])
         if self.failure is not None:
-            return self.forward(token, self.cache)
-        if not self._is_captured:
-            return self._first(token)
+            return self.forward(token, self.cache)[:rows]
+        if self._replay is None:
+            return self._first(token)[:rows]
         self._token.copy_(token)
         self._replay()
         if self._after is None:
             self.cache.count_replayed(1)
         else:
-            self._after.restore()
+            self._after()
             self._after = None
-        return self._logits
+        return self._logits[:rows]
 
     def take_capture_s(self) -> float | None:
         """Seconds of the capture, behind the step in which it was; None behind all others."""
@@ -123,30 +141,70 @@ class CapturedStep:
         """The cache goes on without; a further turn may follow, or other sequences join."""
         for counters in self._counters:
             counters.stop()
+        if self._replay is not None and not self._is_kept:
+            self.graphs.drop(self._replay)
 
     def _first(self, token: Tensor) -> Tensor:
         self._token = token.clone()
         for counters in self._counters:
             counters.start()
-        logits = self._step().clone()
+        with telling(self.cache.told) if self.cache.told is not None else nullcontext():
+            logits = self._step().clone()
         wait_for(token.device)
-        began, before = perf_counter(), SavedState(self.cache)
+        began = perf_counter()
+        if not self._serve_by_kept():
+            self._capture()
+        if self.failure is None:
+            self._capture_s = perf_counter() - began
+        return logits
+
+    def _serve_by_kept(self) -> bool:
+        """Let a step that other sequences have left serve these."""
+        cache = self.cache
+        if not isinstance(cache, SlotsCache) or cache.told is None or self.kept is None:
+            return False
+        if (kept := self.kept.of(cache)) is None:
+            return False
+        self._token, self._logits, self._replay, _, results = kept
+        self._is_kept = True
+
+        def after() -> None:
+            cache.count_replayed(1)
+            cache.take_results(results)
+
+        self._after = after
+        return True
+
+    def _capture(self) -> None:
+        before = SavedState(self.cache)
+        held = self.cache.results() if isinstance(self.cache, SlotsCache) else []
         self._say_capturing(True)
         try:
-            self._replay, self._logits = self.graphs.capture(self._step)
+            replay, self._logits = self.graphs.capture(self._step)
         except CaptureBroke:
             raise
         except Exception as error:  # whatever it is, plain steps can do without
             self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:
             self._say_capturing(False)
-            self._after, self._is_captured = SavedState(self.cache).since(before), True
-            self._capture_s = perf_counter() - began
+            self._replay, self._after = replay, SavedState(self.cache).since(before).restore
+            self._keep(replay, held)
         finally:
             before.restore()  # the step has not run
         if self.failure is not None:
             self.close()
-        return logits
+
+    def _keep(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> None:
+        """For others, if it takes all of its sequences' memory by what it was told. `before`: what its policies held
+        before it was captured, of which it has replaced some."""
+        cache = self.cache
+        if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
+            return
+        results = [
+            _results(*pair, policy) for *pair, policy in zip(before, cache.results(), cache.policies, strict=True)
+        ]
+        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, results))
+        self._is_kept = True
 
     def _step(self) -> Tensor:
         logits = self.forward(self._token, self.cache)
@@ -157,6 +215,12 @@ class CapturedStep:
     def _say_capturing(self, capturing: bool) -> None:
         for counters in {*self._counters, self.cache.counters}:
             counters.capturing = capturing
+
+
+def _results(before: Mapping[str, Any], after: Mapping[str, Any], policy: Policy) -> dict[str, Tensor | Ragged]:
+    """Where a captured step leaves what it chose and changed."""
+    made = {name: value for name, value in after.items() if value is not before.get(name)}
+    return policy.joined() | {name: value for name, value in made.items() if isinstance(value, Tensor | Ragged)}
 
 
 def _first_cause(error: BaseException) -> str:

@@ -195,7 +195,7 @@ EXPORT void top_k(const TopK& call) {
     each_task(call.rows, call.rows * call.count > 8192, [&](int64_t row) {
         int64_t sequence = row / call.lists;
         int64_t count = call.counts ? call.counts[sequence] : call.count, k = call.ks ? call.ks[sequence] : call.k;
-        if (k) largest_of(call.scores + row * call.stride, count, k, call.out + row * call.k);
+        if (k > 0) largest_of(call.scores + row * call.stride, count, k, call.out + row * call.k);
         std::fill(call.out + row * call.k + k, call.out + (row + 1) * call.k, 0);
     });
 }

@@ -7,10 +7,13 @@ Python: not where a token is written, not how many are read, not its position. W
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from kernels.ragged import Each
+from kernels.told import tell
 
 
 def queues(device: torch.device) -> bool:
@@ -36,6 +39,7 @@ class StepCounters:
         self.capturing = False  # whether what is asked for now must be there already
         self.steps = 0  # steps since the start
         self._counters: dict[tuple[int | Each, torch.device], Tensor] = {}  # by the value that each had at the start
+        self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
 
     def start(self) -> None:
         """Begin to keep numbers on the device."""
@@ -45,6 +49,7 @@ class StepCounters:
         """Go back to numbers in Python."""
         self.running, self.steps = False, 0
         self._counters.clear()
+        self._growths.clear()
 
     def tensor(self, value: int, device: torch.device) -> Tensor:
         """Return [1] int64 that holds `value`; while running, the same tensor holds one more in the next step."""
@@ -58,8 +63,22 @@ class StepCounters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
             values = value.values if isinstance(value, Each) else (value,)
-            self._counters[value, device] = torch.tensor(values, device=device) + self.steps
-        return self._counters[value, device]
+            self._counters[value, device] = (
+                torch.tensor(values, device=device) + self._growth(value, device) * self.steps
+            )
+        if isinstance(value, Each) and value.dead is not None:
+            tell("growth", cast(Tensor, self._growth(value, device)))
+        return tell("count", self._counters[value, device])
+
+    def _growth(self, value: int | Each, device: torch.device) -> int | Tensor:
+        """Return what a step adds to a counter: nothing for slots that are free."""
+        if not isinstance(value, Each) or value.dead is None:
+            return 1
+        slots = len(value), value.dead, device
+        if slots not in self._growths:
+            ones = [1] * (len(value) - value.dead) + [0] * value.dead
+            self._growths[slots] = torch.tensor(ones, device=device)
+        return self._growths[slots]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return [count] int64: `start` and what follows it, as positions of tokens or as rows of a store."""
@@ -78,6 +97,9 @@ class StepCounters:
 
     def advance(self) -> None:
         """Add one to every counter, at the end of a step and captured with it."""
-        if self._counters:
+        if self._growths:
+            grown = [self._growth(value, device) for value, device in self._counters]
+            torch._foreach_add_(list(self._counters.values()), cast(list[Tensor], grown))
+        elif self._counters:
             torch._foreach_add_(list(self._counters.values()), 1)
         self.steps += 1

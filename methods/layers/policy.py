@@ -17,10 +17,11 @@ from methods.pools import KVStore
 
 class Padded(NamedTuple):
     """Says of tensors of several sequences that they are joined, with zeros behind the shorter ones in dimension `dim`,
-    and that steps may change them, if they do."""
+    and that steps may change them, if they do. `most`: the attribute that says how long the longest may ever be."""
 
     dim: int
     changes: bool = True
+    most: str | None = None
 
 
 OfEach = Mapping[str, int | Padded | None]
@@ -38,7 +39,8 @@ class Policy:
     `of_each={"codes": 2}`, not inherited either, says that several sequences may take a step together
     (methods/layers/together.py), and what it uses besides the store: name -> the dimension in which sequences differ,
     `Padded` where steps change such tensors, or None for tensors of one shape, which steps may change, and for numbers.
-    What knows itself how to be that of several (`of_several`), as an index that grows, may have any of these.
+    What knows itself how to be that of several, as an index that grows, has a method `of_several`: it takes what each
+    cache has in its place, what they step with, how many tokens each sequence has seen, and how many slots are free.
     """
 
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited
@@ -141,6 +143,12 @@ class Policy:
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
         """Find other layers' policies, now that this one is that of several `members`: `joint` has, by the id of a
         member's policy, the one that steps in its place."""
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return the tensors of all sequences that steps of this joint policy use besides those named where they
+        lie."""
+        held = {name: vars(self).get(name) for name in type(self).of_each or {}}
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def hand_back(self, member: Policy, own: slice) -> None:
         """Tell `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Select(Read[Plan], capturable=True):
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the `top` middle tokens to read. q [B H 1 D] -> [B G top], indices into the middle"""
+
+    def form(self) -> Hashable:
+        """Return the sinks, up to which the tokens to choose from do not begin."""
+        return None if self.plan is None else self.plan.sinks
 
     def prepare(self, plan: Plan) -> None:
         self.index(self.middle().k)

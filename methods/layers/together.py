@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from kernels.ragged import Each, Ragged, each
+from kernels.ragged import Each, each, with_free_slots
 from methods.base import CacheState, KVLayer
 from methods.layers.keep import Keep
 from methods.layers.layer import Layer
@@ -43,16 +44,31 @@ def form(layer: Layer) -> Hashable:
     return type(layer), layer.method, layer.heads, reads_all, tuple(policy.form() for policy in layer.policies)
 
 
-def together(layers: Sequence[Layer], cache: CacheState, shared: dict[Hashable, Any]) -> Layer:
-    """Return a layer whose `decode` takes one token of each sequence of `layers`, which are of one form. `cache`: what
-    they step with; its request counts all sequences. `shared`: what the layers of several sequences share, as those of
-    one do; the same for all of them. What the layers count in Python is left to `count_replayed`."""
+class Slots(NamedTuple):
+    """Says for whom a step is taken: `dead` slots behind the sequences of `layers` are free; None: there are no slots.
+    `shared` holds what layers of several sequences share, as those of one do, and is the same for all of them."""
+
+    layers: Sequence[Layer]
+    dead: int | None
+    shared: dict[Hashable, Any]
+
+    def of_rows(self, values: Sequence[int]) -> int | Each:
+        """Return a number that layers have as that of their sequences."""
+        counted = zip(values, self.layers, strict=True)
+        return each([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
+
+
+def together(slots: Slots, cache: CacheState) -> Layer:
+    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are of one form. `cache`:
+    what they step with; its request counts all sequences and free slots. What the layers count in Python is left to
+    `count_replayed`."""
+    layers = slots.layers
     one = copy(layers[0])
     one.cache = cache = cache.on(one.spec.device)
     one.request = cache.request
-    one.store = StoreOfSeveral([layer.store for layer in layers], cache)
-    one.sealed = cast(int, _of_rows([layer.sealed for layer in layers], layers))
-    joined = {mine: _joined(policies, layers, one, shared) for mine, *policies in _policies(layers)}
+    one.store = StoreOfSeveral([layer.store for layer in layers], cache, slots.dead)
+    one.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
+    joined = {mine: _joined(policies, one, slots) for mine, *policies in _policies(layers)}
     one.policies = tuple(joined.values())
     one.keeps = one.keeps and cast(Keep, joined[one.keeps])
     one.reads = one.reads and cast(Read[Any], joined[one.reads])
@@ -80,46 +96,60 @@ def hand_back(one: Layer, layer: Layer, first: int) -> None:
         joined.hand_back(policy, slice(first, first + layer.request.batch))
 
 
-def _of_rows(values: Sequence[int], layers: Sequence[Layer]) -> int | Each:
-    """Return a number that layers have as that of their sequences."""
-    return each([value for value, layer in zip(values, layers, strict=True) for _ in range(layer.request.batch)])
-
-
 def _policies(layers: Sequence[Layer]) -> list[tuple[Policy, ...]]:
     """Return each policy of the first layer, and behind it the same of all layers."""
     return [(same[0], *same) for same in zip(*(layer.policies for layer in layers), strict=True)]
 
 
-def _joined(policies: Sequence[Policy], layers: Sequence[Layer], one: Layer, shared: dict[Hashable, Any]) -> Policy:
-    """Return a policy of the layer `one` for the sequences of all `layers`."""
+def _joined(policies: Sequence[Policy], one: Layer, slots: Slots) -> Policy:
+    """Return a policy of the layer `one` for the sequences of all layers."""
     joint = copy(policies[0])
     Policy.bind(joint, one)  # what subclasses begin with is that of a layer which has seen nothing
     for name, how in (type(joint).of_each or {}).items():
         values = [getattr(policy, name, None) for policy in policies]
         if all(value is not None for value in values):
-            setattr(joint, name, _several(values, how, layers, one.cache, shared))
+            most = getattr(joint, how.most) if isinstance(how, Padded) and how.most is not None else None
+            setattr(joint, name, _several(values, how, most, one.cache, slots))
     if isinstance(joint, Read) and joint.plan is not None:
-        plans = [cast(Read[Any], policy).plan for policy in policies]
-        numbers: Any = zip(*plans, strict=True) if isinstance(joint.plan, tuple) else [plans]
-        joined: list[Any] = [_of_rows(same, layers) for same in numbers]
-        joint.plan = type(joint.plan)(*joined) if isinstance(joint.plan, tuple) else joined[0]
+        joint.plan = _plan([cast(Read[Any], policy).plan for policy in policies], slots)
     return joint
 
 
+def _plan(plans: Sequence[Any], slots: Slots) -> Any:
+    """Return the plan of several. Its sinks are the same for all, which they share as their form."""
+    if not isinstance(plans[0], tuple):
+        return slots.of_rows(plans)
+    numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
+    return type(plans[0])(
+        **{name: same[0] if name == "sinks" else slots.of_rows(same) for name, same in numbers.items()}
+    )
+
+
 def _several(
-    values: Sequence[Any], how: int | Padded | None, layers: Sequence[Layer], cache: CacheState,
-    shared: dict[Hashable, Any],
+    values: Sequence[Any], how: int | Padded | None, most: int | None, cache: CacheState, slots: Slots
 ) -> Any:  # fmt: skip
     """Return what several sequences have in the place of `values`."""
     if isinstance(values[0], int):
-        return _of_rows(values, layers)
+        return slots.of_rows(values)
     if hasattr(values[0], "of_several"):
         same = tuple(map(id, values))
-        if same not in shared:
-            shared[same] = values[0].of_several(values, cache, _of_rows([layer.seen for layer in layers], layers))
-        return shared[same]
+        if same not in slots.shared:
+            seen = slots.of_rows([layer.seen for layer in slots.layers])
+            slots.shared[same] = values[0].of_several(values, cache, seen, slots.dead)
+        return slots.shared[same]
     tensors = [value.stored if isinstance(value, DeviceRows) else value for value in values]
     parts = [part for tensor in tensors for part in tensor.split(1)]
+    if isinstance(how, int):
+        return with_free_slots(parts, how, slots.dead)
     if isinstance(how, Padded):
-        return Ragged(parts, how.dim).whole
-    return torch.cat(parts) if how is None else Ragged(parts, how)
+        joined = with_free_slots(parts, how.dim, slots.dead).whole
+        return joined if most is None else _widened(joined, how.dim, most)
+    return torch.cat([*parts, *(torch.zeros_like(parts[0]) for _ in range(slots.dead or 0))])
+
+
+def _widened(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return x with as many entries in a dimension, zeros behind its own or less of the zeros."""
+    wide = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+    kept = min(size, x.shape[dim])
+    wide.narrow(dim, 0, kept).copy_(x.narrow(dim, 0, kept))
+    return wide

@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Each, Ragged, each
+from kernels.ragged import Each, each, with_free_slots
 from methods.base import CacheState
 
 
@@ -25,9 +25,11 @@ class GrowingRows:
         self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
         self.append(rows)
 
-    def of_several(self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | Each) -> GrowingRows:
-        """Return the rows of the sequences of `indices`, for a step that they take together."""
-        return RowsOfSeveral(indices, cache)
+    def of_several(
+        self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | Each, dead: int | None
+    ) -> GrowingRows:
+        """Return the rows of the sequences of `indices`, for a step that they take together (see `Policy`)."""
+        return RowsOfSeveral(indices, cache, dead)
 
     @property
     def filled(self) -> Tensor:
@@ -54,10 +56,10 @@ class RowsOfSeveral(GrowingRows):
     """Writes to, and reads from, the memory of several indices, whose rows may differ in length. Their own lengths stay
     behind until `count_replayed`."""
 
-    def __init__(self, indices: Sequence[GrowingRows], cache: CacheState) -> None:
+    def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
-        self.cache, self._rows = cache, Ragged([part for part, _ in parts])
-        self._lengths = each([length for _, length in parts])
+        self.cache, self._rows = cache, with_free_slots([part for part, _ in parts], dead=dead, wider=1)
+        self._lengths = each([length for _, length in parts], dead)
         self.stored = cast(Tensor, self._rows)
 
     def count(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops, rope
-from kernels.ragged import Each, Ragged
+from kernels.ragged import Each, Ragged, with_free_slots
 from methods.base import AttnInput, CacheState, LayerSpec
 
 
@@ -47,9 +47,11 @@ class RopeTable:
         self.cache.counters.write(cos[0], self.cos, 0, start)
         self.cache.counters.write(sin[0], self.sin, 0, start)
 
-    def of_several(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each) -> RopeTable:
-        """Return the table of the sequences of `tables`, which are at the positions `seen`."""
-        return RopeTables(tables, cache, seen)
+    def of_several(
+        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None
+    ) -> RopeTable:
+        """Return the table of the sequences of `tables`, which are at the positions `seen` (see `Policy`)."""
+        return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
@@ -83,11 +85,11 @@ class RopeTable:
 class RopeTables(RopeTable):
     """Holds the tables of several sequences where they are, cos and sin [C R] of each."""
 
-    def __init__(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each) -> None:
+    def __init__(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None) -> None:
         self.cache, self._first = cache, seen
         rows = [(table.cos[None], table.sin[None]) for table in tables for _ in range(table.cache.request.batch)]
-        self._turns = [Ragged(parts, 1) for parts in zip(*rows, strict=True)]
-        self._written = [Ragged([part[None] for part in turn.parts]) for turn in self._turns]
+        self._turns = [with_free_slots(parts, 1, dead) for parts in zip(*rows, strict=True)]
+        self._written = [Ragged([part[None] for part in turn.parts], dead=dead) for turn in self._turns]
         self.cos, self.sin = (cast(Tensor, turn) for turn in self._turns)
         self._noted = -1  # the last step that is in the tables
 

@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Each, Ragged, each
+from kernels.ragged import Each, each, with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState
 from methods.pools.near import KVStore
@@ -18,10 +18,11 @@ class StoreOfSeveral(KVStore):
     """Writes to, and reads from, the memory of `stores`. What grows is counted in `cache.counters`; the lengths of the
     stores themselves stay behind until `KVStore.advance`."""
 
-    def __init__(self, stores: Sequence[KVStore], cache: CacheState) -> None:
+    def __init__(self, stores: Sequence[KVStore], cache: CacheState, dead: int | None) -> None:
+        """`dead`: how many slots are free, behind the sequences of the stores; None: there are no slots."""
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
-        self._keys, self._values = (Ragged(side) for side in zip(*rows, strict=True))
-        self._lengths = each([store.length for store in stores for _ in store.k_rows])
+        self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
+        self._lengths = each([store.length for store in stores for _ in store.k_rows], dead)
         self._segments: dict[tuple[int | Each, int | Each | None], Segment] = {}
         self._heads, self.cache = stores[0].heads, cache
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from harness.engine.cache import KVCache
-from kernels.ragged import each
+from kernels.ragged import Ragged, each
+from kernels.told import Told
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
-from methods.layers import Layer
-from methods.layers.together import alone_because, form, hand_back, link, together
+from methods.layers import Layer, Policy
+from methods.layers.together import Slots, alone_because, form, hand_back, link, together
 
 CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"
 
@@ -24,7 +25,8 @@ class StepGroup(NamedTuple):
 
     layer: KVLayer
     members: tuple[int, ...]
-    rows: Tensor | slice  # of these members, among those of all
+    rows: Tensor | slice  # of these members and of free slots, among those of all
+    joint: bool
 
 
 class Attending(NamedTuple):
@@ -44,8 +46,10 @@ class SlotsCache(KVCache):
     `alone` says why.
     """
 
-    def __init__(self, members: Sequence[KVCache], alone: str | None = None) -> None:
-        """`alone`: let all attend one by one, for this reason."""
+    def __init__(self, members: Sequence[KVCache], alone: str | None = None, *, sized: bool = False) -> None:
+        """`alone`: let all attend one by one, for this reason. `sized`: let the step be one of a size that others may
+        share (`KVCache.told`), where all attend together: with slots for a power of two of sequences, of which those
+        behind the members' are free."""
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
@@ -53,15 +57,21 @@ class SlotsCache(KVCache):
         self._counters.start()
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
-        self._joint_state = CacheState(
-            replace(self.state.request, batch=sum(self._sizes), prepared=None), counters=self._counters
-        )
-        self._begins = each([member.num_tokens for member in members for _ in range(member.state.request.batch)])
-        self.alone: str | None = None
-        self._groups = self._grouped(alone)
+        reasons = [[alone or self._reason(member, layer) for layer in member.layers] for member in members]
+        self.alone = next((reason for of_layer in zip(*reasons, strict=True) for reason in of_layer if reason), None)
+        self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
+        self.told = Told() if sized and self.alone is None else None
+        self._free = self._slots()
+        self.free = sum(self._free.values())
+        rows = sum(self._sizes) + self.free
+        self._joint_state = CacheState(replace(self.state.request, batch=rows, prepared=None), counters=self._counters)
+        begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
+        self._begins = each(begins, None if self.told is None else self.free)
+        self._groups = self._grouped(reasons)
         self._attending = [self._places(number) for number in range(len(members))]
         self._upto = [0] * len(members)  # steps that a member knows of
         self._fits = min(member.capacity - member.num_tokens for member in members)  # steps
+        self._tell()
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -77,7 +87,7 @@ class SlotsCache(KVCache):
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """[B count], each row's own"""
-        first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes), 1)
+        first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes) + self.free, 1)
         return first if count == 1 else first + torch.arange(count, device=device)
 
     def begin(self) -> None:
@@ -107,7 +117,7 @@ class SlotsCache(KVCache):
         return out
 
     def _attend(self, layer: int, group: StepGroup, x: AttnInput) -> Tensor:
-        if len(group.members) > 1:
+        if group.joint:
             return group.layer.decode(x)
         member = self._members[group.members[0]]
         return member.attend(layer, replace(x, start=member.num_tokens))
@@ -148,43 +158,92 @@ class SlotsCache(KVCache):
             self.catch_up(number)
             member.expect(rows, 1)
 
-    def _grouped(self, alone: str | None) -> list[list[StepGroup]]:
+    @property
+    def form(self) -> Hashable:
+        """What caches must share, besides what is told, to step as others do: their forms, and slots for each."""
+        rows = dict.fromkeys(self._free, 0)
+        for form_, size in zip(self._forms, self._sizes, strict=True):
+            rows[form_] += size
+        return tuple((form_, rows[form_] + free) for form_, free in self._free.items())
+
+    @property
+    def policies(self) -> list[Policy]:
+        """Those of the layers that members share."""
+        return [mine for groups in self._groups for group in groups if group.joint for mine in _layer(group).policies]
+
+    def results(self) -> list[dict[str, Any]]:
+        """What the policies of shared layers hold."""
+        return [dict(vars(policy)) for policy in self.policies]
+
+    def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
+        """From now on a step that others took first leaves its results there."""
+        for policy, held in zip(self.policies, results, strict=True):
+            for name, value in held.items():
+                if isinstance(value, Ragged):
+                    value = Ragged.filled_up(value.whole, getattr(policy, name).sizes, value.dim)
+                setattr(policy, name, value)
+
+    def _tell(self) -> None:
+        """What a step finds in the policies of shared layers, besides what it asks for."""
+        if self.told is None:
+            return
+        for groups in self._groups:
+            for group in groups:
+                self.told.add("rows", cast(Tensor, group.rows))
+        for policy in self.policies:
+            for name, tensor in policy.joined().items():
+                self.told.add(name, tensor)
+
+    def _slots(self) -> dict[Hashable, int]:
+        """How many slots are free behind the members of each form, in a step of a size."""
+        rows: dict[Hashable, int] = {}
+        for form_, size in zip(self._forms, self._sizes, strict=True):
+            rows[form_] = rows.get(form_, 0) + size
+        return {
+            form_: 0 if self.told is None else (1 << (size - 1).bit_length()) - size for form_, size in rows.items()
+        }
+
+    def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
         """Which members take the step of each layer together: in all layers that can the same ones, since a method may
         link its layers."""
-        by_layer = list(zip(*(member.layers for member in self._members), strict=True))
-        reasons = [[alone or self._reason(*numbered) for numbered in enumerate(layers)] for layers in by_layer]
-        self.alone = next((reason for of_layer in reasons for reason in of_layer if reason), None)
-        forms = [
-            tuple(
-                None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, why, strict=True)
-            )
-            for member, why in zip(self._members, zip(*reasons, strict=True), strict=True)
-        ]
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
-        for layers, of_layer in zip(by_layer, reasons, strict=True):
+        for layers, of_layer in zip(
+            *(zip(*of, strict=True) for of in ([m.layers for m in self._members], reasons)), strict=True
+        ):
             alike: dict[Hashable, list[int]] = {}
             for number, reason in enumerate(of_layer):
-                alike.setdefault(number if reason else forms[number], []).append(number)
+                alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
-            joint = [group for group in groups[-1] if len(group.members) > 1]
-            linked += [(cast(Layer, one.layer), [cast(Layer, layers[n]) for n in one.members]) for one in joint]
+            joint = [group for group in groups[-1] if group.joint]
+            linked += [(_layer(group), [cast(Layer, layers[number]) for number in group.members]) for group in joint]
         link(linked)
         return groups
 
-    def _reason(self, number: int, layer: KVLayer) -> str | None:
+    @staticmethod
+    def _reason(member: KVCache, layer: KVLayer) -> str | None:
         """Why a member attends alone in a layer."""
-        member = self._members[number]
         return CHECKED if member.watch is not None or member.state.checking else alone_because(layer)
 
     def _group(self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]) -> StepGroup:
         spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
-        if len(members) == 1:
-            return StepGroup(layers[members[0]], tuple(members), slice(spans[0].start, spans[0].stop))
-        rows = [row for span in spans for row in span]
+        if len(members) == 1 and self.told is None:
+            return StepGroup(layers[members[0]], tuple(members), slice(spans[0].start, spans[0].stop), joint=False)
+        free = self._free_rows(self._forms[members[0]])
+        rows = [*(row for span in spans for row in span), *free]
         state = replace(self._joint_state, request=replace(self._joint_state.request, batch=len(rows)))
-        joint = together([cast(Layer, layers[number]) for number in members], state, shared)
-        return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device))
+        dead = None if self.told is None else len(free)
+        joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)
+        return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
+
+    def _free_rows(self, form_: Hashable) -> range:
+        """The rows of free slots behind the members of a form; all of them stand behind all members."""
+        first = sum(self._sizes)
+        for other, count in self._free.items():
+            if other == form_:
+                return range(first, first + count)
+            first += count
+        raise AssertionError("a form of no member")
 
     def _places(self, number: int) -> Attending:
         """How a member attends."""
@@ -192,13 +251,25 @@ class SlotsCache(KVCache):
         first: dict[int, int] = {}
         for layer, groups in zip(member.layers, self._groups, strict=True):
             group = next(group for group in groups if number in group.members)
-            if len(group.members) == 1:
+            if not group.joint:
                 alone.append(layer)
                 continue
-            joint.append((cast(Layer, layer), cast(Layer, group.layer)))
+            joint.append((cast(Layer, layer), _layer(group)))
             first[id(group.layer)] = sum(self._sizes[other] for other in group.members if other < number)
         lags = not {id(layer) for layer in alone} & {id(layer) for layer in member.method_layers}
         return Attending(alone, joint, first, lags)
+
+
+def _layer(group: StepGroup) -> Layer:
+    """The layer that a group shares."""
+    return cast(Layer, group.layer)
+
+
+def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
+    """By what members that step together know each other: the forms of all layers that can."""
+    return tuple(
+        None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
+    )
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:

@@ -21,8 +21,7 @@ from harness.engine.sampling import Greedy, Sampler
 class RunningBatch:
     """Each slot has a cache of its own, so that lengths, budgets, bytes and traffic are its own, and its tokens are
     those it gets alone; what is done together are the model's products and, where the method lets it, attention
-    (`SlotsCache`). A captured step is one of these slots, and is captured anew when one joins or leaves; where a layer
-    of one slot refuses, all run plain.
+    (`SlotsCache`). Where a layer of one slot refuses to be captured, all run plain.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -87,7 +86,11 @@ class RunningBatch:
             self._gather(running)
         assert self._cache is not None
         fed = [slot.next().to(self.stepper.model.device) for slot in running]
-        logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
+        try:
+            logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
+        except BaseException:
+            self._part()  # each cache is as it was before the step
+            raise
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
         for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
             if capture_s is not None:
@@ -120,10 +123,7 @@ class RunningBatch:
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]
-        self._cache = caches[0]
-        if len(caches) > 1:
-            self._cache = slots = SlotsCache(caches, self.stepper.traced)
-            self.stepper.one_by_one = slots.alone
+        self._cache = self.stepper.joined(caches)
         self._captured = self.stepper.captured(self._cache)
 
     def _part(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from torch import Tensor
 
 from harness.engine.attach import Attachment
+from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.forward import by_blocks
 from harness.engine.graph import CapturedStep, StepCapture, capture_refusal
+from harness.engine.kept_steps import KeptSteps
 from harness.engine.trace import Tracer
 from kernels.threads import step_threads
 
@@ -26,7 +29,7 @@ class Stepper:
     def __init__(self, attachment: Attachment, graphs: StepCapture | None = None) -> None:
         self.attachment = attachment
         self.model = attachment.model
-        self.graphs = graphs
+        self.graphs, self.kept = graphs, KeptSteps()
         self.forward, self.plain_reason = by_blocks(self.model)
 
     def run(self, ids: Tensor, cache: KVCache) -> Tensor:
@@ -44,6 +47,17 @@ class Stepper:
         with traced, step_threads(self.model.device):
             return captured(ids) if captured is not None else self.run(ids, cache)
 
+    def joined(self, caches: Sequence[KVCache]) -> KVCache:
+        """What caches step as. Where steps are captured that is a step of a size, so that others may take the same."""
+        sized = self.graphs is not None and self.forward is not None and self.tracer is None
+        if len(caches) == 1 and not sized:
+            return caches[0]
+        slots = SlotsCache(caches, self.traced, sized=sized)
+        if len(caches) == 1:
+            return caches[0] if slots.told is None else slots
+        self.one_by_one = slots.alone
+        return slots
+
     def captured(self, cache: KVCache) -> CapturedStep | None:
         """The step of a sealed cache to be captured, if it can be."""
         if self.graphs is None:
@@ -51,7 +65,7 @@ class Stepper:
         reason = self.traced or capture_refusal(self.forward, cache)
         if reason is None:
             assert self.forward is not None
-            return CapturedStep(self.forward, cache, self.graphs)
+            return CapturedStep(self.forward, cache, self.graphs, self.kept)
         self.plain_steps = reason
         return None
 

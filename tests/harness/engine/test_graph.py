@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from harness.config.settings import Settings, SettingsError
 from harness.engine.attach import Attachment, attached
+from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -110,16 +111,19 @@ class FailsAt:
     def capture(self, step: Callable[[], Tensor]) -> Any:
         self.tries += 1
         calls = iter(range(99))
-        plain = KVCache.attend
 
-        def attend(cache: KVCache, layer: int, x: AttnInput) -> Tensor:
-            out = plain(cache, layer, x)
-            if next(calls) == self.place:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            return out
+        def failing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def attend(cache: KVCache, layer: int, x: AttnInput) -> Tensor:
+                out = plain(cache, layer, x)
+                if next(calls) == self.place:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                return out
+
+            return attend
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KVCache, "attend", attend)
+            for kind in (KVCache, SlotsCache):
+                patch.setattr(kind, "attend", failing(kind.attend))
             try:
                 Tape().capture(step)
             except RuntimeError:
