@@ -150,8 +150,12 @@ class Ragged:
 
     @cached_property
     def alignment(self) -> int:
-        """Return how many bytes, 16 at most, everything in `table` is a multiple of."""
-        return gcd(16, *(number for place in self._places for number in place))
+        """Return how many bytes, 16 at most, everything in `table` is a multiple of. In a step of a size that is 16 or
+        what every sequence's tensors are, and the latter where rows are as long as a sequence."""
+        bytes_ = gcd(16, *(number for place in self._places for number in place))
+        if self.sizes.dead is None or (bytes_ == 16 and self.dim < self.first.dim() - 1):
+            return bytes_
+        return self.dtype.itemsize
 
     @cached_property
     def row_alignment(self) -> int:

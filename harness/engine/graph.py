@@ -29,7 +29,6 @@ from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
 from kernels.ragged import Ragged
 from kernels.told import telling
-from methods.layers import Policy
 
 RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
@@ -165,12 +164,12 @@ class CapturedStep:
             return False
         if (kept := self.kept.of(cache)) is None:
             return False
-        self._token, self._logits, self._replay, _, results = kept
-        self._is_kept = True
+        self._token, self._logits, self._replay, self._is_kept = kept.token, kept.logits, kept.replay, True
+        cache.take_results(kept.joined)
 
         def after() -> None:
             cache.count_replayed(1)
-            cache.take_results(results)
+            cache.take_results(kept.results)
 
         self._after = after
         return True
@@ -200,10 +199,9 @@ class CapturedStep:
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
             return
-        results = [
-            _results(*pair, policy) for *pair, policy in zip(before, cache.results(), cache.policies, strict=True)
-        ]
-        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, results))
+        joined = [policy.joined() for policy in cache.policies]
+        results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
+        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, joined, results))
         self._is_kept = True
 
     def _step(self) -> Tensor:
@@ -217,10 +215,10 @@ class CapturedStep:
             counters.capturing = capturing
 
 
-def _results(before: Mapping[str, Any], after: Mapping[str, Any], policy: Policy) -> dict[str, Tensor | Ragged]:
-    """Where a captured step leaves what it chose and changed."""
+def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor | Ragged]:
+    """Where a captured step leaves what it chose."""
     made = {name: value for name, value in after.items() if value is not before.get(name)}
-    return policy.joined() | {name: value for name, value in made.items() if isinstance(value, Tensor | Ragged)}
+    return {name: value for name, value in made.items() if isinstance(value, Tensor | Ragged)}
 
 
 def _first_cause(error: BaseException) -> str:

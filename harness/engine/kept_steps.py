@@ -22,12 +22,13 @@ class Sized(Protocol):
 
 class KeptStep(NamedTuple):
     """A captured step: what it takes, what it gives, and what it was told of its sequences, which may be overwritten.
-    `results` are where it leaves what it chose, of each policy."""
+    `joined` is what its policies have joined of their sequences, `results` where they leave what they chose."""
 
     token: Tensor
     logits: Tensor
     replay: Callable[[], Any]
     told: Told
+    joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
 
 

@@ -31,14 +31,14 @@ def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> Tensor | Ragged:
     """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it."""
-    batch, groups, rank, dim = basis.shape
+    groups, rank, dim = first_of(basis).shape[1:]
     sizes, places = positions.sizes if isinstance(positions, Ragged) else None, filled(positions).long().contiguous()
     out = places.new_empty((*places.shape, dim), dtype=u.dtype)
     if out.numel():
         _library.rebuild_keys(
             u=first_of(u), basis=first_of(basis).contiguous(), cos=_angles(cos), sin=_angles(sin), u_table=_table(u),
             basis_table=_table(basis), cos_table=_table(cos), sin_table=_table(sin), positions=places,
-            counts=None if sizes is None else sizes.on(out.device), out=out, batch=batch, groups=groups,
+            counts=None if sizes is None else sizes.on(out.device), out=out, batch=len(places), groups=groups,
             count=places.shape[2], rank=rank, dim=dim,
         )  # fmt: skip
     return out if sizes is None else Ragged.filled_up(out, sizes)

@@ -18,7 +18,8 @@ def rebuild_keys(
 ) -> Tensor | Ragged:
     """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it, without copying
     rows of u."""
-    (batch, groups, rank, dim), places = basis.shape, filled(positions).contiguous()
+    (groups, rank, dim), places = first_of(basis).shape[1:], filled(positions).contiguous()
+    batch = len(places)
     count, half = places.shape[2], cos.shape[-1] // 2
     counts = positions.counts if isinstance(positions, Ragged) else None
     out = first_of(u).new_empty((batch, groups, count, dim))

@@ -208,9 +208,8 @@ class SlotsCache(KVCache):
         link its layers."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
-        for layers, of_layer in zip(
-            *(zip(*of, strict=True) for of in ([m.layers for m in self._members], reasons)), strict=True
-        ):
+        by_layer = (zip(*of_member, strict=True) for of_member in ([m.layers for m in self._members], reasons))
+        for layers, of_layer in zip(*by_layer, strict=True):
             alike: dict[Hashable, list[int]] = {}
             for number, reason in enumerate(of_layer):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)

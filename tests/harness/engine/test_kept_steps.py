@@ -1,0 +1,166 @@
+"""A step is captured once for a size: members join and leave by what is written to its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engine.attach import Attachment
+from harness.engine.batch.cache import SlotsCache
+from harness.engine.batch.generation import Generation
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.slot import Slot
+from harness.engine.engine import Engine
+from kernels.ragged import Each, Ragged, with_free_slots
+from kernels.told import Told, tell, telling
+from methods.layers import Layer
+from tests.harness.engine.test_graph import capturable
+from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
+from tests.methods.test_contract import attach
+from tests.tape import Tape
+from tests.tiny import prompt
+
+# lengths, budgets and rooms of each of these are between two powers of two
+LENGTHS = (100, 119, 97, 113, 105, 118, 99, 117, 110, 103, 116, 112)
+NEW = (5, 7, 6, 6, 5, 8, 7, 5, 7, 5, 6, 8)
+# PyramidKV's layers have budgets on both sides of a power of two; SparQ begins a step with what an earlier one left; in
+# RocketKV numbers of a prompt are the same where it evicts nothing
+SIZES = {"pyramidkv": 2, "sparq": 2, "rocketkv": 2}
+
+
+def examples() -> list[tuple[Any, int]]:
+    return [(prompt(length, seed=i), new) for i, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))]
+
+
+def in_a_batch(engine: Engine, most: int) -> list[Generation]:
+    """All examples, `most` of them at once: one joins where another has left."""
+    batch, waiting, slots = RunningBatch(engine), examples(), list[Slot]()
+    while waiting or batch.slots:
+        while waiting and len(batch.slots) < most:
+            ids, new = waiting.pop(0)
+            slots.append(engine.join(batch, ids, max_new_tokens=new))
+        batch.step()
+    return [slot.out for slot in slots]
+
+
+def engines(kv: Attachment) -> tuple[Engine, Engine, Tape]:
+    """One that takes plain steps and one that captures them; their first answers, which are checked, are given."""
+    tape = Tape()
+    plain, captured = Engine(kv), Engine(kv, graphs=tape)
+    for engine in (plain, captured):
+        engine.generate(prompt(110), max_new_tokens=2)
+    tape.captured = tape.dropped = 0
+    return plain, captured, tape
+
+
+def seen(made: Generation) -> tuple[Any, ...]:
+    return made.tokens, made.stops, made.measured, made.kv
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", TOGETHER)
+def test_twelve_examples_that_come_and_go_are_captured_once_for_each_size(name: str) -> None:
+    """Of four slots, whether or not one of them is free, of two and of one."""
+    with attach_compiled(name) as kv:
+        plain, engine, tape = engines(kv)
+        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
+        made = in_a_batch(engine, 4)
+    assert engine.plain_steps is None
+    assert [seen(one) for one in made] == [seen(one) for one in alone]
+    assert tape.captured <= 3 * SIZES.get(name, 1)
+    assert not tape.dropped
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", TOGETHER)
+def test_examples_of_one_sequence_share_a_step(name: str) -> None:
+    with attach_compiled(name) as kv:
+        plain, engine, tape = engines(kv)
+        for ids, new in examples():
+            made, alone = (one.generate(ids, max_new_tokens=new) for one in (engine, plain))
+            assert seen(made) == seen(alone)
+            assert made.capture_s is not None
+    assert engine.plain_steps is None
+    assert tape.captured <= SIZES.get(name, 1)
+
+
+@pytest.mark.tokens
+def test_a_longer_text_and_a_larger_budget_are_other_sizes() -> None:
+    with attach(capturable("pqcache"), 40) as kv:
+        plain, engine, tape = engines(kv)
+        for length in (115, 121, 205, 231):
+            ids = prompt(length, seed=length)
+            made, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
+            assert seen(made) == seen(alone)
+    assert tape.captured == 1  # that of 129 to 256 tokens: the first answer was of the other size
+
+
+@pytest.mark.tokens
+def test_a_step_that_takes_memory_itself_is_captured_for_each() -> None:
+    """As plain torch does, for which a sequence is a tensor."""
+    from kernels.dispatch import use_backend
+
+    with attach(capturable("snapkv"), 0.5) as kv, use_backend("torch"):
+        plain, engine, tape = engines(kv)
+        made = in_a_batch(engine, 2)
+        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
+    assert [seen(one) for one in made] == [seen(one) for one in alone]
+    assert tape.captured == tape.dropped > 8
+
+
+@torch.inference_mode()
+def test_free_slots_read_nothing_and_write_nowhere() -> None:
+    with attach(capturable("full"), None) as kv:
+        engine, caches = engine_of(kv), []
+        for length in (60, 71, 83):
+            ids = prompt(length, seed=length)
+            caches.append(engine.cache(ids, 8))
+            engine.prefill(caches[-1], ids)
+            caches[-1].seal()
+        slots = SlotsCache(caches, sized=True)
+        assert slots.free == 1
+        for _ in range(3):
+            engine.decode(torch.full((4, 1), 5), slots, None)
+        layer = slots._groups[0][0].layer
+        assert isinstance(layer, Layer)
+        assert layer.store.since(0).live is not None
+        assert layer.store.since(0).live.tolist() == [64, 75, 87, 0]  # type: ignore[union-attr]
+
+
+def test_numbers_of_free_slots_stay_zero() -> None:
+    lengths = Each([70, 90], dead=2)
+    assert (lengths + 1).values == (71, 91, 0, 0)
+    assert (lengths - Each([9, 1], dead=2)).values == (61, 89, 0, 0)
+    assert (lengths.most, (lengths // 2).most, Each([3, 9]).most) == (128, 64, 9)
+
+
+def test_parts_of_free_slots_are_empty() -> None:
+    x = with_free_slots([torch.ones(1, 2, 9, 4), torch.ones(1, 2, 5, 4)], dead=2)
+    assert (x.sizes.values, x.shape) == ((9, 5, 0, 0), (4, 2, 16, 4))
+    assert x.slice(2, x.sizes).sizes.values == (7, 3, 0, 0)
+
+
+def test_what_was_told_twice_in_one_step_must_be_one_in_the_other() -> None:
+    one, other = Told(), Told()
+    number = torch.tensor([3])
+    for told, numbers in ((one, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
+        with telling(told):
+            for held in numbers:
+                tell("count", held)
+    assert one.kinds == other.kinds
+    assert not one.take_over(other)
+    assert number.item() == 3
+    assert other.take_over(one)
+    assert [held.item() for held in other.tensors] == [3, 3]
+
+
+def test_the_memory_of_several_is_told_by_its_table() -> None:
+    told, parts = Told(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
+    with telling(told):
+        assert Ragged(parts).table.shape == (2, 3)
+        assert not told.read_memory
+        assert Ragged(parts).whole.shape == (2, 2, 7, 16)
+    assert told.read_memory
+    assert len(told.tensors) == 1
