@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.ragged import Counted, Each, Ragged, by_sequence, filled
+from kernels.each import Counted, Each
+from kernels.ragged import Ragged, by_sequence, filled
 from kernels.rope import rotate
 
 

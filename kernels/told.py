@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Told:
+class StepInputs:
     """Holds the tensors that one step was told, and of each what kind it is: a step of other kinds is another one."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Told:
         self.kinds.append((kind, tuple(tensor.shape), tensor.dtype, tensor.device))
         self.tensors.append(tensor)
 
-    def take_over(self, other: Told) -> bool:
+    def take_over(self, other: StepInputs) -> bool:
         """Copy what another step of the same kinds was told into the tensors of this one. Return whether that can be:
         not where this step asked for one number twice and the other one for two."""
         contents: dict[int, tuple[Tensor, Tensor]] = {}
@@ -39,11 +39,11 @@ class Told:
         return True
 
 
-_telling: ContextVar[Told | None] = ContextVar("telling", default=None)
+_telling: ContextVar[StepInputs | None] = ContextVar("telling", default=None)
 
 
 @contextmanager
-def telling(told: Told) -> Iterator[None]:
+def telling(told: StepInputs) -> Iterator[None]:
     """Write down what is told to the step that runs here."""
     token = _telling.set(told)
     try:

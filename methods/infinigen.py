@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Counted, Each, Ragged, filled, leading
+from kernels.each import Counted, Each
+from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment, without_missing
 from kernels.rope import rotate
 from methods.base import (

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Each, Ragged, filled
+from kernels.each import Each
+from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from harness.engine.watch import Watch
-from kernels.told import Told
+from kernels.told import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
@@ -36,7 +36,9 @@ class KVCache(Cache):
     """What the model takes as `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further one."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    told: Told | None = None  # what a step is told of its sequences, if others may take the same step (kernels/told.py)
+    told: StepInputs | None = (
+        None  # what a step is told of its sequences, if others may take the same step (kernels/told.py)
+    )
     free = 0  # slots of such a step that nobody has
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from kernels.ragged import Ragged
-from kernels.told import Told
+from kernels.told import StepInputs
 
 
 class Sized(Protocol):
     """What steps as others do (`SlotsCache`): `told` holds what its first step was told."""
 
-    told: Told | None
+    told: StepInputs | None
 
     @property
     def form(self) -> Hashable: ...
@@ -27,7 +27,7 @@ class KeptStep(NamedTuple):
     token: Tensor
     logits: Tensor
     replay: Callable[[], Any]
-    told: Told
+    told: StepInputs
     joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import RAGGED, Each, Ragged, too_few
+from kernels.each import Each
+from kernels.ragged import RAGGED, Ragged, too_few
 
 
 class GroupWeights(Struct):

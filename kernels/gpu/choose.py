@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.each import Each
 from kernels.gpu.common import DTYPES, padded, unfit
-from kernels.ragged import RAGGED, Each, Ragged, filled
+from kernels.ragged import RAGGED, Ragged, filled
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
 _BLOCK = 1024

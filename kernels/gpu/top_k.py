@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.each import Each
 from kernels.gpu.common import DTYPES, padded, unfit
-from kernels.ragged import Each, Ragged, too_few
+from kernels.ragged import Ragged, too_few
 
 _HELD = 32768  # entries in the registers of a program
 _PLACED = 4096  # entries that are placed at once

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.ragged import Each
+from kernels.each import Each
 from kernels.told import tell
 
 

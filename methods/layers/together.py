@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.ragged import Each, each, with_free_slots
+from kernels.each import Each, each
+from kernels.ragged import with_free_slots
 from methods.base import CacheState, KVLayer
 from methods.layers.keep import Keep
 from methods.layers.layer import Layer

@@ -8,7 +8,8 @@ from typing import cast
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Each, each, with_free_slots
+from kernels.each import Each, each
+from kernels.ragged import with_free_slots
 from methods.base import CacheState
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops, rope
-from kernels.ragged import Each, Ragged, with_free_slots
+from kernels.each import Each
+from kernels.ragged import Ragged, with_free_slots
 from methods.base import AttnInput, CacheState, LayerSpec
 
 

@@ -8,7 +8,8 @@ from typing import cast
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Each, each, with_free_slots
+from kernels.each import Each, each
+from kernels.ragged import with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState
 from methods.pools.near import KVStore

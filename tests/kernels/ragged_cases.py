@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.ragged import Each, Ragged
+from kernels.each import Each
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels.op_cases import OpCase, draw, pick, random
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops, reference
-from kernels.ragged import Each, Ragged, each, per_sequence
+from kernels.each import Each, each, per_sequence
+from kernels.ragged import Ragged
 
 SIZES = (5, 70, 33, 64, 18)
 

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from kernels import ops, reference
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
-from kernels.ragged import Each, Ragged
+from kernels.each import Each
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels.op_cases import draw, pick, random
 from tests.kernels.ragged_cases import segment

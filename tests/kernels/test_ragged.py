@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 from kernels import ops, reference
 from kernels.dispatch import use_backend
-from kernels.ragged import Each, Ragged
+from kernels.each import Each
+from kernels.ragged import Ragged
 from tests.kernels.op_cases import OpCase, converted, random
 from tests.kernels.ragged_cases import ragged_cases
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from harness.engine.cache import KVCache
-from kernels.ragged import Ragged, each
-from kernels.told import Told
+from kernels.each import each
+from kernels.ragged import Ragged
+from kernels.told import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
@@ -60,7 +61,7 @@ class SlotsCache(KVCache):
         reasons = [[alone or self._reason(member, layer) for layer in member.layers] for member in members]
         self.alone = next((reason for of_layer in zip(*reasons, strict=True) for reason in of_layer if reason), None)
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
-        self.told = Told() if sized and self.alone is None else None
+        self.told = StepInputs() if sized and self.alone is None else None
         self._free = self._slots()
         self.free = sum(self._free.values())
         rows = sum(self._sizes) + self.free

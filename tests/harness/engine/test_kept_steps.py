@@ -13,8 +13,9 @@ from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
 from harness.engine.engine import Engine
-from kernels.ragged import Each, Ragged, with_free_slots
-from kernels.told import Told, tell, telling
+from kernels.each import Each
+from kernels.ragged import Ragged, with_free_slots
+from kernels.told import StepInputs, tell, telling
 from methods.layers import Layer
 from tests.harness.engine.test_graph import capturable
 from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
@@ -143,7 +144,7 @@ def test_parts_of_free_slots_are_empty() -> None:
 
 
 def test_what_was_told_twice_in_one_step_must_be_one_in_the_other() -> None:
-    one, other = Told(), Told()
+    one, other = StepInputs(), StepInputs()
     number = torch.tensor([3])
     for told, numbers in ((one, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
         with telling(told):
@@ -157,7 +158,7 @@ def test_what_was_told_twice_in_one_step_must_be_one_in_the_other() -> None:
 
 
 def test_the_memory_of_several_is_told_by_its_table() -> None:
-    told, parts = Told(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
+    told, parts = StepInputs(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
     with telling(told):
         assert Ragged(parts).table.shape == (2, 3)
         assert not told.read_memory
