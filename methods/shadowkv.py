@@ -272,17 +272,19 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def _rebuild(self, chunks: Tensor | Ragged) -> Segment:
         """Return keys from their factors, and values from their rows, which come meanwhile. [B G K] -> K*c tokens"""
-        values, size = self.cache.fetch(lambda traffic: self._values(chunks, traffic)), self.method.chunk
+        coming, size = self._values(chunks), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
         positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         live = positions.counts if isinstance(positions, Ragged) else None
-        return Segment(filled(keys), values.wait().view(keys.shape), live=live)
+        return Segment(filled(keys), coming().view(keys.shape), live=live)
 
-    def _values(self, chunks: Tensor | Ragged, traffic: Traffic) -> Tensor:
-        if isinstance(self.values, Rows):
-            return self.values.gather(cast(Tensor, chunks), traffic)
-        return filled(ops.gather_rows(self.values, chunks))  # those of several sequences
+    def _values(self, chunks: Tensor | Ragged) -> Callable[[], Tensor]:
+        """Ask for the values of chunks, which the result waits for; those of several sequences are there."""
+        if not isinstance(held := self.values, Rows):
+            here = filled(ops.gather_rows(held, chunks))
+            return lambda: here
+        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic)).wait
 
     def reopen(self) -> None:
         """Rebuild the candidates, with the outliers' exact keys among them: a further turn attends to everything."""

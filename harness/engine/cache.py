@@ -36,9 +36,7 @@ class KVCache(Cache):
     """What the model takes as `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further one."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    told: StepInputs | None = (
-        None  # what a step is told of its sequences, if others may take the same step (kernels/told.py)
-    )
+    told: StepInputs | None = None  # of a step that other sequences may take as well (kernels/told.py)
     free = 0  # slots of such a step that nobody has
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
