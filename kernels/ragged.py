@@ -202,9 +202,9 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
         from kernels import ops  # which names this module
 
         note_memory()
-        op, dead = getattr(ops, run.__name__), _dead(arguments)
-        results = [op(*(_of(argument, i, batch) for argument in arguments)) for i in range(batch - dead)]
-        return _joined(results, dead)
+        op, numbers = getattr(ops, run.__name__), _numbers(arguments)
+        live = batch - max(number.dead or 0 for number in numbers)
+        return _joined([op(*(_of(argument, i, batch) for argument in arguments)) for i in range(live)], numbers)
 
     return served
 
@@ -233,22 +233,29 @@ def _of(argument: Any, i: int, batch: int) -> Any:
     return argument
 
 
-def _dead(arguments: Any) -> int:
-    """Return how many of the sequences that arguments are of are free slots."""
-    sizes = [argument.sizes if isinstance(argument, Ragged) else argument for argument in arguments]
-    found = [size.dead or 0 for size in sizes if isinstance(size, Each)]
-    return max([0, *found, *(_dead(argument) for argument in arguments if isinstance(argument, tuple | list))])
+def _numbers(arguments: Any) -> list[Each]:
+    """Return what the sequences that arguments are of are counted by."""
+    numbers: list[Each] = []
+    for argument in arguments:
+        if isinstance(argument, Ragged | Each):
+            numbers.append(argument.sizes if isinstance(argument, Ragged) else argument)
+        elif isinstance(argument, tuple | list):
+            numbers += _numbers(argument)
+    return numbers
 
 
-def _joined(results: list[Any], dead: int) -> Any:
-    """Join what the sequences gave; free slots get zeros."""
+def _joined(results: list[Any], numbers: Sequence[Each]) -> Any:
+    """Join what the sequences gave; free slots get zeros. Sizes that the arguments have too are the same object, which
+    may be on the device already."""
     if isinstance(results[0], tuple):
-        return tuple(_joined(list(same), dead) for same in zip(*results, strict=True))
+        return tuple(_joined(list(same), numbers) for same in zip(*results, strict=True))
     if results[0] is None:
         return None
-    shapes = {result.shape for result in results}
-    free = [torch.zeros_like(results[0])] * dead
+    dead = next((number.dead for number in numbers if number.dead is not None), None)
+    joined, shapes = [*results, *[torch.zeros_like(results[0])] * (dead or 0)], {result.shape for result in results}
     if len(shapes) == 1:
-        return torch.cat([*results, *free])
+        return torch.cat(joined)
     unequal = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
-    return Ragged([*results, *free], unequal[0], dead or None)
+    ragged = Ragged(joined, unequal[0], dead)
+    ragged.sizes = next((number for number in numbers if number == ragged.sizes), ragged.sizes)
+    return ragged

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Tape:
         recording = Recording()
         recording.begin()
         try:
-            with watched(recording.operation):
+            with watched(recording.operation), patch.object(torch, "tensor", _from_the_host):
                 result = step()
         finally:
             recording.end()
@@ -102,6 +103,10 @@ class Recording(TorchDispatchMode):
         if place not in self.made and place not in self.before:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.before[place] = (whole, whole.clone())
+
+
+def _from_the_host(*_: Any, **__: Any) -> None:
+    raise CaptureError("torch.tensor brings numbers from the host, which waits for them on a device")
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -110,6 +110,13 @@ def steps_of_several(k: Tensor, v: Tensor, centroids: Tensor, codes: Tensor) -> 
     yield "best of several", lambda q: best(weights(q))
     yield "put rows of several", lambda q: put(q[:, :8])
 
+    def scores(q: Tensor) -> Ragged:
+        return cast(Ragged, ops.row_scores(q.view(1, 8, 4, 128).expand(3, -1, -1, -1), keys))
+
+    yield "rows of several", lambda q: tuple(scores(q).parts)
+    yield "weights of several", lambda q: tuple(ops.group_weights(scores(q), 0.09, "sum").parts)
+    yield "gathered rows of several", lambda _: tuple(ops.gather_rows(keys, rows).parts)
+
 
 def block_steps(made: Made) -> Iterator[tuple[str, Call]]:
     """A decoder block around its attention and the head, as functions of a token of 32 * 128 channels.

@@ -29,7 +29,7 @@ def test_a_graph_gives_the_tokens_of_single_launches(name: str) -> None:
     model, said = deepcopy(tiny("llama")).to("cuda"), []  # type: ignore[arg-type]
     with attached(model, capturable(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
         engines: list[Any] = [Engine(kv), Engine(kv, graphs=CudaGraphs(model.device))]
-        for seed in range(3):  # the second and third graph take over the memory of the one before
+        for seed in range(3):  # the second and third take over the graph of the first, or the memory of the one before
             made: list[Generation] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in engines]
             assert made[0].tokens == made[1].tokens
             said.append(made[1])
