@@ -19,6 +19,8 @@ segment_attention = Op(
 segment_attention_with_lse = Op(
     "segment_attention_with_lse", triton="kernels.gpu.decode", cpu="kernels.cpu.decode", torch="kernels.reference"
 )
+coded_attention = Op("coded_attention", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
+decode_rows = Op("decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
 gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")

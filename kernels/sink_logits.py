@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.coded import Coded
 from kernels.reference import Segment
 
 
@@ -58,21 +59,35 @@ def windowed_attention(
     return with_sink(out, lse, sink_logits)
 
 
-def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float, sink_logits: Tensor | None) -> Tensor:
+def segment_attention(
+    q: Tensor, segments: Sequence[Segment | Coded], scale: float, sink_logits: Tensor | None
+) -> Tensor:
     """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
-    if sink_logits is None:
+    if sink_logits is None and not any(isinstance(segment, Coded) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
     return segment_attention_with_lse(q, segments, scale, sink_logits)[0]
 
 
 def segment_attention_with_lse(
-    q: Tensor, segments: Sequence[Segment], scale: float, sink_logits: Tensor | None
+    q: Tensor, segments: Sequence[Segment | Coded], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by too. -> [B H 1 D],
     [B H] (fp32)"""
-    out, lse = ops.segment_attention_with_lse(q, segments, scale)
+    out, lse = _attended(q, segments, scale)
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
+
+
+def _attended(q: Tensor, segments: Sequence[Segment | Coded], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend without a sink. Codes are read by an operation of their own, and merged with the rest."""
+    parts = [ops.coded_attention(q, segment, scale) for segment in segments if isinstance(segment, Coded)]
+    if rest := [segment for segment in segments if isinstance(segment, Segment)]:
+        parts.append(ops.segment_attention_with_lse(q, rest, scale))
+    if len(parts) == 1:
+        alone: tuple[Tensor, Tensor] = parts[0]
+        return alone
+    outs, lses = zip(*parts, strict=True)
+    return ops.merge_attention(outs, lses), torch.stack(lses).logsumexp(0)
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:

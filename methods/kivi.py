@@ -15,6 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.coded import Coded
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
@@ -84,8 +86,11 @@ class KiviLayer(Layer, capturable=True):
     def attend_all(self, q: Tensor) -> Tensor:
         if self.far is None:
             return super().attend_all(q)
-        k, v, *_ = self.far.whole().wait()
-        return self.attend(q, Segment(k, self._with_recent(v, self.store.length - 1)), self.store.since(0))
+        (codes,) = self.far.segments().wait()
+        assert isinstance(codes, Coded)
+        count = self.far.length - self.method.residual
+        older = [codes.tokens(0, count)] if count else []
+        return self.attend(q, *older, self._last_block(codes.tokens(count, self.far.length)), self.store.since(0))
 
     def bring_back(self) -> None:
         waiting, quantised = self.store.length, self.away
@@ -115,6 +120,12 @@ class KiviLayer(Layer, capturable=True):
 
     def new_pool(self, room: int) -> Pool:
         return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
+
+    def _last_block(self, codes: Coded) -> Segment:
+        """Return the block of codes whose values may still be exact, decoded."""
+        blocks = torch.arange(self.method.residual, device=codes.k.device) // codes.block
+        k, v = ops.decode_rows(codes, None, blocks.expand(codes.k.shape[:3]), self.request.dtype)
+        return Segment(k, self._with_recent(v, self.store.length - 1))
 
     def _with_recent(self, v: Tensor, newer: int) -> Tensor:
         """Put exact values into v [B G S D], decoded, for the tokens that fewer than `residual` came after, and return

@@ -4,6 +4,7 @@
 // same phase, or in bursts, reaches half the bandwidth.)
 #include "calls.hpp"
 #include "rows.hpp"
+#include "softmax.hpp"
 
 namespace {
 
@@ -80,35 +81,6 @@ struct Rows {
         for (int i = std::max(count, 1); i < TOKENS; i++) block.k[i] = block.k[i - 1], block.v[i] = block.v[i - 1];
     }
 };
-
-// Keeps the running softmax of a head: its output is acc / sum(totals).
-struct State {
-    float top;   // the largest logit
-    f32 totals;  // sum of the weights, per lane
-    float* acc;  // [D], in the order of `channel`
-};
-
-// Raises the largest logit, which is rare after the first blocks.
-__attribute__((noinline)) void raise(const float* logits, State& state, int dim) {
-    f32 best = load<f32>(logits);
-    for (int t = LANES; t < TOKENS; t += LANES) best = maximum(best, load<f32>(logits + t));
-    float top = largest(best), shrink = exp2(splat(state.top - top))[0];
-    state.top = top;
-    state.totals *= shrink;
-    for (int c = 0; c < dim; c += LANES) store(state.acc + c, load<f32>(state.acc + c) * shrink);
-}
-
-// Turns the logits of a block into weights.
-inline void weigh(float* logits, State& state, int dim) {
-    i32 above = {};
-    for (int t = 0; t < TOKENS; t += LANES) above |= load<f32>(logits + t) > state.top;
-    if (any(above)) raise(logits, state, dim);
-    for (int t = 0; t < TOKENS; t += LANES) {
-        f32 w = exp2(load<f32>(logits + t) - state.top);
-        state.totals += w;
-        store(logits + t, w);
-    }
-}
 
 template <int L, int H>
 void add_values(F32, const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
@@ -202,24 +174,6 @@ template <class T> void attend_rows(const Call& call, Rows rows, const typename 
     }
 }
 
-// Merges the parts of one head, `stride` states apart, into the first.
-template <class T>
-void join(State* state, int64_t parts, int64_t stride, int64_t dim, typename T::Element* out, float* lse) {
-    float top = -INFINITY, total = 0;
-    for (int64_t i = 0; i < parts; i++) top = std::max(top, state[i * stride].top);
-    for (int64_t i = 0; i < parts; i++) {
-        State& part = state[i * stride];
-        float share = std::exp2(part.top - top);
-        total += share * sum(part.totals);
-        for (int64_t c = 0; c < dim; c += LANES) {
-            f32 scaled = load<f32>(part.acc + c) * share;
-            store(state->acc + c, i ? load<f32>(state->acc + c) + scaled : scaled);
-        }
-    }
-    for (int64_t c = 0; c < dim; c++) put(out + c, state->acc[channel(T{}, c)] / total);
-    if (lse) *lse = (top + std::log2(total)) * (float)M_LN2;
-}
-
 // Says how the rows of one sequence are cut: into parts of so many tokens, which are tasks from `task` on.
 struct Share {
     int64_t tokens, parts, length, task;
@@ -254,8 +208,9 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
     for (int64_t i = 0; i < call.batch * call.groups * call.heads; i++) {
         int64_t pair = i / call.heads, b = pair / call.groups, parts = shares[b].parts;
         int64_t task = shares[b].task + pair % call.groups * parts;
-        join<T>(states.data() + task * call.heads + i % call.heads, parts, call.heads, call.dim, out + i * call.dim,
-                lse ? lse + i : nullptr);
+        State* state = states.data() + task * call.heads + i % call.heads;
+        float total = join(state, parts, call.heads, call.dim, lse ? lse + i : nullptr);
+        for (int64_t c = 0; c < call.dim; c++) put(out + i * call.dim + c, state->acc[channel(T{}, c)] / total);
     }
 }
 

@@ -48,7 +48,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
         if pieces:
             _read(q, segment, scale, outs, lses, first, pieces, length)
         first += pieces
-    return _merged(outs, lses, torch.empty_like(q), parts, 1)
+    return merged(outs, lses, torch.empty_like(q), parts, 1)
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -62,8 +62,8 @@ def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], s
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    merged = outs[0].new_empty(outs[0].shape)
-    return _merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), merged, 1, lses[0].numel())[0]
+    out = outs[0].new_empty(outs[0].shape)
+    return merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), out, 1, lses[0].numel())[0]
 
 
 def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
@@ -102,7 +102,7 @@ def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
     return None if rows is None else listed.whole.contiguous(), listed.counts if live is None else live
 
 
-def _merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
+def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
     """Merge the parts of each head. outs [... D] and lses [...] hold part p of head h at h * head_step + p *
     part_step."""
     batch, heads, tokens, dim = out.shape

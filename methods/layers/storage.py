@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
+from kernels.coded import Coded
 from kernels.ragged import filled
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
@@ -233,10 +234,10 @@ class Storage(KVLayer):
         """Attend from one query to all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
-        away = [self.far.whole().wait()] if self.far is not None else []
+        away = self.far.segments().wait() if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
-    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+    def attend(self, q: Tensor, *segments: Segment | Coded) -> Tensor:
         """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 

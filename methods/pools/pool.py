@@ -9,12 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.coded import Coded
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
 from methods.tiers.rows import DeviceRows, Rows, rows_in
+from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import Arrival
 
@@ -88,17 +90,20 @@ class Pool:
         """Ask for all tokens, decoded, on the device. [B G S D]"""
         return self.cache.fetch(self._whole)
 
+    def segments(self) -> Arrival[list[Segment | Coded]]:
+        """Ask for all tokens, on the device, for a step that attends to them: codes where kernels read codes."""
+        return self.cache.fetch(self._segments)
+
     def _whole(self, traffic: Traffic) -> Segment:
-        blocks = self.encoded // self.codec.block
-        stored = Encoded(
-            tuple(rows.first(self.encoded, traffic) for rows in self._tokens),
-            tuple(rows.first(blocks, traffic) for rows in self._blocks),
-        )
-        k, v = self.codec.decode_whole(stored, self.cache.request.dtype)
+        k, v = self.codec.decode_whole(self._stored(traffic), self.cache.request.dtype)
         if self.length == self.encoded:
             return Segment(k, v)
-        tail = [rows.first(self.length - self.encoded, traffic) for rows in self._tail]
-        return Segment(torch.cat([k, tail[0]], 2), torch.cat([v, tail[1]], 2))
+        tail = self._last(traffic)
+        return Segment(torch.cat([k, tail.k], 2), torch.cat([v, tail.v], 2))
+
+    def _segments(self, traffic: Traffic) -> list[Segment | Coded]:
+        written = [self.codec.segment(self._stored(traffic), self.cache.request.dtype)] if self.encoded else []
+        return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
         """Return channels of all keys, each with its tokens side by side, as the kernels take them. channels [B G r] ->
@@ -132,6 +137,16 @@ class Pool:
                     )
                 rows.take(x, 0)
 
+    def _stored(self, traffic: Traffic) -> Encoded:
+        """Bring all that is encoded to the device."""
+        blocks = self.encoded // self.codec.block
+        tokens = tuple(rows.first(self.encoded, traffic) for rows in self._tokens)
+        return Encoded(tokens, tuple(rows.first(blocks, traffic) for rows in self._blocks))
+
+    def _last(self, traffic: Traffic) -> Segment:
+        """Return the tokens that fill no block."""
+        return Segment(*(rows.first(self.length - self.encoded, traffic) for rows in self._tail))
+
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
         request = self.cache.request
         return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place)
@@ -157,11 +172,10 @@ class Pool:
 
     def _decoded(self, rows: Tensor, traffic: Traffic, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the tokens `rows`, decoded: those of each head, or of `heads`, one for each."""
-        encoded, dtype = self.encoded, self.cache.request.dtype
+        encoded = self.encoded
         if encoded:
             at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
-            of_block = self._read(self._blocks, at // self.codec.block, traffic, heads)
-            decoded = self.codec.decode(Encoded(self._read(self._tokens, at, traffic, heads), of_block), dtype)
+            decoded = self._decoded_rows(at, traffic) if heads is None else self._decoded_singly(at, heads, traffic)
             if encoded == self.length:
                 return decoded
         at = (rows - encoded).clamp(min=0)
@@ -170,6 +184,25 @@ class Pool:
             return k, v
         late = (rows >= encoded).unsqueeze(-1)
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
+
+    def _decoded_rows(self, rows: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:
+        """Return encoded tokens of each head [B G K], decoded. On the device they are read where they lie."""
+        blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
+        dtype = self.cache.request.dtype
+        if self.tier == DEVICE:
+            tokens = tuple(x.held(x.shape[2]) for x in self._tokens)
+            return self.codec.decode_rows(Encoded(tokens, of_block), rows, blocks, dtype)
+        moved = self._read(self._tokens, rows, traffic, None)
+        return self.codec.decode_rows(Encoded(moved, of_block), None, blocks, dtype)
+
+    def _decoded_singly(self, rows: Tensor, heads: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:
+        """Return encoded tokens, each of a head of its own, decoded. rows, heads [N] -> k, v [N D]"""
+        tokens = tuple(x[None, None] for x in self._read(self._tokens, rows, traffic, heads))
+        of_block = tuple(x.held(x.shape[2]).flatten(0, 2)[None, None] for x in self._blocks)
+        blocks = rows // self.codec.block + heads * (self.capacity // self.codec.block)
+        stored = Encoded(tokens, of_block)
+        k, v = self.codec.decode_rows(stored, None, blocks[None, None], self.cache.request.dtype)
+        return k[0, 0], v[0, 0]
 
     def _extend(self, end: int) -> None:
         if end > self.capacity:

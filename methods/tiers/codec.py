@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.coded import Coded
+from kernels.reference import Segment
+
 
 class Encoded(NamedTuple):
     """Holds keys and values as a codec writes them: tensors with a row per token, and tensors with a row per block of
@@ -60,6 +64,18 @@ class Codec(ABC):
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Read tokens back. -> k, v [... D]. Tensors have the same leading dimensions, or ones that broadcast: those of
         `blocks` hold the row of each token's block."""
+
+    def decode_rows(
+        self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Read chosen tokens of each head back. rows [B G K], or None for all that `tokens` holds; blocks [B G K], the
+        rows of `blocks` that belong to them -> k, v [B G K D]"""
+        tokens = stored.tokens if rows is None else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
+        return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
+
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Coded:
+        """Return what a step attends to of all that `encode` gave: codes, where kernels read them."""
+        return Segment(*self.decode_whole(stored, dtype))
 
     def decode_whole(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Read back all that `encode` gave. -> k, v [B G n*block D]"""

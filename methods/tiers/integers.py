@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.coded import Coded
 from kernels.quantise import dequantise, pack, quantise
 from methods.tiers.codec import Codec, Encoded, Layout
 
@@ -57,6 +59,16 @@ class IntCodec(Codec):
             (*(pack(codes, self.bits) for codes in tokens), torch.cat([v_least, v_step], -1)),
             (torch.cat([k_least, k_step], -1),),
         )
+
+    def decode_rows(
+        self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        decoded: tuple[Tensor, Tensor] = ops.decode_rows(self.segment(stored, dtype), rows, blocks, dtype)
+        return decoded
+
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Coded:
+        (k, v, v_range), (k_range,) = stored
+        return Coded(k, v, k_range, v_range, self.bits, self.group)
 
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (k, v, v_range), (k_range,) = stored

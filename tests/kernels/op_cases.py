@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.coded import Coded
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
+from tests.kernels import coded_cases
 
 FRESH = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))  # other inputs of the same shapes
 
@@ -43,6 +45,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return moved.as_strided(value.size(), value.stride(), value.storage_offset())
     if isinstance(value, Ragged):
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim)
+    if isinstance(value, Coded):  # its ranges are fp16, whatever the dtype
+        return value._replace(**{name: x.to(device) for name, x in value._asdict().items() if isinstance(x, Tensor)})
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
@@ -258,8 +262,16 @@ def rebuild_keys() -> Iterator[OpCase]:
     yield OpCase("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))
 
 
+def coded() -> Iterator[OpCase]:
+    for name, args in coded_cases.attention():
+        yield OpCase("coded_attention", name, args)
+    for name, args in coded_cases.rows():
+        yield OpCase("decode_rows", name, args)
+
+
 def cases() -> list[OpCase]:
     return [
+        *coded(),
         *segment_attention(),
         *segment_attention_with_lse(),
         *merge_attention(),

@@ -1,0 +1,63 @@
+"""Defines the operations that read keys and values as codes of few bits: attention, and rows that are decoded.
+
+Codes are as KIVI writes them (kernels/quantise.py): keys share a range per channel over a block of tokens, values over
+neighbouring channels of a token. Compiled backends decode in registers what they read, so that memory gives the codes
+alone. Products and sums run in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.quantise import dequantise
+from kernels.reference import Segment, gather_rows, segment_attention_with_lse
+
+
+class Coded(NamedTuple):
+    """Names keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
+
+    A number is least + code * step. Its range holds the least numbers of all groups, then their steps.
+    """
+
+    k: Tensor  # [B G S D*bits/8] uint8
+    v: Tensor  # [B G S D*bits/8] uint8
+    k_range: Tensor  # [B G S/block 2*D] fp16
+    v_range: Tensor  # [B G S 2*c] fp16, for c groups of neighbouring channels
+    bits: int
+    block: int
+
+    @property
+    def dim(self) -> int:
+        """Return the channels of a head."""
+        return self.k_range.shape[3] // 2
+
+    def tokens(self, first: int, end: int) -> Coded:
+        """Return the tokens from `first` to `end`, which are whole blocks."""
+        k, v, v_range = (x[:, :, first:end] for x in (self.k, self.v, self.v_range))
+        k_range = self.k_range[:, :, first // self.block : end // self.block]
+        return self._replace(k=k, v=v, k_range=k_range, v_range=v_range)
+
+
+def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q [B H 1 D] -> [B H 1
+    D], [B H] (fp32)"""
+    k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
+    k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, q.dtype).flatten(2, 3)
+    v = dequantise(coded.v, *coded.v_range.chunk(2, -1), coded.bits, q.dtype)
+    attended: tuple[Tensor, Tensor] = segment_attention_with_lse(q, [Segment(k, v)], scale)
+    return attended
+
+
+def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Decode tokens of each KV head. rows [B G K], those of `k`, `v` and `v_range`, or None for all of them; blocks [B
+    G K], the rows of `k_range` that belong to them -> k, v [B G K D]
+
+    They are two, since rows that were moved stand in an order of their own, while `k_range` stays where it is.
+    """
+    k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))
+    k_least, k_step = gather_rows(coded.k_range, blocks).chunk(2, -1)
+    v_least, v_step = v_range.chunk(2, -1)
+    return dequantise(k, k_least, k_step, coded.bits, dtype), dequantise(v, v_least, v_step, coded.bits, dtype)

@@ -1,0 +1,95 @@
+"""Computes attention over codes, and decodes rows of them, compiled (coded.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.coded import Coded
+from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
+from kernels.cpu.ffi.library import load
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_LANES = 16
+_MOST_CHANNELS, _MOST_RANGES = 256, 16
+
+
+class CodedAttention(Struct):
+    """Describes a call of attention over codes."""
+
+    q = elements("batch * groups * heads * dim")
+    out = elements("batch * groups * heads * dim", written=True)
+    lse = floats("batch * groups * heads", written=True)
+    k = anything(strides="batch group token")  # uint8 [B G S D*bits/8]
+    v = anything(strides="batch group token")
+    k_range = anything(strides="batch group block")  # fp16 [B G S/block 2*D]
+    v_range = anything(strides="batch group token")  # fp16 [B G S 2*ranges]
+    bits = block = ranges = integer()
+    batch = groups = heads = dim = count = integer()
+    scale = real()
+
+
+class DecodeRows(Struct):
+    """Describes a call that decodes rows."""
+
+    k_out = elements("pairs * count * dim", written=True)
+    v_out = elements("pairs * count * dim", written=True)
+    k = anything(strides="batch group token")
+    v = anything(strides="batch group token")
+    k_range = anything(strides="batch group block")
+    v_range = anything(strides="batch group token")
+    rows = int64s("pairs * count", optional=True)  # None: all, in order
+    blocks = int64s("pairs * count")
+    bits = ranges = pairs = groups = count = dim = integer()
+
+
+_library = load("coded", Function("coded_attention", CodedAttention), Function("decode_rows", DecodeRows))
+
+
+def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token to codes, as kernels/coded.py defines it."""
+    q = q.contiguous()
+    (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    _library.coded_attention(
+        q=q, out=out, lse=lse, k=coded.k, v=coded.v, k_range=coded.k_range, v_range=coded.v_range, bits=coded.bits,
+        block=coded.block, ranges=coded.v_range.shape[3] // 2, batch=batch, groups=groups, heads=heads // groups,
+        dim=dim, count=count, scale=scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def coded_attention_refuses(q: Tensor, coded: Coded, scale: float) -> str | None:
+    if q.dtype not in _DTYPES or q.is_cuda:
+        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    return _unfit(coded)
+
+
+def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Decode tokens of each KV head, as kernels/coded.py defines it."""
+    (batch, groups, count), dim = blocks.shape, coded.dim
+    k, v = (torch.empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    rows = None if rows is None else rows.long().contiguous()
+    if k.numel():
+        _library.decode_rows(
+            k_out=k, v_out=v, k=coded.k, v=coded.v, k_range=coded.k_range, v_range=coded.v_range, rows=rows,
+            blocks=blocks.long().contiguous(), bits=coded.bits, ranges=coded.v_range.shape[3] // 2,
+            pairs=batch * groups, groups=groups, count=count, dim=dim,
+        )  # fmt: skip
+    return k, v
+
+
+def decode_rows_refuses(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
+    if dtype not in _DTYPES or coded.k.is_cuda:
+        return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
+    return _unfit(coded)
+
+
+def _unfit(coded: Coded) -> str | None:
+    """Say why a row's codes cannot be read sixteen at a time, or return None."""
+    width, ranges = coded.k.shape[3], coded.v_range.shape[3] // 2
+    if width % _LANES or coded.dim % ranges or coded.dim // ranges % _LANES:
+        return f"takes rows and groups of a multiple of {_LANES} codes, got {width} bytes and {ranges} groups of a row"
+    if coded.dim > _MOST_CHANNELS or ranges > _MOST_RANGES:
+        return f"takes up to {_MOST_CHANNELS} channels in {_MOST_RANGES} groups, got {coded.dim} in {ranges}"
+    return None if coded.v_range.stride(2) == 2 * ranges else "needs the ranges of values side by side"

@@ -1,0 +1,153 @@
+"""Computes attention over codes, and decodes rows of them.
+
+A tile of tokens lies in one block, so that its keys share one range, which is loaded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.coded import Coded
+from kernels.gpu.common import DTYPES, padded, product, split, stages, unfit, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.decode import merged
+
+_MOST, _LEAST = 64, 16  # tokens of a tile
+_TILE = 2048  # numbers that a program decodes
+
+
+def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in decode.py."""
+    (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
+    q, block = q.contiguous(), _tokens_of_a_tile(coded)
+    pieces, length = split(count, batch * groups, block)
+    outs = q.new_empty((batch * heads, pieces, dim), dtype=torch.float32)
+    lses = q.new_empty((batch * heads, pieces), dtype=torch.float32)
+    group = heads // groups
+    _attend[(batch * groups, pieces)](
+        q, coded.k, coded.v, coded.k_range, coded.v_range, outs, lses, scale, *_strides(coded), count, length, pieces,
+        groups, group, padded(group), dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, coded.block, block,
+        num_warps=4, num_stages=stages(q),
+    )  # fmt: skip
+    return merged(outs, lses, torch.empty_like(q), pieces, 1)
+
+
+def coded_attention_refuses(q: Tensor, coded: Coded, scale: float) -> str | None:
+    if _tokens_of_a_tile(coded) < _LEAST:
+        return f"takes blocks of a multiple of {_LEAST} tokens, got {coded.block}"
+    return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[1] // coded.k.shape[1]) or _unfit(coded)
+
+
+def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Decode tokens of each KV head, as kernels/coded.py defines it."""
+    (batch, groups, count), dim = blocks.shape, coded.dim
+    k, v = (coded.k_range.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    at_once = max(1, _TILE // padded(dim))
+    if count:
+        _decode[(triton.cdiv(count, at_once), batch * groups)](
+            coded.k, coded.v, coded.k_range, coded.v_range, None if rows is None else rows.contiguous(),
+            blocks.contiguous(), k, v, *_strides(coded), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2,
+            coded.bits, at_once, num_warps=4,
+        )  # fmt: skip
+    return k, v
+
+
+def decode_rows_refuses(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
+    if dtype not in DTYPES:
+        return f"makes float32, bfloat16 and float16, got {dtype}"
+    return _unfit(coded) or unfit(blocks)
+
+
+def _tokens_of_a_tile(coded: Coded) -> int:
+    """Return the largest power of two that divides a block, and _MOST at most."""
+    return min(_MOST, coded.block & -coded.block)
+
+
+def _strides(coded: Coded) -> tuple[int, ...]:
+    """Return what lies between sequences, heads and rows of all four tensors."""
+    return tuple(stride for x in coded[:4] for stride in x.stride()[:3])
+
+
+def _unfit(coded: Coded) -> str | None:
+    if any(x.stride(3) != 1 for x in coded[:4]):
+        return "needs the codes of a row side by side"
+    return unfit(*coded[:4])
+
+
+@triton.jit
+def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers of rows at the pointers `row` [n 1] in fp32; ranges are those of GROUPS groups of channels at
+    `range_row`, [n 1] or [1 1]."""
+    width: tl.constexpr = DIM * BITS // 8
+    codes = tl.load(row + dim % width, mask=there, other=0).to(tl.int32)
+    codes = (codes >> (dim // width * BITS)) & ((1 << BITS) - 1)
+    at = range_row + dim // (DIM // GROUPS)
+    least = tl.load(at, mask=dim < DIM, other=0.0).to(tl.float32)
+    step = tl.load(at + GROUPS, mask=dim < DIM, other=0.0).to(tl.float32)
+    return codes.to(tl.float32) * step + least
+
+
+@triton.jit(do_not_specialize=["count", "length", "parts"])
+def _attend(
+    q, k, v, k_range, v_range, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
+    vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count,
+    length, parts, HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attend from the GROUP query heads of a KV head to one piece of its codes; SHARED tokens have one range of keys."""
+    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, group = this // HEADS, this % HEADS
+    head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
+    of_query = this * GROUP + head
+    asked = (head < GROUP)[:, None] & (dim < DIM)
+    query = tl.load(q + of_query[:, None] * DIM + dim, mask=asked, other=0.0)
+    top = tl.full([FOLD], float("-inf"), tl.float32)
+    total = tl.zeros([FOLD], tl.float32)
+    mixed = tl.zeros([FOLD, WIDE], tl.float32)
+    for start in range(piece * length, tl.minimum((piece + 1) * length, count), BLOCK):
+        token = (start + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+        there = (token < count) & (dim < DIM)
+        block = k_range + batch * krb + group * krg + (start // SHARED) * krt + tl.zeros([1, 1], tl.int32)
+        key = _numbers(k + batch * kb + group * kg + token * kt, block, dim, there, DIM, DIM, BITS)
+        logits = product(query, tl.trans(key.to(query.dtype))) * scale
+        highest = tl.maximum(top, tl.max(logits, 1))
+        shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
+        of_token = v_range + batch * vrb + group * vrg + token * vrt
+        value = _numbers(v + batch * vb + group * vg + token * vt, of_token, dim, there, DIM, RANGES, BITS)
+        mixed = mixed * shrink[:, None] + product(weights.to(query.dtype), value.to(query.dtype))
+        total = total * shrink + tl.sum(weights, 1)
+        top = highest
+    to = of_query * parts + piece
+    tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(outs + to[:, None] * DIM + dim, mixed, mask=asked)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decode(
+    k, v, k_range, v_range, rows, blocks, k_out, v_out, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
+    vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64,
+    vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Decode some rows of one head."""
+    this = tl.program_id(1).to(tl.int64)
+    batch, group = this // HEADS, this % HEADS
+    place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    dim = tl.arange(0, WIDE)[None, :]
+    listed = place < count
+    there = listed & (dim < DIM)
+    row = place
+    if rows is not None:
+        row = tl.load(rows + this * count + place, mask=listed, other=0).to(tl.int64)
+    block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
+    row = tl.where(listed, row, 0)
+    of_block = k_range + batch * krb + group * krg + block * krt
+    of_token = v_range + batch * vrb + group * vrg + row * vrt
+    key = _numbers(k + batch * kb + group * kg + row * kt, of_block, dim, there, DIM, DIM, BITS)
+    value = _numbers(v + batch * vb + group * vg + row * vt, of_token, dim, there, DIM, RANGES, BITS)
+    to = (this * count + place) * DIM + dim
+    tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=there)
+    tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=there)

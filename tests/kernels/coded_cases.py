@@ -1,0 +1,72 @@
+"""Inputs of the operations that read codes: every number of bits, groups of several sizes, views of larger buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.coded import Coded
+from kernels.quantise import pack, quantise
+
+
+class Shape(NamedTuple):
+    bits: int
+    batch: int
+    heads: int
+    groups: int
+    dim: int
+    tokens: int
+    block: int  # tokens that share a range of each channel
+    ranges: int  # groups of a value's channels
+
+
+SHAPES = {
+    "int8": Shape(8, 2, 8, 2, 128, 192, 32, 4),
+    "int4": Shape(4, 1, 9, 3, 64, 160, 16, 2),
+    "int2": Shape(2, 1, 5, 1, 128, 192, 64, 8),
+    "int4-dim96": Shape(4, 1, 4, 2, 96, 64, 32, 3),
+    "int2-dim24": Shape(2, 1, 4, 2, 24, 32, 16, 3),  # rows of six bytes
+    "int8-dim80-blocks-of-48": Shape(8, 1, 12, 1, 80, 144, 48, 1),  # a head's last vector is a row's last, too
+}
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def coded(shape: Shape, spare: int = 0) -> Coded:
+    """Keys with channels that are large throughout, in views of room for `spare` blocks more."""
+    count = shape.tokens + spare * shape.block
+    k, v = (random(seed, shape.batch, shape.groups, count, shape.dim) for seed in (1, 2))
+    k[..., :3] += 9
+    k_codes, *k_range = quantise(k.unflatten(2, (-1, shape.block)).mT, shape.bits)
+    v_codes, *v_range = quantise(v.unflatten(3, (shape.ranges, -1)), shape.bits)
+    codes = k_codes.mT.flatten(2, 3), v_codes.flatten(3)
+    packed = (pack(x, shape.bits) for x in codes)
+    whole = Coded(*packed, torch.cat(k_range, -1), torch.cat(v_range, -1), shape.bits, shape.block)
+    return whole.tokens(spare // 2 * shape.block, spare // 2 * shape.block + shape.tokens)
+
+
+def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, shape in SHAPES.items():
+        q = random(3, shape.batch, shape.heads, 1, shape.dim)
+        yield name, (q, coded(shape), 0.1)
+        if shape.block == 32:
+            yield f"{name}-view", (q, coded(shape, spare=3), 0.1)
+
+
+def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Of each head, chosen ones in no order; all of them; and rows that were moved to where others stood."""
+    for name, shape in SHAPES.items():
+        written = coded(shape, spare=1)
+        heads = shape.batch, shape.groups
+        among = torch.rand(*heads, shape.tokens, generator=torch.Generator().manual_seed(4)).argsort(-1)
+        some = among[..., : shape.tokens // 3]
+        yield f"{name}-some", (written, some, some // shape.block, torch.float32)
+        every = torch.arange(shape.tokens).expand(*heads, -1) // shape.block
+        yield f"{name}-all", (written, None, every, torch.float32)
+        yield f"{name}-moved", (written, None, every.flip(-1), torch.float32)
+        yield f"{name}-none", (written, some[..., :0], some[..., :0], torch.float32)
