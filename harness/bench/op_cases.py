@@ -16,7 +16,11 @@ from torch import Tensor
 
 from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
+from kernels.coded import Coded
 from kernels.reference import Segment
+from methods.base.pieces import pieces
+from methods.tiers.codec import Encoded
+from methods.tiers.integers import IntCodec
 
 ROOM = 64  # rows that a store keeps free behind the prompt
 SINKS = 32
@@ -27,6 +31,7 @@ ALPHA = 5.0  # InfiniGen's
 RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
 WINDOW = 32  # queries: SnapKV's
 CODES = ((2, 6), (4, 8))  # sub-vectors and bits: PQCache's default, and whole bytes
+BITS = (8, 4, 2)  # of codes that attention reads
 ROUNDS = 10  # of k-means
 INNER = 3.5  # channels of the MLP, of the model's: Llama 3's
 WORDS = 32768  # of the vocabulary
@@ -97,6 +102,14 @@ class Inputs:
     def grouped(self, width: int) -> Tensor:
         return self.random(1, self.shape.kv_heads, self.group, width)
 
+    def coded(self, bits: int) -> Coded:
+        """K and V as codes, whole blocks of them."""
+        codec = IntCodec(bits=bits)
+        whole = self.tokens // codec.block * codec.block
+        parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
+        tokens, blocks = ([torch.cat(same, 2) for same in zip(*kind, strict=True)] for kind in zip(*parts, strict=True))
+        return codec.segment(Encoded(tuple(tokens), tuple(blocks)), self.shape.dtype)
+
     def segments(self, heads: int) -> list[Segment]:
         """Sinks, what is chosen between, and the most recent tokens: `budget` in all."""
         (k, v), recent = self.kv, self.budget // 2
@@ -127,6 +140,9 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
     per_head = (x.q, x.segments(shape.heads), x.scale)
     yield OpCase("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
     yield OpCase("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    for bits in BITS:
+        what = f"KIVI of {bits} bits, {x.tokens}"
+        yield OpCase("coded_attention", what, (x.q, x.coded(bits), x.scale), flops * x.tokens)
     parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
     yield OpCase("merge_attention", "two parts", parts)
 
@@ -168,6 +184,9 @@ def _rows(x: Inputs) -> Iterator[OpCase]:
     rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
     yield OpCase("gather_rows", chosen, (x.kv[0], rows))
     yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
+    codes = x.coded(BITS[1])
+    at = rows % codes.k.shape[2]
+    yield OpCase("decode_rows", f"int{BITS[1]}, {chosen}", (codes, at, at // codes.block, x.shape.dtype))
     rank = max(1, round(RANK * groups * dim))
     cos, sin = x.shape.rope(torch.arange(x.tokens))
     args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), rows, cos[0], sin[0])

@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench.common.measure import Call
 from harness.bench.op_cases import OpCase
+from kernels import ops
+from kernels.coded import Coded
 from kernels.reference import Segment
 
 
@@ -38,6 +40,13 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
         return sdpa(q, keys, values, scale)
 
     return Rival("gather + sdpa", chosen)
+
+
+def _over_codes(q: Tensor, coded: Coded, scale: float) -> Rival:
+    """Full's own step over what the codes stand for, in the dtype of the cache."""
+    blocks = torch.arange(coded.k.shape[2], device=q.device) // coded.block
+    k, v = ops.decode_rows(coded, None, blocks.expand(coded.k.shape[:3]), q.dtype)
+    return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
 
 
 def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tensor:
@@ -84,6 +93,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 _RIVALS: dict[str, Callable[..., Rival]] = {
     "segment_attention": _attention,
+    "coded_attention": _over_codes,
     "prefill_attention": lambda *args: Rival("transformers sdpa", lambda: sdpa(*args)),
     "prefill_attention_with_column_sums": lambda *args: Rival("transformers eager", lambda: eager(*args)[1].sum(2)),
     "column_sums": lambda q, k, scale: Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2)),

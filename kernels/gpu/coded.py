@@ -14,7 +14,7 @@ from kernels.coded import Coded
 from kernels.gpu.common import DTYPES, padded, product, split, stages, unfit, unfit_floats, unfit_group, unfit_heads
 from kernels.gpu.decode import merged
 
-_MOST, _LEAST = 64, 16  # tokens of a tile
+_MOST, _LEAST = 32, 16  # tokens of a tile
 _TILE = 2048  # numbers that a program decodes
 
 
@@ -26,7 +26,7 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     outs = q.new_empty((batch * heads, pieces, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, pieces), dtype=torch.float32)
     group = heads // groups
-    _attend[(batch * groups, pieces)](
+    _attend_codes[(batch * groups, pieces)](
         q, coded.k, coded.v, coded.k_range, coded.v_range, outs, lses, scale, *_strides(coded), count, length, pieces,
         groups, group, padded(group), dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, coded.block, block,
         num_warps=4, num_stages=stages(q),
@@ -46,7 +46,7 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     k, v = (coded.k_range.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
     at_once = max(1, _TILE // padded(dim))
     if count:
-        _decode[(triton.cdiv(count, at_once), batch * groups)](
+        _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
             coded.k, coded.v, coded.k_range, coded.v_range, None if rows is None else rows.contiguous(),
             blocks.contiguous(), k, v, *_strides(coded), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2,
             coded.bits, at_once, num_warps=4,
@@ -90,7 +90,7 @@ def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["count", "length", "parts"])
-def _attend(
+def _attend_codes(
     q, k, v, k_range, v_range, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
     vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count,
     length, parts, HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
@@ -126,7 +126,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _decode(
+def _decode_rows(
     k, v, k_range, v_range, rows, blocks, k_out, v_out, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
     vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64,
     vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,

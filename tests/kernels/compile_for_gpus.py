@@ -27,6 +27,7 @@ from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, kmeans  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
 from kernels.reference import Segment  # noqa: E402
+from tests.kernels import coded_cases  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
@@ -44,6 +45,8 @@ CASES = (
     "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",
     "row_scores-3-of-each", "channel_scores-g4-16x4100", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300",
     "gather_rows-3-of-each", "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
+    "coded_attention-int8", "coded_attention-int4", "coded_attention-int2", "coded_attention-int4-dim96",
+    "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all",
 )  # fmt: skip
 EXTREMES = "extremes"
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
@@ -93,6 +96,9 @@ def compile_extremes(dtypes: list[torch.dtype]) -> None:
         places = torch.zeros(1, 1, 64, dtype=torch.int64)
         for held in (k, cast(Tensor, Ragged([k]))):
             launch("segment_attention", q.transpose(1, 2), [Segment(held, held), Segment(held, held, places)], 1.0)
+        for bits in (2, 4, 8):
+            shape = coded_cases.Shape(bits, 1, group, 1, dim, 128, 64, dim // 32)
+            launch("coded_attention", q.transpose(1, 2), coded_cases.coded(shape), 1.0)
         launch("prefill_attention_with_column_sums", k, k, k, 1.0)
         launch("column_sums", k[:, :, :9], k, 1.0)
         launch("row_scores", q, k)

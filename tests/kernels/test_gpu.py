@@ -16,6 +16,7 @@ from kernels.dispatch import use_backend
 from kernels.each import Each
 from kernels.ragged import Ragged
 from kernels.reference import Segment
+from tests.kernels import coded_cases
 from tests.kernels.op_cases import draw, pick, random
 from tests.kernels.ragged_cases import segment
 
@@ -79,6 +80,11 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "gathered rows", lambda _: ops.gather_rows(k, rows)
     yield "gathered codes", lambda _: ops.gather_rows(codes, rows).float()
     yield "put rows", lambda q: put(grouped(q))
+    written = coded_cases.coded(coded_cases.Shape(4, 1, 32, 8, 128, count // 32 * 32, 32, 4))
+    written = written._replace(**{name: getattr(written, name).to("cuda") for name in written._fields[:4]})
+    chosen = rows % (count // 32 * 32)
+    yield "attention over codes", lambda q: ops.coded_attention(q, written, 0.09)
+    yield "decoded rows", lambda q: ops.decode_rows(written, chosen, chosen // 32, q.dtype)
     yield from steps_of_several(k, v, centroids, codes)
     yield from block_steps(made)
 

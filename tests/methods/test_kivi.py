@@ -17,7 +17,11 @@ from harness.config.settings import Results, Settings
 from harness.engine.footprint import footprint
 from harness.jobs.evaluate import evaluate
 from harness.models.embedded import SmolLM2
+from kernels import ops
+from kernels.coded import Coded
+from kernels.dispatch import watched
 from methods.kivi import Kivi, KiviLayer
+from tests.allocations import Allocations
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 
 SMALL = Kivi(bits=4, group=8, residual=16)
@@ -170,3 +174,28 @@ def test_a_step_is_captured_where_no_block_fills_before_the_end() -> None:
 def test_parameters_that_cannot_be(changes: dict[str, int], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         Kivi(**changes)
+
+
+def test_a_step_decodes_no_more_than_one_block() -> None:
+    """Beside that, attention reads codes: what a step allocates does not grow with the prompt."""
+    peaks = []
+    for sealed in (256, 1024):
+        s = Sequences(Shape(4, 2, 64), sealed + 1)
+        (layer,) = layers = s.start(replace(SMALL, group=32, residual=64), None)
+        s.seal(layers, 0, sealed)
+        s.decode(layers, sealed)
+        assert isinstance(layer, KiviLayer)
+        seen: list[tuple[str, int]] = []
+
+        def around(name: str, arguments: tuple[Any, ...], call: Any, seen: list[tuple[str, int]] = seen) -> Any:
+            seen.extend((name, x.k.shape[2]) for x in arguments if isinstance(x, Coded))
+            return call()
+
+        q = s.q(0)[:, :, -1:].clone()
+        with watched(around), Allocations() as counted:
+            layer.attend_all(q)
+        assert seen == [("decode_rows", 64), ("coded_attention", sealed - 64)]
+        peaks.append(counted.peak)
+    (codes,) = layer.far.segments()  # type: ignore[union-attr]
+    if ops.coded_attention.refusal("cpu", q, codes, 1.0) is None:
+        assert peaks[1] == peaks[0]
