@@ -46,7 +46,8 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     D], [B H] (fp32)"""
     k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
     k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, q.dtype).flatten(2, 3)
-    v = dequantise(coded.v, *coded.v_range.chunk(2, -1), coded.bits, q.dtype)
+    v_least, v_step = coded.v_range.chunk(2, -1)
+    v = dequantise(coded.v, v_least, v_step, coded.bits, q.dtype)
     attended: tuple[Tensor, Tensor] = segment_attention_with_lse(q, [Segment(k, v)], scale)
     return attended
 

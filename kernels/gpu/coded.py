@@ -96,7 +96,7 @@ def _attend_codes(
     length, parts, HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads of a KV head to one piece of its codes; SHARED tokens have one range of keys."""
+    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share a range of keys."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
