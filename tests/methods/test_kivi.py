@@ -196,6 +196,6 @@ def test_a_step_decodes_no_more_than_one_block() -> None:
             layer.attend_all(q)
         assert seen == [("decode_rows", 64), ("coded_attention", sealed - 64)]
         peaks.append(counted.peak)
-    (codes,) = layer.far.segments()  # type: ignore[union-attr]
+    (codes,) = layer.far.segments().wait()  # type: ignore[union-attr]
     if ops.coded_attention.refusal("cpu", q, codes, 1.0) is None:
         assert peaks[1] == peaks[0]
