@@ -194,15 +194,22 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
-        batch = _sequences(arguments)
-        if batch is None:
+        if _sequences(arguments) is None:
             return run(*arguments)
         from kernels import ops  # which names this module
 
         op = getattr(ops, run.__name__)
-        return _joined([op(*(_of(argument, i, batch) for argument in arguments)) for i in range(batch)])
+        return _joined([op(*of_one) for of_one in sequence_by_sequence(arguments)])
 
     return served
+
+
+def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the arguments of a call for each of unequal sequences; those of the call itself where all are equal."""
+    batch = _sequences(arguments)
+    if batch is None:
+        return [arguments]
+    return [tuple(_of(argument, i, batch) for argument in arguments) for i in range(batch)]
 
 
 def _sequences(arguments: Any) -> int | None:

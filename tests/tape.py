@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from harness.machines.recorder import DispatchRecorder, place_of, tensors_in
 from methods.base.counters import CaptureError
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchRecorder):
     """`capture` as in harness/engine/graph.py."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
@@ -43,36 +42,27 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, results in self.calls:
-            again = _tensors(func(*args, **kwargs))
+            again = tensors_in(func(*args, **kwargs))
             for old, new in zip(results, again, strict=True):
-                if _place(old) != _place(new):
+                if place_of(old) != place_of(new):
                     old.copy_(new)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def will_run(self, func: Any, args: tuple[Any, ...], changed: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
         if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
             raise CaptureError(f"{name} waits for a value of the device")
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(given):
-                    self._keep(tensor)
-        inputs = {_place(x) for x in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        self.made |= {_place(x) for x in _tensors(out)} - inputs
-        self.calls.append((func, args, kwargs, _tensors(out)))
-        return out
+        for tensor in changed:
+            self._keep(tensor)
+
+    def has_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
+    ) -> None:
+        inputs = {place_of(x) for x in tensors_in((args, kwargs))}
+        self.made |= {place_of(x) for x in tensors_in(out)} - inputs
+        self.calls.append((func, args, kwargs, tensors_in(out)))
 
     def _keep(self, tensor: Tensor) -> None:
-        place = _place(tensor)
+        place = place_of(tensor)
         if place not in self.made and place not in self.before:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.before[place] = (whole, whole.clone())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def _place(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

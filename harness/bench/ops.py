@@ -19,9 +19,9 @@ from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
-from harness.bench.common.traffic import bytes_read
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
+from harness.machines.operations import bytes_read
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 
