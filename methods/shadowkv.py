@@ -136,7 +136,17 @@ class ShadowKV(Method):
         hits = plan.top * (2 * values + ids) if self.hit_cache else 0
         stored = plan.candidates * values
         device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
+        attended = (plan.local + (plan.outliers + plan.top) * self.chunk) * case.row_bytes
+        landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
+        device = device.reading(attended + landmarks + self.factor_bytes(case))
         return device + costs.offload(case, stored, plan.top * values)
+
+    def factor_bytes(self, case: Case) -> int:
+        """Return the bytes that rebuilding the chosen keys reads: their rows of u for each KV head, and the basis."""
+        spec = case.spec
+        rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
+        rows = self.plan(case.budget, case.sealed).top * self.chunk + spec.head_dim
+        return spec.num_kv_heads * rank * rows * case.element_bytes
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
