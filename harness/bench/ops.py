@@ -22,6 +22,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
 from harness.machines.operations import bytes_read
+from harness.terminal.numbers import count
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 
@@ -103,7 +104,7 @@ TABLE = output.table(
 
 def parser() -> argparse.ArgumentParser:
     ops = {"nargs": "*", "default": [], "choices": sorted(OPS), "metavar": "OP", "help": "all by default"}
-    sizes = {"tokens": [32768], "budget": {"type": arguments.count, "default": 2048}, "prefill": 2048, "inner": None}
+    sizes = {"tokens": [32768], "budget": {"type": count, "default": 2048}, "prefill": 2048, "inner": None}
     shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
     return arguments.parser("ops", __doc__, ops=ops, **sizes, compile=False, **shared)
 

@@ -108,13 +108,13 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item) -> CacheBytes:
     """Bytes of one example, with the layers that slide, which hold their windows and a chunk."""
     slides = info.kv_bytes(holder.settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     chunk = min(len(item.prompt.ids), holder.settings.prefill_chunk or len(item.prompt.ids))
-    cases = _cases(holder, info, item)
+    cases = cases_of(holder, info, item)
     try:
         costs = [holder.method.cost(case) for case in cases]
         passing = [holder.method.transient(case, chunk) for case in cases]
     except CostError:
         costs, passing = [Cost(case.dense_bytes) for case in cases], [Transient()] * len(cases)
-    here = [_count(cost, holder.settings.device == "cpu") for cost in costs]
+    here = [counted(cost, holder.settings.device == "cpu") for cost in costs]
     before = [case.dense_bytes + layer.kept for case, layer in zip(cases, passing, strict=True)]
     sealing = 0
     for at, (case, layer, cost) in enumerate(zip(cases, passing, costs, strict=True)):
@@ -126,16 +126,16 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item) -> CacheBytes:
         prefill=max(layer.prefill for layer in passing),
         sealing=slides + sealing,
         sealed=slides + sum(here),
-        host=0 if holder.settings.device == "cpu" else sum(_count(cost, True) - cost.device_bytes for cost in costs),
+        host=0 if holder.settings.device == "cpu" else sum(counted(cost, True) - cost.device_bytes for cost in costs),
     )
 
 
-def _count(cost: Cost, host: bool) -> int:
+def counted(cost: Cost, host: bool) -> int:
     """Bytes on the device, with those in other memory if that is the same."""
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 
 
-def _cases(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
+def cases_of(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
     """What a cost is asked for, layer by layer, once the last turn is sealed."""
     settings, budget = holder.settings, holder.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
@@ -187,7 +187,7 @@ def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
     whole = info.num_whole_layers == info.num_layers
     for item in _longest(items, settings.batch):
         total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
-        for case in _cases(holder, info, item):
+        for case in cases_of(holder, info, item):
             total += holder.method.cost(case)
     return total
 
