@@ -63,6 +63,7 @@ class InfiniGen(Method):
     """Holds the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
+    asks_ahead: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     card: ClassVar[Card | None] = Card(
         prefill="dense",

@@ -129,24 +129,14 @@ class ShadowKV(Method):
         values = case.row_bytes * self.chunk // 2  # of a chunk
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
-        selectable = plan.candidates - plan.outliers
-        ids = costs.INT64 * spec.num_kv_heads
-        index = selectable * spec.num_kv_heads * spec.head_dim * size + plan.candidates * ids
+        selectable, ids = plan.candidates - plan.outliers, costs.INT64 * spec.num_kv_heads
+        landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
         hits = plan.top * (2 * values + ids) if self.hit_cache else 0
-        stored = plan.candidates * values
-        device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
-        attended = (plan.local + (plan.outliers + plan.top) * self.chunk) * case.row_bytes
-        landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
-        device = device.reading(attended + landmarks + self.factor_bytes(case))
-        return device + costs.offload(case, stored, plan.top * values)
-
-    def factor_bytes(self, case: Case) -> int:
-        """Return the bytes that rebuilding the chosen keys reads: their rows of u for each KV head, and the basis."""
-        spec = case.spec
-        rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
-        rows = self.plan(case.budget, case.sealed).top * self.chunk + spec.head_dim
-        return spec.num_kv_heads * rank * rows * case.element_bytes
+        stored, top = plan.candidates * values, plan.top * self.chunk
+        read = landmarks + (resident - case.reserve * case.row_bytes) + top * case.row_bytes
+        device = Cost(resident + factors + landmarks + plan.candidates * ids + hits + stored) + costs.rope_table(case)
+        return device.reading(read + costs.rebuilding(case, rank, top)) + costs.offload(case, stored, plan.top * values)
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.config.plugins import suggestion
-from harness.machines.costs import CostTable, Link
-from harness.results.files import read_yaml
+from harness.machines.costs import CostTable, LinkCost
+from harness.results.files import read_yaml, write_yaml
 from methods.tiers.tier import DEVICE, TIERS
 
 KNOWN = Path(__file__).with_name("machines.yaml")
@@ -77,8 +77,8 @@ class Machine:
                 )
 
 
-def _link(gb_s: float | None) -> Link:
-    return Link() if gb_s is None else Link(1e9 * gb_s)
+def _link(gb_s: float | None) -> LinkCost:
+    return LinkCost() if gb_s is None else LinkCost(1e9 * gb_s)
 
 
 def known() -> dict[str, Machine]:
@@ -107,6 +107,18 @@ def machine(asked: str) -> Machine:
 def read(file: Path) -> dict[str, Machine]:
     """By their names. Raises `MachineError` for what is no machine."""
     return {name: _machine(file, name, facts) for name, facts in read_yaml(file).items()}
+
+
+def write(file: Path, made: Machine) -> None:
+    """As `read` reads it, without what is as it would be anyway."""
+    facts = {key.name: getattr(made, key.name) for key in fields(made) if key.name not in ("name", "methods")}
+    methods = {name: _told(constants) for name, constants in made.methods.items()}
+    told = {name: value for name, value in (facts | {"methods": methods}).items() if value not in (None, {}, 0)}
+    write_yaml(file, {made.name: told})
+
+
+def _told(constants: MethodConstants) -> dict[str, Any]:
+    return {key.name: value for key in fields(constants) if (value := getattr(constants, key.name)) != key.default}
 
 
 def _machine(file: Path, name: str, facts: Any) -> Machine:

@@ -112,10 +112,12 @@ def sequence_of(machine: Machine, info: ModelInfo, load: Workload) -> SequenceBy
 
 def largest(machine: Machine, info: ModelInfo, load: Workload, sequence: SequenceBytes) -> tuple[int, str]:
     """How many sequences fit, and which memory ends there. Prompts are computed one after the other, so one of them
-    takes its transient bytes; the sequences attend one after the other, so the rows of one are staged."""
+    takes its transient bytes; the sequences attend one after the other, so the rows of one are staged, but where each
+    asks for a layer's rows ahead."""
     free = machine.device_bytes - machine.reserve_bytes - info.weight_bytes(load.dtype)
     free -= max(sequence.passing, sequence.staged)
-    on_device = max(0, free // (sequence.device + sequence.rounding))
+    arriving = sequence.staged if load.method.asks_ahead else 0
+    on_device = max(0, free // (sequence.device + sequence.rounding + arriving))
     if machine.host_bytes is None or not sequence.host:
         return on_device, "device"
     in_host = machine.host_bytes // sequence.host
@@ -138,7 +140,8 @@ def step_times(
         )
         for spec in shapes(info)
     ]
-    schedule = steps(info, load.method, cases, batch, load.dtype, constants)
+    overlap = machine.device == "cuda"  # as overlap=auto
+    schedule = steps(info, load.method, cases, batch, load.dtype, constants, overlap=overlap)
     return replay(schedule, machine.costs(load.dtype, constants))
 
 

@@ -68,6 +68,12 @@ def offload(case: Case, stored: int, moved: int) -> Cost:
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
+def rebuilding(case: Case, rank: int, tokens: int) -> int:
+    """Return the bytes that rebuilding keys of each KV head from factors of a rank reads: a row for each, and the
+    basis."""
+    return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
+
+
 def rope_table(case: Case) -> Cost:
     """Return the cost of cos and sin of every position: one table for all layers, counted with the first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

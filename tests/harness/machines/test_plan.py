@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
 
 GB = 10**9
+PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 MADE_UP = Machine(
     name="made up",
     device="cuda",
@@ -115,6 +117,18 @@ def test_a_cpu_has_one_memory() -> None:
     assert on_host.device == pytest.approx(on_device.device, rel=0.01)
 
 
+@pytest.mark.parametrize("gb_s", [0.5, 500.0])
+def test_a_method_that_asks_ahead_hides_its_rows(gb_s: float) -> None:
+    """On a GPU the longer of a layer's work and its transfer counts, and on a CPU their sum: of Full's whole prompt."""
+    load = replace(FULL, method=Full(offload=True), name="full_offloaded", placement="host")
+    gpu = replace(MADE_UP, to_device_gb_s=gb_s)
+    one_by_one = planned(replace(gpu, device="cpu"), info(), load, 1).tpot_s
+    transfer_s = 32 * 30_000 * KV / 32 / (1e9 * gb_s)
+    compute_s = one_by_one - transfer_s
+    longer = transfer_s if gb_s < 1 else compute_s
+    assert planned(gpu, info(), load, 1).tpot_s == pytest.approx(longer, rel=0.02)
+
+
 def test_rows_on_disk_pass_through_two_links() -> None:
     slow = replace(MADE_UP, disk_gb_s=1.0)
     load = replace(SHADOWKV, method=PQCache(cache_tokens=0), name="pqcache", budget=3000)
@@ -167,6 +181,13 @@ def test_known_machines_say_where_their_facts_come_from() -> None:
     assert {name for name, basis in bases.items() if basis == "published"} == {"A100-80G", "RTX-6000-Ada"}
     assert set(bases.values()) == {"published", "extrapolated"}
     assert all(there.source for there in machines.values())
+
+
+def test_the_page_has_their_speeds() -> None:
+    rows = re.findall(r"^\| `(\S+)` \| (\S+) \| (\S+) \| (\w+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [
+        (name, f"{there.read_gb_s}", f"{there.to_device_gb_s}", there.basis) for name, there in known().items()
+    ]
 
 
 def test_a_machine_is_read_from_a_file_or_a_benchmarks_folder(tmp_path: Path) -> None:
