@@ -16,7 +16,7 @@ from harness.machines.schedule import (
     Waited,
 )
 from harness.models.base import DTYPE_BYTES, ModelError, ModelInfo
-from methods.base import Case, Method
+from methods.base import Case, CostError, Method
 from methods.tiers.tier import DISK
 
 STEPS = 3  # so many tokens have a time per output token
@@ -50,11 +50,16 @@ def steps(
         if moves[number]:
             schedule += [Waited(2 * number + 1)]
         generated = case.reserve // 2 * case.row_bytes
-        read = method.cost(case).read_bytes_per_step
-        schedule += [Operation("attend", batch * (read + generated)), weights]
+        schedule += [Operation("attend", batch * (_read(method, case) + generated)), weights]
         if (number + 1) % len(cases) == 0:
             schedule += [_head(info, dtype, batch), TokenOut()]
     return schedule
+
+
+def _read(method: Method, case: Case) -> int:
+    if (read := method.cost(case).read_bytes_per_step) > 0:
+        return read
+    raise CostError(f"{type(method).__name__} does not say what a step reads: its cost needs read_bytes_per_step.")
 
 
 def _moved(method: Method, case: Case, batch: int, constants: MethodConstants) -> int:

@@ -21,7 +21,7 @@ from harness.machines.machine import KNOWN, Machine, MachineError, MethodConstan
 from harness.machines.plan import BYTES_ALONE, PlanError, Workload, planned, row_times
 from harness.models.base import ModelInfo
 from harness.models.random import Random
-from methods.base import Budget, BudgetError
+from methods.base import Budget, BudgetError, Case, Cost, CostError
 from methods.full import Full
 from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
@@ -163,6 +163,15 @@ def test_a_prompt_that_does_not_fit_says_by_how_much() -> None:
     small = replace(MADE_UP, device_bytes=18 * GB)
     with pytest.raises(PlanError, match=r"does not fit on made up: beside 15\.0 GiB of weights one sequence takes"):
         planned(small, info(), FULL)
+
+
+def test_a_method_that_does_not_say_what_it_reads_is_refused() -> None:
+    class Silent(Full):
+        def cost(self, case: Case) -> Cost:
+            return Cost(case.dense_bytes)
+
+    with pytest.raises(CostError, match="Silent does not say what a step reads: its cost needs read_bytes_per_step"):
+        planned(MADE_UP, info(), replace(FULL, method=Silent()), 1)
 
 
 def test_a_model_with_experts_is_refused() -> None:
