@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from harness.machines.fitting import TimedStep, bandwidth, layer_s, predicted_s
 from harness.machines.machine import Machine, MethodConstants, known
-from harness.machines.plan import Workload, largest, sequence_of, step_times
+from harness.machines.plan import Workload, largest, sequence_of
 from harness.models.base import ModelInfo
 from harness.models.random import Random
 from harness.terminal.tables import table
@@ -115,10 +116,9 @@ def load_of(point: PublishedPoint) -> Workload:
     )
 
 
-def seconds(machine: Machine, point: PublishedPoint, constants: MethodConstants) -> float:
-    times = step_times(machine, info_of(point.model), load_of(point), point.batch, constants)
-    assert times.tpot_s is not None
-    return times.tpot_s
+def timed(point: PublishedPoint) -> TimedStep:
+    assert point.step_s is not None
+    return TimedStep(info_of(point.model), load_of(point), point.batch, point.step_s)
 
 
 def batch_of(machine: Machine, point: PublishedPoint) -> int:
@@ -127,59 +127,45 @@ def batch_of(machine: Machine, point: PublishedPoint) -> int:
     return largest(machine, info, load, sequence_of(machine, info, load)._replace(rounding=0))[0]
 
 
-def bandwidth(machine: Machine, points: Sequence[PublishedPoint]) -> float:
-    """The median of what Full's steps read in a second, in GB: a step is its bytes."""
-    at_one = replace(machine, read_gb_s=1.0, matmul_gflop_s={})
-    return median(seconds(at_one, point, MethodConstants()) / (point.step_s or 0) for point in points)
+Predict = Callable[[TimedStep, Sequence[TimedStep]], float]  # a step, from the others -> its seconds
 
 
-def layer_s(machine: Machine, points: Sequence[PublishedPoint], hits: float) -> float:
-    """The median of what a layer takes beside its bytes."""
-    return median(
-        ((point.step_s or 0) - seconds(machine, point, MethodConstants(0.0, hits))) / info_of(point.model).num_layers
-        for point in points
-    )
-
-
-Predict = Callable[[PublishedPoint, Sequence[PublishedPoint]], float]  # from the other points -> seconds of a step
-
-
-def left_out(points: Sequence[PublishedPoint], predict: Predict) -> list[float]:
+def left_out(steps: Sequence[TimedStep], predict: Predict) -> list[float]:
     """By how much each rate is missed, as a share of what was published."""
-    errors = []
-    for point in points:
-        others = [other for other in points if other is not point]
-        errors.append((point.step_s or 0) / predict(point, others) - 1)
-    return errors
+    return [step.step_s / predict(step, [other for other in steps if other is not step]) - 1 for step in steps]
+
+
+def published_steps() -> dict[tuple[str, str], list[TimedStep]]:
+    """By machine and method."""
+    found: dict[tuple[str, str], list[TimedStep]] = {}
+    for machine, points in zip(LINES, (shadowkv_points("decode throughput"), quest_points()), strict=True):
+        for point in points:
+            found.setdefault((machine, point.method), []).append(timed(point))
+    return found
 
 
 def errors() -> dict[tuple[str, str, str], list[float]]:
     """By machine, method and what was fitted."""
-    a100, ada = (known()[name] for name in LINES)
-    page = shadowkv_points("decode throughput")
-    full = [point for point in page if point.method == "full"]
-    shadow = [point for point in page if point.method == "shadowkv"]
-    full_ada = [point for point in quest_points() if point.method == "full"]
-    quest = [point for point in quest_points() if point.method == "quest"]
+    (a100, ada), steps = (known()[name] for name in LINES), published_steps()
     hits = a100.methods["shadowkv"].hits
 
     def by_bandwidth(machine: Machine) -> Predict:
-        return lambda point, others: seconds(
-            replace(machine, read_gb_s=bandwidth(machine, others)), point, MethodConstants()
+        return lambda step, others: predicted_s(
+            replace(machine, read_gb_s=bandwidth(machine, others)), step, MethodConstants()
         )
 
-    def by_layer(point: PublishedPoint, others: Sequence[PublishedPoint]) -> float:
-        return seconds(a100, point, MethodConstants(layer_s(a100, others, hits), hits))
+    def by_layer(step: TimedStep, others: Sequence[TimedStep]) -> float:
+        return predicted_s(a100, step, MethodConstants(layer_s(a100, others, hits), hits))
 
     def by_bytes(machine: Machine, hits: float = 0.0) -> Predict:
-        return lambda point, others: seconds(machine, point, MethodConstants(0.0, hits))
+        return lambda step, others: predicted_s(machine, step, MethodConstants(0.0, hits))
 
     return {
-        ("A100-80G", "full", "bandwidth"): left_out(full, by_bandwidth(a100)),
-        ("A100-80G", "shadowkv", "seconds per layer"): left_out(shadow, by_layer),
-        ("A100-80G", "shadowkv", "nothing: bytes alone"): left_out(shadow, by_bytes(a100, hits)),
-        ("RTX-6000-Ada", "full", "bandwidth"): left_out(full_ada, by_bandwidth(ada)),
-        ("RTX-6000-Ada", "quest", "nothing: bytes alone"): left_out(quest, by_bytes(ada)),
+        ("A100-80G", "full", "bandwidth"): left_out(steps["A100-80G", "full"], by_bandwidth(a100)),
+        ("A100-80G", "shadowkv", "seconds per layer"): left_out(steps["A100-80G", "shadowkv"], by_layer),
+        ("A100-80G", "shadowkv", "nothing: bytes alone"): left_out(steps["A100-80G", "shadowkv"], by_bytes(a100, hits)),
+        ("RTX-6000-Ada", "full", "bandwidth"): left_out(steps["RTX-6000-Ada", "full"], by_bandwidth(ada)),
+        ("RTX-6000-Ada", "quest", "nothing: bytes alone"): left_out(steps["RTX-6000-Ada", "quest"], by_bytes(ada)),
     }
 
 
@@ -208,10 +194,8 @@ def _range(found: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    a100_, ada_ = (known()[name] for name in LINES)
-    page_ = shadowkv_points("decode throughput")
-    print("A100-80G read_gb_s", bandwidth(a100_, [point for point in page_ if point.method == "full"]))
-    print("RTX-6000-Ada read_gb_s", bandwidth(ada_, [point for point in quest_points() if point.method == "full"]))
-    print("A100-80G shadowkv", layer_s(a100_, [point for point in page_ if point.method == "shadowkv"], 0.6))
-    print([(p.method, p.batch, batch_of(a100_, p)) for p in shadowkv_points("batch used")])
+    for line_, method_ in (("A100-80G", "full"), ("RTX-6000-Ada", "full")):
+        print(f"{line_} read_gb_s: {bandwidth(known()[line_], published_steps()[line_, method_]):.0f}")
+    found_ = layer_s(known()["A100-80G"], published_steps()["A100-80G", "shadowkv"], 0.6)
+    print(f"A100-80G shadowkv layer_s: {found_:.6f}")
     print(trust_table())

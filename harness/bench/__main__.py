@@ -10,7 +10,7 @@ from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.stopping import Stoppable
 
-KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate")
+KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "busy", "calibrate", "fit")
 
 
 @lasting_output()

@@ -120,7 +120,7 @@ def measure(
     }
 
 
-def _attachment(
+def attachment(
     method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace, overlap: bool = False
 ) -> Attachment:
     placement: str = options.placement if method.offloads else DEVICE
@@ -146,12 +146,12 @@ def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
 def run(
     options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float, report: output.Report
 ) -> None:
-    full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
+    full = attachment(Full(), loaded, text[-CALIBRATION:], options)
 
     def behind(tokens: int) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         return lambda method: measure(
-            partial(_attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
+            partial(attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
         )
 
     def told(row: dict[str, Any]) -> str:

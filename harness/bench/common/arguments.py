@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "heads": {"type": count},
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
+    "machine": {"required": True, "metavar": "FILE", "help": "what `calibrate` has written, or its folder"},
     "shape": {"help": "random weights of this shape instead of the embedded model"},
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from harness.machines.fitting import bandwidth, layer_s
 from harness.machines.machine import known
 from tests import published_points as published
 
@@ -41,13 +42,13 @@ def test_rates_that_were_left_out_are_met() -> None:
 
 
 def test_the_constants_of_the_machines_are_those_fits() -> None:
-    a100, ada = (known()[name] for name in published.LINES)
-    page, figure = published.shadowkv_points("decode throughput"), published.quest_points()
-    full, shadowkv = ([point for point in page if point.method == name] for name in ("full", "shadowkv"))
-    assert a100.read_gb_s == round(published.bandwidth(a100, full))
-    assert ada.read_gb_s == round(published.bandwidth(ada, [point for point in figure if point.method == "full"]))
+    steps, machines = published.published_steps(), known()
+    for name in published.LINES:
+        assert machines[name].read_gb_s == round(bandwidth(machines[name], steps[name, "full"]))
+    a100 = machines["A100-80G"]
     constants = a100.methods["shadowkv"]
-    assert constants.layer_s == pytest.approx(published.layer_s(a100, shadowkv, constants.hits), abs=5e-7)
+    fitted = layer_s(a100, steps["A100-80G", "shadowkv"], constants.hits)
+    assert constants.layer_s == pytest.approx(fitted, abs=5e-7)
 
 
 def test_the_page_has_these_errors() -> None:
