@@ -20,7 +20,7 @@ from harness.bench.common.output import Cell
 from harness.bench.decode import CALIBRATION, ModelDecoding, attachment
 from harness.engine.hf import routed
 from harness.machines import machine as machines
-from harness.machines.fitting import TimedStep, layer_s, line, predicted_s
+from harness.machines.fitting import NoLineError, TimedStep, layer_s, line, predicted_s
 from harness.machines.machine import Machine, MethodConstants
 from harness.machines.plan import Workload
 from harness.models.base import LoadedModel, ModelInfo
@@ -122,9 +122,12 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _beside(row: Mapping[str, Any], there: Machine, steps: Mapping[str, Sequence[TimedStep]]) -> dict[str, Any]:
-    """A row with what the other lengths predict for it."""
+    """A row with what the other lengths predict for it, if they lie on a line at all."""
     if "error" in row:
         return dict(row)
     step = next(step for step in steps[row["method"]] if step.load.tokens == row["tokens"])
-    predicted = left_out(there, steps, row["method"], step)
+    try:
+        predicted = left_out(there, steps, row["method"], step)
+    except NoLineError:
+        return dict(row)
     return {**row, "predicted_s": predicted, "error_share": predicted / step.step_s - 1}

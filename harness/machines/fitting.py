@@ -12,6 +12,10 @@ from harness.machines.plan import Workload, step_times
 from harness.models.base import ModelInfo
 
 
+class NoLineError(ValueError):
+    """Steps that read more were not slower; the message says what to do."""
+
+
 class TimedStep(NamedTuple):
     """Seconds that a decode step of a batch has taken."""
 
@@ -41,11 +45,11 @@ def bandwidth(machine: Machine, steps: Sequence[TimedStep]) -> float:
 
 def line(machine: Machine, steps: Sequence[TimedStep]) -> tuple[float, float]:
     """GB per second, and seconds per layer beside them, of steps on the device that read more and less: the line that
-    fits them best. Where it would begin below zero, it goes through zero. Raises `ValueError` where longer steps were
-    not slower."""
+    fits them best. Where it would begin below zero, it goes through zero. Raises `NoLineError` where longer steps
+    were not slower."""
     slope, start = linear_regression([read_gb(machine, step) for step in steps], [step.step_s for step in steps])
     if slope <= 0:
-        raise ValueError("Steps that read more were not slower: measure longer prompts, or on an idle machine.")
+        raise NoLineError("Steps that read more were not slower: measure longer prompts, or on an idle machine.")
     return (bandwidth(machine, steps), 0.0) if start < 0 else (1 / slope, start / steps[0].info.num_layers)
 
 

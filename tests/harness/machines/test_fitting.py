@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.machines.fitting import TimedStep, bandwidth, layer_s, line, predicted_s, read_gb
+from harness.machines.fitting import NoLineError, TimedStep, bandwidth, layer_s, line, predicted_s, read_gb
 from harness.machines.machine import Machine, MethodConstants
 from harness.machines.plan import Workload
 from harness.models.random import Random
@@ -43,7 +43,7 @@ def test_a_line_does_not_begin_below_zero() -> None:
 
 def test_longer_steps_that_are_not_slower_have_no_line() -> None:
     steps = made_of(0.0, *full(1000, 6000))
-    with pytest.raises(ValueError, match="Steps that read more were not slower: measure longer prompts"):
+    with pytest.raises(NoLineError, match="Steps that read more were not slower: measure longer prompts"):
         line(LIMITS, [steps[0], steps[1]._replace(step_s=steps[0].step_s)])
 
 
