@@ -61,9 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
     """Rows, the fastest of each machine and length first, and why others are not there."""
     from harness.machines.machine import machine
-    from harness.machines.plan import PlanError, planned
+    from harness.machines.plan import planned
     from harness.models.random import Random
-    from methods.base import BudgetError, CostError
 
     info = Random(options.model, None, 0, "bytes").describe()
     rows: list[PlannedRow] = []
@@ -76,7 +75,7 @@ def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
             for load in _loads(options, tokens):
                 try:
                     rows.append(planned(there, info, load, options.batch))
-                except (PlanError, BudgetError, CostError) as error:
+                except ValueError as error:  # of this row alone: it does not fit, or suit the model
                     left_out[str(error)] = None
             rows[behind:] = sorted(rows[behind:], key=lambda row: -row.rate)
     return rows, list(left_out)

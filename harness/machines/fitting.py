@@ -34,7 +34,7 @@ def predicted_s(machine: Machine, step: TimedStep, constants: MethodConstants) -
 
 def read_gb(machine: Machine, step: TimedStep) -> float:
     """What the device reads in the step: its seconds at a gigabyte per second, if nothing else took any."""
-    alone = replace(machine, read_gb_s=1.0, matmul_gflop_s={}, launch_s=0.0)
+    alone = replace(machine, read_gb_s=1.0, matmul_gflop_s={})
     return predicted_s(alone, step, MethodConstants())
 
 

@@ -8,7 +8,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.config.plugins import suggestion
 from harness.machines.costs import CostTable, LinkCost
 from harness.results.files import read_yaml, write_yaml
 from methods.tiers.tier import DEVICE, TIERS
@@ -48,7 +47,6 @@ class Machine:
     host_bytes: int | None = None  # None: as much as it takes
     reserve_bytes: int = 0
     matmul_gflop_s: Mapping[str, float] = field(default_factory=dict)
-    launch_s: float = 0.0
     to_device_gb_s: float | None = None
     to_host_gb_s: float | None = None
     disk_gb_s: float | None = None
@@ -59,7 +57,6 @@ class Machine:
         return CostTable(
             read_bytes_s=1e9 * self.read_gb_s,
             flop_s=1e9 * self.matmul_gflop_s.get(dtype, inf),
-            launch_s=self.launch_s,
             layer_s=constants.layer_s,
             to_device=_link(self.to_device_gb_s),
             to_host=_link(self.to_host_gb_s),
@@ -95,8 +92,8 @@ def machine(asked: str) -> Machine:
         file /= "machine.yaml"
     if not file.is_file():
         raise MachineError(
-            f"The machine {asked} is unknown{suggestion(asked, list(known()))} `python -m harness.bench calibrate` "
-            "writes a file for the one you are on, and its path can stand for a name."
+            f"The machine {asked} is unknown: choose one of {', '.join(known())}, or the file that "
+            "`python -m harness.bench calibrate` writes for the one you are on."
         )
     of_file = read(file)
     if len(of_file) != 1:

@@ -278,6 +278,11 @@ def test_rows_that_do_not_fit_are_said_below_the_others(capsys: pytest.CaptureFi
     assert "set budget to at least" in told
 
 
+def test_a_method_that_does_not_suit_the_model_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not command.main([*SHORT, "--methods", "full", "shadowkv:rank=1000"])
+    assert "rank=1000 is more than the 192 channels of this model's keys" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
