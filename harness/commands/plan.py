@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from harness.config.errors import explained
@@ -18,7 +19,7 @@ from harness.config.values import SettingsError, size
 from harness.results.files import write_atomically, write_csv
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
-from harness.terminal.numbers import budget, count, share
+from harness.terminal.numbers import budget, count, positive, share
 from harness.terminal.paths import typed
 from harness.terminal.stopping import stoppable
 from harness.terminal.tables import markdown_table, text_table
@@ -74,7 +75,7 @@ def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
             behind = len(rows)
             for load in _loads(options, tokens):
                 try:
-                    rows.append(planned(there, info, load, options.batch))
+                    rows.append(planned(there, info, load, options.batch, options.tpot / 1e3))
                 except ValueError as error:  # of this row alone: it does not fit, or suit the model
                     left_out[str(error)] = None
             rows[behind:] = sorted(rows[behind:], key=lambda row: -row.rate)
@@ -139,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hits", type=share, help="share of the chosen rows that a step finds on the device")
     parser.add_argument("--host", type=_bytes, metavar="SIZE", help="host memory, as 512GB; else that of the machine")
     parser.add_argument("--batch", type=count, help="sequences at a time (default: as many as fit)")
+    parser.add_argument("--tpot", type=positive, default=inf, metavar="MS", help="most milliseconds per output token")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights and cache")
     parser.add_argument(
         "--prefill",

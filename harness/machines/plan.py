@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 
 from harness.config.settings import Settings
 from harness.jobs.planning.alignment import shapes
@@ -53,7 +56,7 @@ class PlannedRow:
     load: Workload
     batch: int
     most: int  # sequences that fit
-    limit: str  # what ends there: device or host
+    limit: str  # what ends the batch: device, host, TPOT, or that it was asked for
     sequence: SequenceBytes
     tpot_s: float
     bytes_tpot_s: float
@@ -78,9 +81,11 @@ class PlannedRow:
         return constants.basis or self.machine.basis
 
 
-def planned(machine: Machine, info: ModelInfo, load: Workload, batch: int | None = None) -> PlannedRow:
-    """The largest batch that fits, or `batch`. Raises `PlanError` where that does not fit, `BudgetError` for a budget
-    that is too small, and `CostError` for a method without formulas."""
+def planned(
+    machine: Machine, info: ModelInfo, load: Workload, batch: int | None = None, most_tpot_s: float = inf
+) -> PlannedRow:
+    """The largest batch that fits and takes at most `most_tpot_s` for a token, or `batch`. Raises `PlanError` where
+    that does not fit, `BudgetError` for a budget that is too small, and `CostError` for a method without formulas."""
     machine.require(load.placement)
     _check(info, load)
     sequence = sequence_of(machine, info, load)
@@ -88,20 +93,35 @@ def planned(machine: Machine, info: ModelInfo, load: Workload, batch: int | None
     if most < (batch or 1):
         raise PlanError(_too_large(machine, info, load, sequence, most, limit, batch))
     constants = constants_of(machine, load)
-    timed = step_times(machine, info, load, batch or most, constants)
-    plain = step_times(machine, info, load, batch or most, replace(constants, layer_s=0.0))
-    assert timed.tpot_s is not None
-    assert plain.tpot_s is not None
+    fast = bisect_right(
+        range(1, (batch or most) + 1), most_tpot_s, key=partial(_tpot_s, machine, info, load, constants)
+    )
+    if not fast or (batch and fast < batch):
+        raise PlanError(_too_slow(machine, load, fast, batch, most_tpot_s))
     return PlannedRow(
         machine=machine,
         info=info,
         load=load,
-        batch=batch or most,
+        batch=fast,
         most=most,
-        limit=limit,
+        limit="asked" if batch else limit if fast == most else "TPOT",
         sequence=sequence,
-        tpot_s=timed.tpot_s,
-        bytes_tpot_s=plain.tpot_s,
+        tpot_s=_tpot_s(machine, info, load, constants, fast),
+        bytes_tpot_s=_tpot_s(machine, info, load, replace(constants, layer_s=0.0), fast),
+    )
+
+
+def _tpot_s(machine: Machine, info: ModelInfo, load: Workload, constants: MethodConstants, batch: int) -> float:
+    tpot_s = step_times(machine, info, load, batch, constants).tpot_s
+    assert tpot_s is not None
+    return tpot_s
+
+
+def _too_slow(machine: Machine, load: Workload, fast: int, batch: int | None, most_tpot_s: float) -> str:
+    reach = f"a batch of {fast} is fast enough" if fast else "one sequence alone takes longer"
+    return (
+        f"{load.name} with placement={load.placement} at {load.tokens} tokens does not decode {batch or 1} at a time "
+        f"in {1e3 * most_tpot_s:g} ms per token on {machine.name}: {reach}."
     )
 
 

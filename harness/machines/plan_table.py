@@ -33,7 +33,7 @@ def columns(rows: Sequence[PlannedRow]) -> list[Column]:
     return [
         *shown,
         counts("batch", [row.batch for row in rows]),
-        Column("until", "", [row.limit if row.batch == row.most else "asked" for row in rows], left=True),
+        Column("until", "", [row.limit for row in rows], left=True),
         number("TPOT", "ms", [1e3 * row.tpot_s for row in rows]),
         number("rate", "tok/s", [row.rate for row in rows]),
         number("bytes alone", "tok/s", [row.bytes_rate for row in rows]),

@@ -82,6 +82,21 @@ def test_the_batch_is_what_the_forecast_leaves() -> None:
     assert planned(replace(MADE_UP, reserve_bytes=one), info(), FULL).most == row.most - 1
 
 
+def test_a_time_per_token_ends_a_batch_too() -> None:
+    """A sequence more of Full takes its keys and values more."""
+    one, two = (planned(MADE_UP, info(), FULL, batch).tpot_s for batch in (1, 2))
+    row = planned(MADE_UP, info(), FULL, most_tpot_s=one + 1.5 * (two - one))
+    assert (row.batch, row.limit, row.most > 2) == (2, "TPOT", True)
+    assert row.tpot_s == two
+    assert planned(MADE_UP, info(), FULL, 1, most_tpot_s=one).limit == "asked"
+    with pytest.raises(
+        PlanError, match=r"does not decode 3 at a time in .* ms per token on made up: a batch of 2 is fast"
+    ):
+        planned(MADE_UP, info(), FULL, 3, most_tpot_s=1.01 * two)
+    with pytest.raises(PlanError, match="one sequence alone takes longer"):
+        planned(MADE_UP, info(), FULL, most_tpot_s=0.9 * one)
+
+
 def test_host_memory_ends_a_batch_too() -> None:
     """Pinned memory is given in powers of two: 30,000 values of 2048 bytes take 64 MiB in each of 32 layers."""
     row = planned(replace(MADE_UP, host_bytes=9 * 2**31), info(), SHADOWKV)
@@ -306,7 +321,9 @@ def test_the_command_refuses_in_one_sentence(
     assert "\n" not in err
 
 
-@pytest.mark.parametrize("words", [["--host", "much"], ["--hits", "2"], ["--budget", "0"], ["--batch", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--tpot", "0"], ["--host", "much"], ["--hits", "2"], ["--budget", "0"], ["--batch", "0"]]
+)
 def test_options_are_checked(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main([*SHORT, *words])
