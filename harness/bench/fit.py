@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +94,8 @@ def run(
 
 def _times(method: Method, tokens: int, options: argparse.Namespace, loaded: LoadedModel, text: list[int]) -> list[Any]:
     ids = torch.tensor([(text * (tokens // len(text) + 1))[-tokens:]], device=loaded.model.device)
-    with routed(loaded.model):
-        decoding = ModelDecoding(attachment(method, loaded, text, options), ids, options)
+    with closing(attachment(method, loaded, text, options)) as kv, routed(loaded.model):
+        decoding = ModelDecoding(kv, ids, options)
         return [decoding.timed_turn() for _ in range(options.rounds)]
 
 
@@ -105,7 +106,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
-    options.synthetic, options.graphs = True, False  # as ModelDecoding asks for them
+    options.synthetic, options.graphs, options.link = (
+        True,
+        False,
+        None,
+    )  # as ModelDecoding and `attachment` ask for them
     methods.chosen(options.methods)  # a wrong name is found now
     there = machines.machine(options.machine)
     if len(set(options.tokens)) < 3:

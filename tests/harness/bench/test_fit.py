@@ -60,7 +60,7 @@ def test_it_writes_what_it_has_fitted(here: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_turn_is_timed() -> None:
     """On the tiny model, in fp32."""
     options = argparse.Namespace(
-        new=4, rounds=2, budget=64, placement="device", reuse_steps=0, synthetic=True, graphs=False
+        new=4, rounds=2, budget=64, placement="device", reuse_steps=0, synthetic=True, graphs=False, link=None
     )
     source = models.source("tiny", 2)
     loaded = source.load("fp32", "cpu")
