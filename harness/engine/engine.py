@@ -7,7 +7,7 @@ runs before the question, which then goes through `decode` token by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -20,15 +20,18 @@ from harness.engine.batch.slot import Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
+from harness.engine.forward import nothing
 from harness.engine.graph import StepCapture
 from harness.engine.sampling import Sampler
 from harness.engine.wait import wait_for
+from harness.models.devices import usual_chunk
 from methods.base import KVLayer
 
 
 class Engine(Stepper):
-    """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
-    every n-th step with exact attention (engine/fidelity.py), 0 for never."""
+    """Runs an attached model. `prefill_chunk`: tokens of a prompt that pass through a layer at once; None for what is
+    usual on the model's device (harness/models/devices.py). `fidelity`: compare every n-th step with exact attention
+    (engine/fidelity.py), 0 for never."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Engine(Stepper):
         graphs: StepCapture | None = None,
     ) -> None:
         super().__init__(attachment, graphs)
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk or usual_chunk(self.model.device.type, attachment.method.dense_prefill)
         self.fidelity = fidelity
 
     def generate(
@@ -93,9 +96,15 @@ class Engine(Stepper):
         return cache
 
     @torch.inference_mode()
-    def prefill(self, cache: KVCache, prompt: Tensor) -> Tensor:
-        """-> logits of the last token [B V]"""
-        for chunk in prompt.split(self.prefill_chunk or prompt.shape[1], dim=1):
+    def prefill(self, cache: KVCache, prompt: Tensor, *, between: Callable[[], None] = nothing) -> Tensor:
+        """prompt [B S] -> logits of the last token [B V]. `between` is called once between two chunks' worth of
+        work: whole chunks where the model runs its own forward, else as many parts of them as it has layers."""
+        chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
+        if self.forward is not None:
+            return self.forward.prefill(chunks, cache, between=between)
+        for number, chunk in enumerate(chunks):
+            if number:
+                between()
             logits = self.run(chunk, cache)
         return logits
 
