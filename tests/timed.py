@@ -39,7 +39,9 @@ class Timed(Engine):
         super().__init__(attachment, prefill_chunk=chunk)
         self.time, self.token_s = time, token_s
 
-    def prefill(self, cache: KVCache, prompt: Tensor, *, between: Callable[[], None] = nothing) -> Tensor:
+    def prefill(
+        self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
+    ) -> Tensor:
         chunks = iter(prompt.split(self.prefill_chunk or prompt.shape[1], dim=1))
 
         def passes() -> None:
@@ -50,7 +52,7 @@ class Timed(Engine):
             passes()
 
         passes()
-        return super().prefill(cache, prompt, between=next_chunk)
+        return super().prefill(cache, prompt, whole=whole, between=next_chunk)
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
         self.time.passes(STEP_S)

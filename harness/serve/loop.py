@@ -118,7 +118,7 @@ class Loop:
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         """-> logits of the last token [1 V]"""
-        return self.engine.prefill(cache, self._tensor(tokens), between=self._let_others_step)
+        return self.engine.prefill(cache, self._tensor(tokens), whole=True, between=self._let_others_step)
 
     def _let_others_step(self) -> None:
         if self.interleave and self._running:
