@@ -31,7 +31,7 @@ from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
 from methods.parts.chunks import chunked, landmarks
-from methods.parts.hit_cache import HitCache, token_rows
+from methods.parts.hit_cache import HitCache, held_bytes, token_rows
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.tiers.block import FAR
@@ -130,17 +130,12 @@ class ShadowKV(Method):
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
         selectable = plan.candidates - plan.outliers
-        ids = costs.INT64 * spec.num_kv_heads
-        index = selectable * spec.num_kv_heads * spec.head_dim * size + plan.candidates * ids
+        index = spec.num_kv_heads * (selectable * spec.head_dim * size + plan.candidates * costs.INT64)
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
+        hits = held_bytes(case, plan.top, self.chunk) if self.hit_cache else 0
         stored = plan.candidates * values
-        device = Cost(resident + factors + index + self.hit_bytes(case) + stored) + costs.rope_table(case)
+        device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
         return device + costs.offload(case, stored, plan.top * values)
-
-    def hit_bytes(self, case: Case) -> int:
-        """Return the bytes of the chunks that a step leaves on the device for the next one."""
-        ids, chunk = costs.INT64 * case.spec.num_kv_heads, case.row_bytes * self.chunk
-        return self.plan(case.budget, case.sealed).top * (chunk + ids) if self.hit_cache else 0
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
@@ -150,7 +145,8 @@ class ShadowKV(Method):
         channels = case.spec.num_kv_heads * case.spec.head_dim
         factor = self.rank_of(case.sealed, channels) * (costs.FP32 + case.element_bytes % costs.FP32)
         beside = max(case.sealed * factor, min(case.sealed, ROWS_AT_ONCE) * 2 * costs.FP32 * channels)
-        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside, stepping=self.hit_bytes(case))
+        hits = held_bytes(case, self.plan(case.budget, case.sealed).top, self.chunk) if self.hit_cache else 0
+        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside, stepping=hits)
 
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim

@@ -7,12 +7,13 @@ a `LoopCache`, which tells them by the number of tokens in a forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
+from harness.engine.watch import Watch
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
@@ -28,23 +29,6 @@ class UnsupportedError(NotImplementedError):
 
 class RoomError(ValueError):
     """More sequences or tokens than a cache was made for; the message says what to make it with."""
-
-
-class Watch(Protocol):
-    """Looks on at one generation, without a part in it: every attention call behind its layer, every decode forward."""
-
-    def prefill(self, layer: int, x: AttnInput) -> None:
-        """A prompt chunk has been attended to."""
-
-    def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
-        """`layer` has answered `out` [B H 1 D] to `x`."""
-
-    def note(self, fed: Tensor, logits: Tensor) -> None:
-        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
-
-    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """What is recorded for sequence `place`, which answered `tokens`; None without a measured step. `compare`:
-        hold it against Full on the same text."""
 
 
 class KVCache(Cache):
