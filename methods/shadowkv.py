@@ -31,7 +31,7 @@ from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
 from methods.parts.chunks import chunked, landmarks
-from methods.parts.hit_cache import HitCache, token_rows
+from methods.parts.hit_cache import HitCache, held_bytes, token_rows
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.tiers.block import FAR
@@ -126,17 +126,16 @@ class ShadowKV(Method):
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
-        values = case.row_bytes * self.chunk // 2  # of a chunk
+        values, top = case.row_bytes * self.chunk // 2, plan.top * self.chunk  # bytes of a chunk's, and tokens
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
         selectable, ids = plan.candidates - plan.outliers, costs.INT64 * spec.num_kv_heads
         landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
-        hits = plan.top * (2 * values + ids) if self.hit_cache else 0
-        stored, top = plan.candidates * values, plan.top * self.chunk
-        read = landmarks + (resident - case.reserve * case.row_bytes) + top * case.row_bytes
-        device = Cost(resident + factors + landmarks + plan.candidates * ids + hits + stored) + costs.rope_table(case)
-        return device.reading(read + costs.rebuilding(case, rank, top)) + costs.offload(case, stored, plan.top * values)
+        hits = held_bytes(case, plan.top, self.chunk) if self.hit_cache else 0
+        read = landmarks + resident + (top - case.reserve) * case.row_bytes + costs.rebuilding(case, rank, top)
+        device = Cost(resident + factors + landmarks + plan.candidates * (ids + values) + hits) + costs.rope_table(case)
+        return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
@@ -146,7 +145,8 @@ class ShadowKV(Method):
         channels = case.spec.num_kv_heads * case.spec.head_dim
         factor = self.rank_of(case.sealed, channels) * (costs.FP32 + case.element_bytes % costs.FP32)
         beside = max(case.sealed * factor, min(case.sealed, ROWS_AT_ONCE) * 2 * costs.FP32 * channels)
-        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside)
+        hits = held_bytes(case, self.plan(case.budget, case.sealed).top, self.chunk) if self.hit_cache else 0
+        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside, stepping=hits)
 
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim

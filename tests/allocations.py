@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -9,34 +10,61 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from methods.tiers.rows import HostRows
+from methods.tiers.tier import DEVICE, HOST
+
 
 class Allocations(TorchDispatchMode):
-    """`with Allocations() as counted:` what operations inside the block allocate; `counted.peak` bytes at most at once.
+    """`with Allocations() as counted:` what operations inside the block allocate; `counted.peak` bytes at most at once,
+    and `counted.peaks` of each tier: rows of the host tier are the host's, all else is the device's.
 
-    What compiled kernels take for themselves is not seen; the tensors that they write are.
+    What compiled kernels take for themselves is not seen; the tensors that they write are. Files that are mapped to be
+    read take no memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.peak = 0
+        self.peak = 0
+        self.alive, self.peaks = Counter[str](), Counter[str]()
+        self._tier = DEVICE  # of what is allocated now
         self._known: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __enter__(self) -> Any:
+        self._room = vars(HostRows)["room"]
+
+        def room(cls: Any, *args: Any) -> torch.Tensor:
+            self._tier = HOST
+            try:
+                return self._room.__func__(cls, *args)  # type: ignore[no-any-return]
+            finally:
+                self._tier = DEVICE
+
+        HostRows.room = classmethod(room)  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        HostRows.room = self._room  # type: ignore[method-assign]
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
-                self._count(x.untyped_storage())
+                self._count(x.untyped_storage(), mapped=func is torch.ops.aten.from_file.default)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, mapped: bool) -> None:
         if storage in self._known:
             return
         self._known.add(storage)
-        size = storage.nbytes()
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        finalize(storage, self._free, size)
+        if mapped:
+            return
+        size, tier = storage.nbytes(), self._tier
+        self.alive[tier] += size
+        self.peak = max(self.peak, self.alive.total())
+        self.peaks[tier] = max(self.peaks[tier], self.alive[tier])
+        finalize(storage, self._free, size, tier)
 
-    def _free(self, size: int) -> None:
-        self.alive -= size
+    def _free(self, size: int, tier: str) -> None:
+        self.alive[tier] -= size

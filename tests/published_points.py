@@ -112,7 +112,6 @@ def load_of(point: PublishedPoint) -> Workload:
         placement="host" if point.method == "shadowkv" else "device",
         tokens=point.tokens,
         new=NEW,
-        layerwise=True,
     )
 
 

@@ -37,7 +37,7 @@ LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason w
 ROOMS: dict[str, set[str] | None] = {
     "commands": None,  # they may import any room
     "terminal": set(),
-    "config": {"terminal"},
+    "config": {"terminal", "models"},
     "models": {"terminal"},
     "prompts": set(),
     "engine": {"models", "prompts"},

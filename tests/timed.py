@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from harness.engine.attach import Attachment
 from harness.engine.batch.generation import never
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
+from harness.engine.forward import nothing
+from harness.engine.graph import CapturedStep
 from harness.jobs.planning.items import Item
 
 TOKEN_S, STEP_S = 0.1, 1.0
@@ -28,7 +31,7 @@ class Time:
 
 
 class Timed(Engine):
-    """An engine whose forwards take the seconds they are given."""
+    """An engine whose steps, and chunks of a prompt, take the seconds they are given."""
 
     def __init__(
         self, attachment: Attachment, time: Time, chunk: int | None = None, *, token_s: float = TOKEN_S
@@ -36,10 +39,24 @@ class Timed(Engine):
         super().__init__(attachment, prefill_chunk=chunk)
         self.time, self.token_s = time, token_s
 
-    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
-        decodes = cache.members[0].sealed
-        self.time.passes(STEP_S if decodes else self.token_s * ids.shape[1])
-        return super().run(ids, cache)
+    def prefill(
+        self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
+    ) -> Tensor:
+        chunks = iter(prompt.split(self.prefill_chunk or prompt.shape[1], dim=1))
+
+        def passes() -> None:
+            self.time.passes(self.token_s * next(chunks).shape[1])
+
+        def next_chunk() -> None:
+            between()
+            passes()
+
+        passes()
+        return super().prefill(cache, prompt, whole=whole, between=next_chunk)
+
+    def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
+        self.time.passes(STEP_S)
+        return super().decode(ids, cache, captured)
 
 
 def ending(item: Item) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ModelDecoding:
             self.cache.num_tokens = prompt.shape[1]
             self.logits = torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
         else:
-            self.logits = self.engine.prefill(self.cache, prompt)
+            self.logits = self.engine.prefill(self.cache, prompt, whole=True)
         self.first = self.turn()  # with the seal; not counted
         self.moved: list[float] = []
         self.exposed_s: list[float] = []  # per step of a turn

@@ -101,7 +101,6 @@ def _loads(options: argparse.Namespace, tokens: int) -> Iterator[Workload]:
                     new=options.new,
                     dtype=options.dtype,
                     hits=options.hits,
-                    layerwise=options.prefill == "layers",
                 )
 
 
@@ -142,12 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=count, help="sequences at a time (default: as many as fit)")
     parser.add_argument("--tpot", type=positive, default=inf, metavar="MS", help="most milliseconds per output token")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights and cache")
-    parser.add_argument(
-        "--prefill",
-        choices=("engine", "layers"),
-        default="engine",
-        help="engine: as this harness computes prompts. layers: each layer is sealed before the next begins",
-    )
     parser.add_argument("--timelines", action="store_true", help="draw the steps of every row as well; needs --out")
     parser.add_argument("--out", type=typed, metavar="DIR", help="for table.md, plan.csv and plan.png")
     return parser

@@ -30,6 +30,7 @@ from harness.config.groups import (
 )
 from harness.config.plugins import suggestion
 from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
+from harness.models.devices import usual_chunk
 from methods.budget import BudgetError, check_budgets
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -274,9 +275,14 @@ class RunConfig(Settings):
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
-    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs`
-    resolved."""
-    return asdict(Settings()) | {"graphs": "on" if device.startswith("cuda") else "off"}
+    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs` and
+    `overlap` resolved, and `prefill_chunk`."""
+    resolved = {
+        "graphs": "on" if device.startswith("cuda") else "off",
+        "overlap": "off",
+        "prefill_chunk": usual_chunk(device),
+    }
+    return asdict(Settings()) | resolved
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -51,7 +51,7 @@ class Sealed:
         self.engine = Engine(attachment, prefill_chunk=given.prefill_chunk)
         self.prompt = torch.tensor([list(given.ids)], device=attachment.model.device)
         self.cache = attachment.start(Probe, capacity=len(given.ids) + given.new_tokens + more)
-        self.logits = self.engine.prefill(self.cache, self.prompt[:, : given.context])
+        self.logits = self.engine.prefill(self.cache, self.prompt[:, : given.context], whole=True)
         self.cache.seal()
         self._before = Snapshot(self.cache)
 

@@ -7,15 +7,17 @@ a `LoopCache`, which tells them by the number of tokens in a forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
+from harness.engine.watch import Watch
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
+from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
@@ -27,23 +29,6 @@ class UnsupportedError(NotImplementedError):
 
 class RoomError(ValueError):
     """More sequences or tokens than a cache was made for; the message says what to make it with."""
-
-
-class Watch(Protocol):
-    """Looks on at one generation, without a part in it: every attention call behind its layer, every decode forward."""
-
-    def prefill(self, layer: int, x: AttnInput) -> None:
-        """A prompt chunk has been attended to."""
-
-    def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
-        """`layer` has answered `out` [B H 1 D] to `x`."""
-
-    def note(self, fed: Tensor, logits: Tensor) -> None:
-        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
-
-    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """What is recorded for sequence `place`, which answered `tokens`; None without a measured step. `compare`:
-        hold it against Full on the same text."""
 
 
 class KVCache(Cache):
@@ -61,21 +46,43 @@ class KVCache(Cache):
         self._sealed_tokens = 0  # of the prompts of all turns and the answers between them
         self.watch: Watch | None = None
         self._awaited: dict[int, State] = {}  # layers whose states are still to come
+        self._closed: set[int] = set()  # layers that have sealed ahead of the others
+        self.closed_s = 0.0  # seconds that these took
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
 
     def seal(self) -> None:
-        """The prompt is complete."""
+        """The prompt is complete: all layers seal that have not closed."""
         self.await_layers()
-        self.state.checks.begin("further" if self._further else "first")
-        for layer in self.layers:
-            layer.seal()
+        for layer in range(len(self.layers)):
+            if layer not in self._closed:
+                self.close(layer)
+        self._closed.clear()
         self.state.engine.drain()
         self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
+
+    def close(self, layer: int) -> None:
+        """The prompt is complete in this layer, and nothing of it is to come: it seals, ahead of `seal`."""
+        if not self._closed:
+            self.state.checks.begin("further" if self._further else "first")
+        self.layers[layer].seal()
+        self._closed.add(layer)
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether a layer closes as soon as it is complete, because its rows leave the device."""
+        return self.state.request.placement != DEVICE
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether all that `seal` has left to do is to begin the next phase."""
+        return len(self._closed) == len(self.layers)
 
     def open_turn(self) -> None:
         """A further turn begins: the next forwards are prompt again, until `seal`."""
         self.sealed = False
+        self._closed.clear()
+        self.closed_s = 0.0
 
     def contents(self) -> list[dict[str, Tensor]]:
         """End the turn: what each layer needs for a further one (`KVLayer.state`). Views: copy what is to last."""
@@ -160,6 +167,11 @@ class KVCache(Cache):
         if not self._arriving:
             self.expect(x.k.shape[0], x.k.shape[2])
         if not self.sealed:
+            if layer in self._closed:
+                raise UnsupportedError(
+                    "This prompt was said to be whole, and its layers have closed: call cache.open_turn() if what "
+                    "comes begins a new turn, or prefill without whole=True."
+                )
             if layer in self._awaited:  # a sealed cache waits for none
                 self._await(layer)
             out = self.layers[layer].prefill(x)

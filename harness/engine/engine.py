@@ -2,12 +2,14 @@
 
 The clock starts with the prefill; a token's time is when it is on the host. `seal` runs between the first and the
 second token (protocol=prompt), so whatever a method does to digest a prompt is inside TT2T; under protocol=context it
-runs before the question, which then goes through `decode` token by token.
+runs before the question, which then goes through `decode` token by token. Where rows leave the device
+(placement=host or disk), each layer seals during the prefill, as soon as the prompt is through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -20,15 +22,18 @@ from harness.engine.batch.slot import Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
+from harness.engine.forward import nothing
 from harness.engine.graph import StepCapture
 from harness.engine.sampling import Sampler
 from harness.engine.wait import wait_for
+from harness.models.devices import usual_chunk
 from methods.base import KVLayer
 
 
 class Engine(Stepper):
-    """Runs an attached model. `prefill_chunk`: tokens per prefill forward, None for all at once. `fidelity`: compare
-    every n-th step with exact attention (engine/fidelity.py), 0 for never."""
+    """Runs an attached model. `prefill_chunk`: tokens of a prompt that pass through a layer at once; None for what is
+    usual on the model's device (harness/models/devices.py). `fidelity`: compare every n-th step with exact attention
+    (engine/fidelity.py), 0 for never."""
 
     def __init__(
         self,
@@ -39,7 +44,7 @@ class Engine(Stepper):
         graphs: StepCapture | None = None,
     ) -> None:
         super().__init__(attachment, graphs)
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk or usual_chunk(self.model.device.type, attachment.method.dense_prefill)
         self.fidelity = fidelity
 
     def generate(
@@ -79,7 +84,7 @@ class Engine(Stepper):
         cache = self.cache(prompt, max_new_tokens)
         wait_for(self.model.device)
         began = perf_counter()
-        logits = self.prefill(cache, context)
+        logits = self.prefill(cache, context, whole=True)
         return batch.join(
             cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
         )
@@ -93,11 +98,29 @@ class Engine(Stepper):
         return cache
 
     @torch.inference_mode()
-    def prefill(self, cache: KVCache, prompt: Tensor) -> Tensor:
-        """-> logits of the last token [B V]"""
-        for chunk in prompt.split(self.prefill_chunk or prompt.shape[1], dim=1):
+    def prefill(
+        self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
+    ) -> Tensor:
+        """prompt [B S] -> logits of the last token [B V]. `whole`: nothing more of the turn's prompt is to come, so
+        where rows leave the device, each layer closes as soon as it is complete; `seal` goes on from there. `between`
+        is called once between two chunks' worth of work: whole chunks where the model runs its own forward, else as
+        many parts of them as it has layers."""
+        chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
+        if self.forward is not None:
+            complete = partial(self._close, cache) if whole and cache.closes_early else nothing
+            return self.forward.prefill(chunks, cache, complete, between)
+        for number, chunk in enumerate(chunks):
+            if number:
+                between()
             logits = self.run(chunk, cache)
         return logits
+
+    def _close(self, cache: KVCache, layer: int) -> None:
+        wait_for(self.model.device)
+        began = perf_counter()
+        cache.close(layer)
+        wait_for(self.model.device)
+        cache.closed_s += perf_counter() - began
 
     def complete(
         self,

@@ -34,7 +34,7 @@ def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLa
 
 
 class Fidelity:
-    """A `Watch` (engine/cache.py) of the method's layers: what slides over a window is exact. `prompt`: layers that
+    """A `Watch` (engine/watch.py) of the method's layers: what slides over a window is exact. `prompt`: layers that
     hold the prompt already, where it is shared."""
 
     def __init__(

@@ -3,10 +3,16 @@
 transformers spends more of a decode step between its operations than in them, and goes over a prompt's activations a
 dozen times where two suffice. Weights and roundings are the same, so the tokens are; a model that is not built as
 kernels/block.py says is refused with the reason, and then runs its own forward.
+
+A prompt goes through it layer by layer: all its chunks through one layer, then through the next. So a layer has seen
+the whole prompt before the next one begins, and may let go of what it need not keep on the device.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +33,10 @@ class ForwardError(NotImplementedError):
     """This model cannot be run by blocks; the message says why."""
 
 
+def nothing(*_: int) -> None:
+    """Where nobody asks to be told."""
+
+
 class BlockForward:
     """`forward(ids, cache)`: ids [B T] -> logits of the last token [B V]."""
 
@@ -39,28 +49,57 @@ class BlockForward:
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        return self.prefill([ids], cache)
+
+    def prefill(
+        self,
+        chunks: Sequence[Tensor],
+        cache: KVCache,
+        complete: Callable[[int], None] = nothing,
+        between: Callable[[], None] = nothing,
+    ) -> Tensor:
+        """chunks [B T] each, which follow one another -> logits of the last token [B V].
+
+        `complete(layer)`: the last chunk is through that layer. `between()`: as much has been computed as all layers
+        compute for one chunk, and there is more to come.
+        """
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
         cache.begin()
-        x = embedding(ids, self.embedding)
-        cos, sin = self.decoder.rotary_emb(x, cache.positions(ids.shape[1], ids.device))
+        if len(chunks) > 1:
+            cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
+        states = deque(embedding(ids, self.embedding) for ids in chunks)  # those of a layer are its next one's input
+        rotations, left = self._rotations(states, cache), len(chunks) * len(self.blocks)
         for index in range(len(self.blocks)):
-            x = self._layer(index, x, cos, sin, cache)
+            for start, cos, sin in rotations:
+                states.append(self._layer(index, states.popleft(), cos, sin, cache, start))
+                left -= 1
+                if left and left % len(self.blocks) == 0:
+                    between()
+            complete(index)
         cache.end()
-        logits: Tensor = ops.token_logits(x, self.head)
+        logits: Tensor = ops.token_logits(states[-1], self.head)
         return logits[:, -1]
 
-    def _layer(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+    def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
+        """Of each chunk: the position of its first token, and cos and sin of all, asked for in the order of the chunks,
+        since some rotations depend on how far the text has come."""
+        sizes = [x.shape[1] for x in states]
+        places = cache.positions(sum(sizes), states[0].device).split(sizes, dim=1)
+        starts = accumulate(sizes[:-1], initial=cache.num_tokens)
+        return [(start, *self.decoder.rotary_emb(x, at)) for start, x, at in zip(starts, states, places, strict=True)]
+
+    def _layer(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
         """x [B T hidden] -> [B T hidden], of the last layer [B 1 hidden]: only the last token's logits are wanted."""
-        attended = self._attended(index, x, cos, sin, cache)
+        attended = self._attended(index, x, cos, sin, cache, start)
         if index == len(self.blocks) - 1:
             x, attended = x[:, -1:], attended[:, :, -1:]
         return ops.block_output(x, attended, self.blocks[index])
 
-    def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+    def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
         """A function of its own, so that nothing but its result [B H T D] is alive beside the MLP."""
         normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
-        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, cache.num_tokens))
+        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
 
 
 def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:

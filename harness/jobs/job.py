@@ -17,7 +17,8 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.planning.capacity import Holder, Need, needed, refuse, size
+from harness.jobs.planning.cache_bytes import Holder
+from harness.jobs.planning.capacity import Need, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,

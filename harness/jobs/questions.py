@@ -199,7 +199,7 @@ class Asking:
         return slot
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-        return self.engine.prefill(cache, self._tensor(tokens))
+        return self.engine.prefill(cache, self._tensor(tokens), whole=True)
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self.engine.model.device)

@@ -134,7 +134,7 @@ class Runner:
             cache = self.engine.cache(ids, room(items) - ids.shape[1])
             wait_for(self.device)
             began = perf_counter()
-            logits = self.engine.prefill(cache, ids[:, :context])
+            logits = self.engine.prefill(cache, ids[:, :context], whole=True)
         return Prefilled(cache, logits, began, usage)
 
     def _go_on(self, asking: Asking, batch: RunningBatch, running: dict[Slot, Asking]) -> None:

@@ -9,7 +9,8 @@ from math import inf
 
 from harness.config.settings import Settings
 from harness.jobs.planning.alignment import shapes
-from harness.jobs.planning.capacity import Holder, size
+from harness.jobs.planning.cache_bytes import Holder
+from harness.jobs.planning.capacity import size
 from harness.jobs.planning.items import blank
 from harness.jobs.planning.sequences import SequenceBytes, sequence_bytes
 from harness.machines.machine import Machine, MethodConstants
@@ -38,7 +39,6 @@ class Workload:
     new: int
     dtype: str = "bf16"
     hits: float | None = None  # share of the chosen rows that lies on the device; None: as it was fitted, else 0
-    layerwise: bool = False  # whether prompts leave layer by layer
 
     @property
     def kind(self) -> str:
@@ -127,7 +127,7 @@ def _too_slow(machine: Machine, load: Workload, fast: int, batch: int | None, mo
 
 def sequence_of(machine: Machine, info: ModelInfo, load: Workload) -> SequenceBytes:
     """What one sequence takes, by the forecast of a run's bytes."""
-    return sequence_bytes(_holder(machine, load), info, blank(load.tokens, load.new), layerwise=load.layerwise)
+    return sequence_bytes(_holder(machine, load), info, blank(load.tokens, load.new))
 
 
 def largest(machine: Machine, info: ModelInfo, load: Workload, sequence: SequenceBytes) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
+PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU, unless told otherwise
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # of a GPU under Linux, and under Windows' Linux
 
 
@@ -33,6 +34,15 @@ def choose_device(asked: str) -> str:
             "driver, or a torch built for the one you have (README, Two commands); device=cpu runs without the GPU."
         )
     return "cpu"
+
+
+def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
+    """How many tokens of a prompt pass through a layer at once where nobody says; None: all.
+
+    On a GPU that bounds what lies between two operations. A method whose prefill is not dense (`dense_prefill`) reads
+    something else when its prompt comes in chunks, so it gets none that nobody asked for.
+    """
+    return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
 
 
 def check_device(name: str) -> str:

@@ -118,12 +118,11 @@ class Loop:
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         """-> logits of the last token [1 V]"""
-        ids = self._tensor(tokens)
-        for place, chunk in enumerate(ids.split(self.engine.prefill_chunk or ids.shape[1], dim=1)):
-            if place and self.interleave and self._running:
-                self._step()
-            logits = self.engine.prefill(cache, chunk)
-        return logits
+        return self.engine.prefill(cache, self._tensor(tokens), whole=True, between=self._let_others_step)
+
+    def _let_others_step(self) -> None:
+        if self.interleave and self._running:
+            self._step()
 
     def _join(self, visit: Visit, logits: Tensor | None, ending: dict[str, Any]) -> None:
         cache, nothing = visit.found.cache, self._tensor(visit.unread)

@@ -92,15 +92,22 @@ class Transient:
     layer of Full takes. `+` adds them up.
 
     `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer. `seal`:
-    while it is sealed, at the most, if that is more than what it then holds.
+    while it is sealed, at the most, if that is more than what it then holds. `stepping` counts the other way: bytes of
+    the layer's cost that it takes with its first step, so that they are not there while other layers seal.
     """
 
     kept: int = 0
     prefill: int = 0
     seal: int = 0
+    stepping: int = 0
 
     def __add__(self, other: Transient) -> Transient:
-        return Transient(self.kept + other.kept, self.prefill + other.prefill, self.seal + other.seal)
+        return Transient(
+            self.kept + other.kept,
+            self.prefill + other.prefill,
+            self.seal + other.seal,
+            self.stepping + other.stepping,
+        )
 
 
 class CostError(ValueError):

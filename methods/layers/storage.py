@@ -36,7 +36,7 @@ class Storage(KVLayer):
         super().__init__(spec, cache)
         method.require_budget(self.request.budget)
         self.method = method
-        self.store = KVStore(spec, self.cache, self.request.capacity)
+        self.store = KVStore(spec, self.cache, 0)  # until the first token comes
         self.closed = False  # sealed, and no further turn has begun
         self.sealed = 0  # stored tokens that belong to the sealed prompt
         self.prompt_rows = 0  # tokens of the sealed prompt that are in `store`
@@ -81,7 +81,10 @@ class Storage(KVLayer):
         return budget.tokens(seen, layer)
 
     def take_in(self, x: AttnInput) -> None:
-        """Store the keys and values of new tokens, repeated if query heads have copies of their own."""
+        """Store the keys and values of new tokens, repeated if query heads have copies of their own. Memory is taken
+        when the first one comes: layers that a prompt has not reached yet hold none."""
+        if not self.seen:
+            self.store = KVStore(self.spec, self.cache, self.request.capacity)
         self.seen += x.k.shape[2]
         copies = self.heads // self.spec.num_kv_heads
         if copies == 1:

@@ -18,13 +18,13 @@ from harness.prompts.teacher import Forced
 
 
 def seal(cache: KVCache) -> float:
-    """-> seconds"""
+    """-> seconds, those of layers that have closed before among them"""
     device = cache.state.request.device
     wait_for(device)  # under protocol=context the prefill may be under way
     before = perf_counter()
     cache.seal()
     wait_for(device)
-    return perf_counter() - before
+    return cache.closed_s + perf_counter() - before
 
 
 UNION_EVERY = 8  # steps: to count a union costs a few percent of one
@@ -87,11 +87,12 @@ class Slot:
 
     def begin(self, logits: Tensor | None) -> None:
         """The prompt is prefilled: the first token and the seal, or the seal and the question to come. logits [B V]; a
-        cache that is sealed stays as it is."""
+        cache that is sealed stays as it is. An answer that ends with its first token has no seal, unless the layers
+        have closed by then."""
         if not self._fed:
             assert logits is not None
             self._take(logits)
-        if not self.ended and not self.cache.sealed:
+        if not self.cache.sealed and (self.cache.has_closed or not self.ended):
             self.out.seal_s = seal(self.cache)
             self._before = replace(self.cache.traffic)
         if self._fed:

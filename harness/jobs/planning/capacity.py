@@ -1,8 +1,7 @@
 """Forecasts the bytes of a run, and checks that they fit before weights load: the system would kill it without a word.
 
-They are counted where they are most: in the prefill of the longest prompt, or at its seal, with the other examples of a
-batch sealed beside it. A step takes less. The layers' part is what the method says of itself (`cost` and `transient` of
-methods/base/method.py); where it says nothing, Full's keys and values are counted.
+They are counted where they are most: while a chunk of the longest prompt passes through a layer, or a layer seals, with
+the other examples of a batch sealed beside it. A step takes less. What layers hold is in cache_bytes.py.
 """
 
 from __future__ import annotations
@@ -10,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.backends.cpu import get_cpu_capability
 
 from harness.config.settings import Settings, SettingsError
-from harness.jobs.planning.alignment import shapes
+from harness.jobs.planning.cache_bytes import CacheBytes, Holder, Moment, States, by_blocks, cache_bytes, cases
 from harness.jobs.planning.items import Item
-from harness.models.architectures import ARCHITECTURES
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
-from methods.base import Budget, Case, Cost, CostError, Method, Transient
-from methods.tiers import codecs
+from methods.base import Cost
 from methods.tiers.tier import DEVICE, TIERS
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -30,8 +26,9 @@ MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Pa
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `method`: what its
-    layers take beside keys and values of the prompt; `activations` are 0 where a seal takes more than the prefill."""
+    """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `kv`: what layers hold
+    which have sealed, and keys and values of the prompt in the others; `method`: what these take beside; `activations`
+    are 0 where most is held behind the prefill."""
 
     weights: int
     kv: int
@@ -51,25 +48,6 @@ class Need:
         return f"{size(self.total)} ({told}){beside}"
 
 
-class Holder(NamedTuple):
-    """What decides which bytes the caches of a job take."""
-
-    settings: Settings
-    method: Method
-    budget: Budget | None
-
-
-class CacheBytes(NamedTuple):
-    """Bytes of the cache of one example on the device, and in host memory beside a GPU."""
-
-    kv: int  # keys and values of the prompt, as Full holds them until the seal
-    kept: int  # beside them until then
-    prefill: int  # beside both, while a chunk of the prompt passes through a layer
-    sealing: int  # of all layers, when they are most during the seal
-    sealed: int
-    host: int
-
-
 def size(count: int) -> str:
     (value,), unit = scaled([float(count)], BYTES)
     return f"{value} {unit}"
@@ -80,86 +58,59 @@ def needed(
 ) -> Need:
     """`loaded`: the weights are there already. `beside`: the jobs that share the prefill."""
     settings, holders = holder.settings, [holder, *beside]
-    running = _longest(items, settings.batch)
-    of_jobs = [[cache_bytes(one, info, item) for item in running] for one in holders]
-    if settings.shared_prefill:  # then nothing is sealed before all is prefilled
-        caches = [cache for of_job in of_jobs for cache in of_job]
-        kv = sum(cache.kv for cache in caches)
-        kept = sum(cache.kept for cache in caches)
-        sealing = kept + max(cache.sealing - cache.kv - cache.kept for cache in caches)
-    else:
-        *others, longest = of_jobs[0]
-        kv = longest.kv + sum(cache.sealed for cache in others)
-        kept, sealing = longest.kept, longest.sealing - longest.kv
+    running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
+    of_jobs = [[cache_bytes(one, info, item, states) for item in running] for one in holders]
+    moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0])
+    more = stored(info, settings, items) * len(holders)
     # Jobs that share a prefill have Full's own cache beside them; fidelity compares with an exact one
     if any(one.settings.shared_prefill or one.settings.fidelity for one in holders):
-        kv += side_by_side(info, settings, items)
-    stores = [stored(info, settings, items, host=host) * len(holders) for host in (False, True)]
-    host = max(sum(cache.host for cache in of_job) for of_job in of_jobs) + stores[1]
+        more += side_by_side(info, settings, items)
+    host = max(sum(cache.host for cache in of_job) for of_job in of_jobs)
+    host += stored(info, settings, items, host=True) * len(holders)
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
-    states = activations(info, settings, min(_prompt(items), settings.prefill_chunk or _prompt(items)))
-    prefill = kept + max(cache.prefill for of_job in of_jobs for cache in of_job)
-    if states + prefill < sealing:
-        return Need(weights, kv + stores[0], 0, sealing, host)
-    return Need(weights, kv + stores[0], states, prefill, host)
+    most = max(moments, key=lambda moment: moment.total)
+    return Need(weights, most.kv + more, most.states, most.kept + most.more, host)
 
 
-def cache_bytes(holder: Holder, info: ModelInfo, item: Item) -> CacheBytes:
-    """Bytes of one example, with the layers that slide, which hold their windows and a chunk."""
-    slides = info.kv_bytes(holder.settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
-    chunk = min(len(item.prompt.ids), holder.settings.prefill_chunk or len(item.prompt.ids))
-    cases = cases_of(holder, info, item)
-    try:
-        costs = [holder.method.cost(case) for case in cases]
-        passing = [holder.method.transient(case, chunk) for case in cases]
-    except CostError:
-        costs, passing = [Cost(case.dense_bytes) for case in cases], [Transient()] * len(cases)
-    here = [counted(cost, holder.settings.device == "cpu") for cost in costs]
-    before = [case.dense_bytes + layer.kept for case, layer in zip(cases, passing, strict=True)]
-    sealing = 0
-    for at, (case, layer, cost) in enumerate(zip(cases, passing, costs, strict=True)):
-        made = cost.beside(case) + here[at] - cost.device_bytes
-        sealing = max(sealing, sum(here[:at]) + sum(before[at:]) + max(layer.seal, made))
-    return CacheBytes(
-        kv=slides + sum(case.dense_bytes for case in cases),
-        kept=sum(layer.kept for layer in passing),
-        prefill=max(layer.prefill for layer in passing),
-        sealing=slides + sealing,
-        sealed=slides + sum(here),
-        host=0 if holder.settings.device == "cpu" else sum(counted(cost, True) - cost.device_bytes for cost in costs),
-    )
+def _alone(caches: Sequence[CacheBytes]) -> list[Moment]:
+    """The last of these caches is filled, and the others are sealed beside it."""
+    *others, longest = caches
+    sealed = sum(cache.sealed for cache in others)
+    return [moment._replace(kv=moment.kv + sealed) for moment in (longest.prefill, longest.seal)]
 
 
-def counted(cost: Cost, host: bool) -> int:
-    """Bytes on the device, with those in other memory if that is the same."""
-    return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
-
-
-def cases_of(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
-    """What a cost is asked for, layer by layer, once the last turn is sealed."""
-    settings, budget = holder.settings, holder.budget
-    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
-    prompt = item.sealed(settings.protocol)[-1]
-    how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:
+    """Nothing is sealed before all is prefilled."""
+    caches = [cache for of_job in of_jobs for cache in of_job]
+    kv, kept = (sum(getattr(cache.prefill, name) for cache in caches) for name in ("kv", "kept"))
     return [
-        Case(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
-        for spec in shapes(info)
+        Moment(kv, kept, max(moment.more for moment in moments), moments[0].states)
+        for moments in ([cache.prefill for cache in caches], [cache.seal for cache in caches])
     ]
 
 
-def activations(info: ModelInfo, settings: Settings, rows: int) -> int:
-    """Bytes of hidden states: in attention the residual, its norm, queries, keys, values and what they attend to live
-    together; around the MLP two residuals and what was attended to. The angles are there all the time."""
+def states_of(info: ModelInfo, settings: Settings, prompt: int) -> States:
+    """Hidden states of a prompt of so many tokens. Layer by layer, those of all its chunks are there, and their angles;
+    a model that runs its own forward has those of one chunk."""
+    rows = min(prompt, settings.prefill_chunk or prompt)
+    waiting = prompt - rows if by_blocks(info) else 0
+    angles, size = 2 * info.head_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
+    passing = _in_layer(info, settings, rows) + waiting * info.hidden_size + angles
+    return States(passing * size, ((rows + waiting) * info.hidden_size + angles) * size)
+
+
+def _in_layer(info: ModelInfo, settings: Settings, rows: int) -> int:
+    """Numbers while so many tokens pass through a layer: in attention the residual, its norm, queries, keys, values and
+    what they attend to live together; around the MLP two residuals and what was attended to."""
     hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-    states = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
-    return (states + rows * 2 * info.head_dim) * DTYPE_BYTES[settings.dtype]
+    return max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
 
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
     """Numbers that an MLP holds between its products: of some tokens at once, or of all where the model runs its own
     forward, which an expert of GPT-OSS takes in nine steps."""
-    hidden, inner, known = info.hidden_size, info.inner_size, ARCHITECTURES.get(info.architecture)
-    if known is None or not known.by_blocks:
+    hidden, inner = info.hidden_size, info.inner_size
+    if not by_blocks(info):
         return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
     widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
     compiled = "AVX512" in get_cpu_capability() and fits_compiled(widths, inner, torch_dtype(settings.dtype))
@@ -187,7 +138,7 @@ def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
     whole = info.num_whole_layers == info.num_layers
     for item in _longest(items, settings.batch):
         total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
-        for case in cases_of(holder, info, item):
+        for case in cases(holder, info, item):
             total += holder.method.cost(case)
     return total
 

@@ -12,7 +12,7 @@ from harness.config.values import rate
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item, by_context
 from harness.models.base import ModelInfo
-from harness.models.devices import choose_device
+from harness.models.devices import choose_device, usual_chunk
 from harness.terminal.notices import say_once
 from methods.base import Budget, Method, PaperBudget
 from methods.full import Full
@@ -109,6 +109,8 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
         changes |= {"overlap": "on" if crosses_bus else "auto"}
     if settings.graphs == "auto":
         changes |= {"graphs": "off" if device == "cpu" else "on"}
+    if settings.prefill_chunk is None:
+        changes |= {"prefill_chunk": usual_chunk(device, method.dense_prefill)}
     changes |= {"comm": None, "windows": CommonWindows()}  # the method's parameters say it
     changes |= {"overflow": settings.overflow.resolved(settings.history)}
     if settings.budget_bytes is not None:

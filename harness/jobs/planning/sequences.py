@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.jobs.planning.capacity import Holder, activations, cases_of, counted, needed
+from harness.jobs.planning.cache_bytes import Holder, cases, counted
+from harness.jobs.planning.capacity import needed
 from harness.jobs.planning.items import Item
-from harness.models.base import DTYPE_BYTES, ModelInfo
+from harness.models.base import ModelInfo
 
 
 class SequenceBytes(NamedTuple):
@@ -21,11 +22,10 @@ class SequenceBytes(NamedTuple):
     staged: int
 
 
-def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, *, layerwise: bool = False) -> SequenceBytes:
-    """`layerwise`: the prompt passes through one layer after the other, which seals before the next begins. Raises
-    `CostError` where the method declares no cost."""
-    settings, cases = holder.settings, cases_of(holder, info, item)
-    costs, on_cpu = [holder.method.cost(case) for case in cases], holder.settings.device == "cpu"
+def sequence_bytes(holder: Holder, info: ModelInfo, item: Item) -> SequenceBytes:
+    """Raises `CostError` where the method declares no cost."""
+    settings, listed = holder.settings, cases(holder, info, item)
+    costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     here = [counted(cost, on_cpu) for cost in costs]
     away = [0 if on_cpu else counted(cost, True) - cost.device_bytes for cost in costs]
@@ -34,23 +34,9 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, *, layerwise: bo
         device=slides + sum(here),
         rounding=0 if on_cpu else sum(map(_in_blocks, here)) - sum(here),
         host=sum(map(_pinned, away)),
-        passing=_passing_layers(holder, info, item) if layerwise else passing,
+        passing=passing,
         staged=max(cost.moved_bytes_per_step for cost in costs),
     )
-
-
-def _passing_layers(holder: Holder, info: ModelInfo, item: Item) -> int:
-    """What a prompt takes that goes through the layers one by one: a layer that does not stay as it is, its seal, the
-    prompt's hidden states, and those of a chunk within the layer."""
-    settings, prompt = holder.settings, len(item.prompt.ids)
-    chunk, most, kept, hidden = min(prompt, settings.prefill_chunk or prompt), 0, 0, 0
-    for case in cases_of(holder, info, item):
-        layer, cost = holder.method.transient(case, chunk), holder.method.cost(case)
-        leaves = any(cost.away.values()) or cost.device_bytes < case.dense_bytes
-        most = max(most, leaves * case.dense_bytes + max(layer.prefill, layer.seal))
-        kept = max(kept, layer.kept)
-        hidden = max(hidden, leaves * prompt * info.hidden_size * DTYPE_BYTES[settings.dtype])
-    return kept + most + hidden + activations(info, settings, chunk)
 
 
 def _in_blocks(count: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.cache import UnsupportedError
+from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine, Generation
 from harness.engine.footprint import footprint
 from harness.engine.saved_state import Snapshot
@@ -121,7 +121,9 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
 @hybrid
 def test_a_short_text_reserves_no_more_than_its_own_room(architecture: str) -> None:
     with attached(tiny(architecture), Full()) as kv:
-        layers = kv.cache(capacity=9).layers
+        short = kv.start(KVCache, capacity=9)
+        Engine(kv).prefill(short, prompt(5))
+    layers = short.layers
     assert footprint(layers)["device"] == len(layers) * 9 * ROW
 
 

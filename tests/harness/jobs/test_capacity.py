@@ -12,7 +12,8 @@ from harness.config.settings import Results, Settings, SettingsError, StoreSetti
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.planning import capacity
-from harness.jobs.planning.capacity import Holder, Need, needed, refusal
+from harness.jobs.planning.cache_bytes import Holder
+from harness.jobs.planning.capacity import Need, needed, refusal
 from methods.full import Full
 from tests.fast import MODEL, PQ, STREAMING, niah
 
@@ -119,11 +120,13 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
     longer = [replace(items[0], new_tokens=items[0].new_tokens + more) for more in (0, 70, 20)]
     both = sum(info.kv_bytes("fp32", item.tokens) for item in longer[1:])  # the longest of them may run side by side
     assert needed(info, full(replace(settings, batch=2)), longer).kv == both
-    chunked = needed(info, full(replace(settings, prefill_chunk=100)), items)
-    assert chunked.activations == pytest.approx(whole.activations / 4)
+    prompt, chunk = len(items[0].prompt.ids), 100
+    chunked = needed(info, full(replace(settings, prefill_chunk=chunk)), items)
+    waiting = (prompt - chunk) * (info.hidden_size + 2 * info.head_dim) * 4  # of the other chunks, with their angles
+    assert chunked.activations - waiting == pytest.approx(whole.activations * chunk / prompt)
 
 
-def test_what_goes_to_the_host_lies_on_the_device_until_the_seal() -> None:
+def test_a_layer_whose_rows_leave_the_device_is_whole_there_alone() -> None:
     from harness.jobs.planning.items import prepare
 
     info, device = MODEL.describe(), Settings(device="cuda", dtype="fp32", batch=2)
@@ -132,7 +135,8 @@ def test_what_goes_to_the_host_lies_on_the_device_until_the_seal() -> None:
     for placement, host in (("host", tokens), ("disk", 0)):
         elsewhere = Holder(replace(device, placement=placement), Full(offload=True), None)
         need = needed(info, elsewhere, items)
-        assert need.kv == pytest.approx(2 * one - tokens)  # the other example is sealed
+        sealed = one - tokens  # room for the answer, in all layers
+        assert need.kv == pytest.approx(2 * sealed + tokens / info.num_layers)  # the other example is sealed as well
         assert need.host == 2 * host
     on_cpu = Holder(replace(device, device="cpu", placement="host"), Full(offload=True), None)
     assert needed(info, on_cpu, items).kv == 2 * one

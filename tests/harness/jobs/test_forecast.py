@@ -18,12 +18,14 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
-from harness.jobs.planning.capacity import Holder, Need, needed
+from harness.jobs.planning.cache_bytes import Holder
+from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.shared_prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
+from methods.tiers.tier import DEVICE, DISK, HOST
 from tests.allocations import Allocations
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
@@ -31,7 +33,9 @@ from tests.quick import mostly_slow
 from tests.tiny import SHAPE
 
 PROMPT, NEW, LAYERS = 2800, 4, 8
-FLOOR = 16 * 2**20  # below it nothing is promised
+FLOOR = 16 * 2**20  # below it nothing is promised, though it holds where little is left on the device
+ROOM = 15 * 2**20  # of a device that has less than all keys and values take
+OFFLOADING = ["full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq"]
 WIDE = SHAPE | {
     "hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 32,
@@ -82,7 +86,7 @@ def attach(holder: Holder) -> Attachment:
 
 
 @torch.inference_mode()
-def peak(holder: Holder, further: int = 0) -> int:
+def peaks(holder: Holder, further: int = 0) -> Allocations:
     """Bytes at most in a turn, and in one more of `further` tokens."""
     attachment = attach(holder)
     with routed(model()), Allocations() as counted:
@@ -90,10 +94,10 @@ def peak(holder: Holder, further: int = 0) -> int:
         cache = attachment.start(KVCache, capacity=PROMPT + NEW + (further and further + NEW))
         for tokens in (PROMPT, further) if further else (PROMPT,):
             cache.open_turn()
-            engine.prefill(cache, ids(1, tokens))
+            engine.prefill(cache, ids(1, tokens), whole=True)
             cache.seal()
             engine.run(ids(2, 1), cache)
-    return counted.peak
+    return counted
 
 
 def forecast(holder: Holder) -> Need:
@@ -106,10 +110,39 @@ def holder_of(name: str, placement: str = "device", chunk: int | None = None, **
     return Holder(settings, method, Budget(0.2) if method.uses_budget else None)
 
 
+def changed(holder: Holder, **settings: object) -> Holder:
+    return holder._replace(settings=replace(holder.settings, **settings))  # type: ignore[arg-type]
+
+
 def assert_foreseen(holder: Holder) -> None:
-    real = peak(holder)
-    assert real > FLOOR
-    assert forecast(holder).total == pytest.approx(real, rel=0.1)
+    """On a CPU host memory is the device's. What lies on the device alone is forecast where the rest is in files, and
+    what lies in host memory beside a GPU."""
+    real = peaks(holder)
+    assert forecast(holder).total == pytest.approx(real.peak, rel=0.1)
+    if holder.settings.placement == DEVICE:
+        assert real.peak > FLOOR
+        return
+    assert forecast(changed(holder, placement=DISK)).total == pytest.approx(real.peaks[DEVICE], rel=0.1)
+    if holder.settings.placement == HOST:
+        assert forecast(changed(holder, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
+
+
+@pytest.mark.parametrize("placement", [HOST, DISK])
+@pytest.mark.parametrize("name", mostly_slow(OFFLOADING, "pqcache", "shadowkv"))
+def test_a_prompt_whose_cache_exceeds_the_device_runs_from_elsewhere(name: str, placement: str) -> None:
+    """All keys and values are more than the device has. Where they stay there the run is refused; where they leave it,
+    it fits, and holds no more while it runs."""
+    holder = holder_of(name, placement, 300)
+    dense = info().kv_bytes("fp32", PROMPT + NEW)
+    assert dense > ROOM
+
+    def refused(**settings: object) -> str | None:
+        asked = changed(holder, device="cuda" if placement == HOST else "cpu", **settings)
+        return refusal(forecast(asked), asked.settings, ROOM, 10 * ROOM if placement == HOST else None)
+
+    assert "free on" in str(refused(placement=DEVICE))
+    assert refused() is None
+    assert peaks(holder).peaks[DEVICE] <= ROOM
 
 
 CASES = [
@@ -154,7 +187,7 @@ def test_a_further_turn_takes_little_more(name: str) -> None:
     holder, more = holder_of(name, "host", 300), 50
     second = replace(item(), prompt=replace(item().prompt, ids=(7,) * more, split=more))
     told = needed(info(), holder, [replace(item(), further=(second,))], loaded=True)
-    assert told.total == pytest.approx(peak(holder, more), rel=0.1)
+    assert told.total == pytest.approx(peaks(holder, more).peak, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Forecasts the bytes of one example's cache, from the formulas of its method (`cost` and `transient` of
+methods/base/method.py); where it has none, Full's keys and values are counted.
+
+A prompt goes layer by layer, and a layer takes memory when the prompt reaches it. Where rows leave the device, a layer
+seals as soon as the prompt is through it, and the prompt's hidden states lie beside; where they stay, all layers seal
+behind the prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from harness.config.settings import Settings
+from harness.jobs.planning.alignment import shapes
+from harness.jobs.planning.items import Item
+from harness.models.architectures import ARCHITECTURES
+from harness.models.base import DTYPE_BYTES, ModelInfo
+from methods.base import Budget, Case, Cost, CostError, Method, Transient
+from methods.tiers import codecs
+from methods.tiers.tier import DEVICE, TIERS
+
+
+class Holder(NamedTuple):
+    """What decides which bytes the caches of a job take."""
+
+    settings: Settings
+    method: Method
+    budget: Budget | None
+
+
+class States(NamedTuple):
+    """Bytes of the hidden states of a prompt: while one of its chunks passes through a layer, and between two layers,
+    where nothing but these is left."""
+
+    passing: int
+    between: int
+
+
+class Moment(NamedTuple):
+    """Bytes on the device at one moment of a prompt."""
+
+    kv: int  # keys and values of the prompt, as Full holds them, and all that layers hold which have sealed
+    kept: int  # the method's own, from the first chunk in a layer until it seals
+    more: int  # and what it takes at this moment alone
+    states: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the cache of one example on the device, and in host memory beside a GPU."""
+
+    prefill: Moment  # when most is held while a chunk passes through a layer
+    seal: Moment  # when most is held while a layer seals
+    sealed: int
+    host: int
+
+
+def by_blocks(info: ModelInfo) -> bool:
+    """Whether the model runs by harness/engine/forward.py, and so layer by layer."""
+    known = ARCHITECTURES.get(info.architecture)
+    return known is not None and known.by_blocks
+
+
+def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> CacheBytes:
+    """Those of one example, with the layers that slide, which hold their windows and a chunk."""
+    settings = holder.settings
+    slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
+    layers = list(_layers(holder, info, item))
+    early = by_blocks(info) and settings.placement != DEVICE and not settings.shared_prefill
+    moments = _closing_early(layers, states, bool(item.further)) if early else _closing_late(layers, states)
+    prefill, seal = (moment._replace(kv=moment.kv + slides) for moment in moments)
+    away = sum(counted(layer.cost, True) - layer.cost.device_bytes for layer in layers)
+    host = 0 if settings.device == "cpu" else away
+    return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """`dense`: bytes of keys and values until the seal. `sealed`: bytes on the device behind it."""
+
+    dense: int
+    sealed: int
+    cost: Cost
+    transient: Transient
+    sealing: int  # beside `dense`, while it seals
+
+    @staticmethod
+    def of(case: Case, cost: Cost, transient: Transient, on_cpu: bool) -> _Layer:
+        sealed = counted(cost, on_cpu)
+        made = cost.beside(case) + sealed - cost.device_bytes
+        return _Layer(case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
+
+
+def _layers(holder: Holder, info: ModelInfo, item: Item) -> Iterator[_Layer]:
+    settings, listed = holder.settings, cases(holder, info, item)
+    chunk = min(len(item.prompt.ids), settings.prefill_chunk or len(item.prompt.ids))
+    try:
+        told = [(holder.method.cost(case), holder.method.transient(case, chunk)) for case in listed]
+    except CostError:
+        told = [(Cost(case.dense_bytes), Transient()) for case in listed]
+    for case, (cost, transient) in zip(listed, told, strict=True):
+        yield _Layer.of(case, cost, transient, settings.device == "cpu")
+
+
+def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[Moment, Moment]:
+    """All layers are whole when the first one seals, and no hidden states are left."""
+    kv, kept = sum(layer.dense for layer in layers), sum(layer.transient.kept for layer in layers)
+    prefill = max(layer.transient.prefill for layer in layers)
+    whole = [layer.dense + layer.transient.kept for layer in layers]
+    sealing = max(
+        sum(other.sealed for other in layers[:at]) + sum(whole[at:]) + layer.sealing for at, layer in enumerate(layers)
+    )
+    return Moment(kv, kept, prefill, states.passing), Moment(kv, kept, sealing - kv - kept, 0)
+
+
+def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> tuple[Moment, Moment]:
+    """One layer is whole at a time. What is noted for the next one while a chunk passes through it lies beside.
+    `further`: layers that the prompt of a further turn has not reached are sealed as in the turn before."""
+    prefills, seals, last = [], [], len(layers) - 1
+    for at, layer in enumerate(layers):
+        before = sum(other.sealed - other.transient.stepping for other in layers[:at])
+        behind = sum(other.sealed for other in layers[at + 1 :]) if further else 0
+        kv = before + layer.dense + behind
+        kept = sum(one.transient.kept for one in layers[at : at + 2])
+        prefills.append(Moment(kv, kept, layer.transient.prefill, states.passing))
+        seals.append(Moment(kv, kept, layer.sealing, states.between if at < last else 0))
+    most_prefill, most_seal = (max(moments, key=lambda moment: moment.total) for moments in (prefills, seals))
+    return most_prefill, most_seal
+
+
+def counted(cost: Cost, host: bool) -> int:
+    """Bytes on the device, with those in other memory if that is the same."""
+    return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
+
+
+def cases(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
+    """What a cost is asked for, layer by layer, once the last turn is sealed."""
+    settings, budget = holder.settings, holder.budget
+    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
+    prompt = item.sealed(settings.protocol)[-1]
+    how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+    return [
+        Case(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
+        for spec in shapes(info)
+    ]
