@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import CacheState, Card, Case, Grids, KVLayer, LayerSpec
+from methods.base import CacheState, Case, Grids, KVLayer, LayerSpec
 from methods.base.cost import Transient
 from methods.layers import Layer
 from methods.parts import costs
@@ -31,25 +31,6 @@ from methods.snapkv import SnapKeep, SnapKV
 class AdaKV(SnapKV):
     """Takes SnapKV's parameters and two more. floor: the part of the even share that every head gets. normalize:
     whether a head's votes are scaled first, as the module says."""
-
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay, more in some heads",
-        unit="token",
-        group_rule="mean of the weights over the query heads of a group",
-        dense_layers="none",
-        sinks="none",
-        window="{window}",
-        on_device="kept K and V, generated tokens, in a store per KV head",
-        on_host="nothing",
-        index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
-        budget="window and voted tokens, the mean over the KV heads of a layer",
-        deviations=(
-            "votes are averaged before they are pooled; the heads' budgets add up to the last token; heads attend one "
-            "after the other, the released code has a kernel for all"
-        ),
-        later_turns="as SnapKV's; heads differ in how much is left",
-    )
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
 

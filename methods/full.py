@@ -10,7 +10,7 @@ from weakref import ref
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Case, Cost, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
 from methods.tiers.transfer.engine import Arrival
@@ -26,22 +26,6 @@ class Full(Method):
 
     uses_budget: ClassVar[bool] = False
     rows_stay: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="keeps and reads everything",
-        unit="-",
-        group_rule="-",
-        dense_layers="all",
-        sinks="-",
-        window="-",
-        on_device="K and V",
-        on_host="K and V of the prompt (offload={offload})",
-        index_cost="none",
-        budget="not used",
-        deviations="none",
-    )
-
-    tunable: ClassVar[Grids] = {}
 
     offload: bool = False
 

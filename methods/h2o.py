@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops, sink_logits
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Case, Cost, CostError, KVLayer, LayerSpec, Plan
 from methods.base.cost import Transient
 from methods.layers import Keep, Layer, Storage, between_ends, ends
 from methods.parts import costs
@@ -35,21 +35,6 @@ class H2O(Windowed):
     beyond it, as the module says."""
 
     selects: ClassVar[bool] = False
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, once at the seal: the tokens with the largest sums of weights from every query so far stay",
-        unit="token",
-        group_rule="sum of the weights over the query heads of a group",
-        dense_layers="none",
-        sinks="{sinks}",
-        window="{recent_ratio} of the budget behind the sinks",
-        on_device="kept K and V, generated tokens, a counter per token",
-        on_host="nothing",
-        index_cost="column sums of the attention weights at prefill, in fp32",
-        budget="sinks, heavy hitters and window; H2O(C) keeps more (compensation={compensation})",
-        deviations="nothing is evicted while generating: generated tokens come on top of the budget",
-        later_turns="what the queries so far have looked at least is gone, whatever is asked next; sums go on counting",
-    )
 
     sinks: int = 0
     recent_ratio: float = 0.5

@@ -36,7 +36,6 @@ from methods.base import (
     AttnInput,
     Budget,
     CacheState,
-    Card,
     Case,
     Cost,
     Grids,
@@ -65,29 +64,6 @@ class InfiniGen(Method):
     offloads: ClassVar[bool] = True
     asks_ahead: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects, one layer ahead, the tokens guessed to come within {alpha} of a query head's largest logit",
-        unit="token",
-        group_rule="the best margin among the query heads of a group (group_rank={group_rank})",
-        dense_layers="{dense_layers}",
-        sinks="none",
-        window="none",
-        on_device="partial keys, their basis, generated tokens; the dense layers whole",
-        on_host="K and V of the prompt (of what the pool has kept of it at the seal), but for the dense layers",
-        index_cost=(
-            "{partial_ratio} of a key's columns, up to twice that for their union; a second query projection per step; "
-            "skewing once per model; limited pool: a guess per prompt token at the seal, from queries kept until then"
-        ),
-        budget="the most tokens a step may fetch; what it needs may be less",
-        deviations=(
-            "skewed after the rotation (RoPE), for the end of Python's help, whose beginning small experiments search "
-            "(the paper: for a book); columns chosen for each prompt; a count for each sequence; generated tokens are "
-            "always read. Limited pool (pool_capacity={pool_capacity}, pool_policy={pool_policy}): what it evicts is "
-            "gone, in the released code evicted again; prefill stays dense; generated tokens take slots, never leave"
-        ),
-    )
-
     tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
     alpha: float = 5.0
     partial_ratio: float = 0.2

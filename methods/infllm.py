@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
+from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
 from methods.base.cost import Transient
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
@@ -40,24 +40,6 @@ class InfLLM(Method):
     dense_prefill: ClassVar[bool] = False
     generated_refusal: ClassVar[str | None] = "its window slides over them"
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
-    card: ClassVar[Card | None] = Card(
-        prefill="sparse: block-wise like a step, {exc_block} queries at a time",
-        rule="selects the blocks whose representative keys have the largest products with the query",
-        unit="block of {block} tokens",
-        group_rule="sum over all query heads: one choice for the layer",
-        dense_layers="none",
-        sinks="{n_init}",
-        window="{local_ratio} of the budget behind the sinks, at least, and what has not filled a block",
-        on_device="sinks, window, generated tokens, representatives, far keys moved, weights drawn, cos and sin",
-        on_host="K and V of the blocks",
-        index_cost="one key per block and query head, the mean of {repr_topk}",
-        budget="sinks, window, unfinished block and selected blocks",
-        deviations=(
-            "blocks for small budgets, which {repr_topk} of {block} tokens represent, in the paper 4 of 128; no LRU "
-            "cache (what it saves is unknown here); generated tokens enter blocks with a further turn only"
-        ),
-    )
-
     tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}
 
     n_init: int = 32

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import KVStore, Pool
@@ -30,26 +30,6 @@ class Kivi(Method):
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="keeps and reads everything, in {bits} bits",
-        unit="-",
-        group_rule="-",
-        dense_layers="none",
-        sinks="-",
-        window="the last {residual} values and up to {residual} last keys in full precision",
-        on_device="codes of {bits} bits, two fp16 numbers for every {group} codes, the last keys and values",
-        on_host="all codes and the ranges of values: each step moves them back",
-        index_cost="none",
-        budget="not used",
-        deviations=(
-            "values have codes from when their keys have, beside which the last {residual} are held and read in full "
-            "precision. A range is widened to what fp16 can hold, so that its ends are not cut off. Attention unpacks "
-            "all codes in each step; the released code's CUDA kernel does so on the way, and gains speed by it"
-        ),
-        later_turns="reads what earlier turns left in {bits} bits, its prefill too",
-    )
-
     tunable: ClassVar[Grids] = {"bits": (2, 4, 8), "group": (16, 32, 64), "residual": (64, 128, 256)}
 
     bits: int = 4

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Keep, Layer, sinks_and_recent
@@ -37,22 +37,6 @@ class LMInfinite(Method):
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
-    card: ClassVar[Card | None] = Card(
-        prefill="sparse: windowed like a step",
-        rule="evicts all but the first and the last tokens; no distance exceeds the window",
-        unit="token",
-        group_rule="the same tokens for all heads and layers",
-        dense_layers="none",
-        sinks="{n_init}",
-        window="the rest of the budget",
-        on_device="kept K and V, generated tokens, first keys before their rotation, cos and sin",
-        on_host="nothing",
-        index_cost="none",
-        budget="first tokens and window",
-        deviations="the budget sets the window, the paper's is the training length; generated tokens come on top",
-        later_turns="all between the first tokens and the last window is gone",
-    )
-
     tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}
 
     n_init: int = 10

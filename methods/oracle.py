@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.sink_logits import softmax
-from methods.base import CacheState, Card, Case, Cost, KVLayer, LayerSpec, Plan
+from methods.base import CacheState, Case, Cost, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -26,20 +26,6 @@ class Oracle(Windowed):
     """Holds the parameters sinks and recent_ratio, which split the budget (see `Windowed`)."""
 
     rows_stay: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects the tokens with the largest exact softmax weights over all stored tokens",
-        unit="token",
-        group_rule="sum of the weights over the query heads of a group",
-        dense_layers="none",
-        sinks="{sinks}",
-        window="{recent_ratio} of the budget behind the sinks",
-        on_device="all K and V",
-        on_host="nothing",
-        index_cost="every key is read to choose: a reference, not a way to save reads",
-        budget="sinks, window and selected tokens",
-        deviations="the window is the prompt's end and does not move on with generation",
-    )
 
     sinks: int = 32
     recent_ratio: float = 0.5

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.base.cost import Transient
 from methods.layers import Layer, Select
 from methods.parts import block_cache, costs
@@ -37,29 +37,6 @@ class PQCache(Windowed):
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects the tokens with the largest softmax weights of quantised keys, among the candidates alone",
-        unit="token",
-        group_rule="sum of the weights over the query heads of a group",
-        dense_layers="none",
-        sinks="{sinks}",
-        window="{recent_ratio} of the budget behind the sinks",
-        on_device="sinks, window, generated tokens, codes, centroids, {cache_tokens} tokens in often chosen blocks",
-        on_host="K and V between sinks and window",
-        index_cost="{m} codes of {b} bits per token, one byte each; k-means at the seal",
-        budget="sinks, window and selected tokens (the paper counts sinks on top)",
-        deviations=(
-            "k-means rounds are limited to {iterations}, so that tokens can be reproduced; the paper's number follows "
-            "the machine's speed, to hide the clustering behind the prefill (iterations=auto; here the seal still "
-            "comes after it). Codes stay on the device, so scoring moves nothing. Generated tokens are always "
-            "read and get no code before a further turn. No cache of blocks unless cache_tokens is set, where the "
-            "paper has one of 4096 tokens (LRU or LFU; here LFU): of a short prompt it would leave little to offload. "
-            "It begins with the last blocks, and few are offered per step, for the released code's 32 move more than "
-            "they save"
-        ),
-    )
-
     tunable: ClassVar[Grids] = {
         **Windowed.tunable,
         "m": (1, 2, 4, 8),

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import floor
 from typing import ClassVar
 
-from methods.base import CacheState, Card, Case, Grids, KVLayer, LayerSpec
+from methods.base import CacheState, Case, Grids, KVLayer, LayerSpec
 from methods.layers import Layer
 from methods.snapkv import SnapKeep, SnapKV
 
@@ -23,25 +23,6 @@ from methods.snapkv import SnapKeep, SnapKV
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
     """Takes SnapKV's parameters, and beta: how many times smaller than the mean the last layer's voted share is."""
-
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay, more in low layers",
-        unit="token",
-        group_rule="mean of the weights over the query heads of a group (select_per={select_per})",
-        dense_layers="none",
-        sinks="none",
-        window="{window}",
-        on_device="kept K and V, generated tokens",
-        on_host="nothing",
-        index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
-        budget="window and voted tokens, the mean over the layers; the last layer votes for 1/{beta} of their mean",
-        deviations=(
-            "one choice per KV head, the released code's is per query head (an option); the layers' budgets add up to "
-            "the last token"
-        ),
-        later_turns="as SnapKV's; the upper layers have let most of it go",
-    )
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 

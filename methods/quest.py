@@ -31,7 +31,6 @@ from methods.base import (
     Attended,
     AttnInput,
     CacheState,
-    Card,
     Case,
     Cost,
     Grids,
@@ -53,21 +52,6 @@ class Quest(Method):
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects the pages with the largest upper bounds of q.k",
-        unit="page of {page_size} tokens",
-        group_rule="each query head chooses (select_per={select_per}); kv_head: the largest bound of the group",
-        dense_layers="{dense_layers}",
-        sinks="none",
-        window="the last page (last_page={last_page})",
-        on_device="all K and V (placement=host: of generated tokens), smallest and largest key of each page",
-        on_host="K and V of the prompt, but for the dense layers",
-        index_cost="two keys per page, 2/{page_size} of the keys, are read per step",
-        budget="whole pages of one selecting head; the union of a group may be g times as much",
-        deviations="generated tokens are not paged, they are always read; too small a budget is an error",
-    )
-
     tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
 
     page_size: int = 16

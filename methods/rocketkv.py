@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Plan
+from methods.base import CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.quest import page_bounds
@@ -46,30 +46,6 @@ class RocketKV(SnapKV):
     selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule=(
-            "evicts, once at the seal, as SnapKV does, but less; then selects among what is left, by the upper bounds "
-            "of q.k of whole pages in the largest channels of q"
-        ),
-        unit="token at the seal; then page of {page_size} tokens (null: by the budget; 1 from 19 % of the prompt on)",
-        group_rule="sum of the weights over the query heads of a group, in both stages",
-        dense_layers="none",
-        sinks="none",
-        window="{window} tokens are kept, and read only if selected",
-        on_device="kept K and V (S/c^split tokens of S), largest and smallest key of each page, generated tokens",
-        on_host="kept K and V, and none of them on the device",
-        index_cost=(
-            "weights of {window} queries at the seal, pooled over {kernel} tokens; one key per page is read per step, "
-            "in {r} channels (null: as many bytes as the selected K and V)"
-        ),
-        budget="selected tokens; the paper's holds the reads of the index, too: twice as much (budget_rule=paper)",
-        deviations=(
-            "generated tokens are not paged, they are always read; no RocketKV-MT, which keeps all for later turns"
-        ),
-        later_turns="what its first stage evicted is gone, whatever is asked next; later turns select among the rest",
-    )
-
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}
 
     kernel: int = 63

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import Attended, AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
@@ -53,22 +53,6 @@ class ShadowKV(Method):
     """Holds sizes in chunks, except for rank: a whole number, or a share of a layer's key channels."""
 
     offloads: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects the chunks whose mean keys get the largest softmax weights; outliers are always read",
-        unit="chunk of {chunk} tokens",
-        group_rule="maximum of the weights over the query heads of a group",
-        dense_layers="none",
-        sinks="none",
-        window="the last {local_chunks} whole chunks and the incomplete one",
-        on_device="low-rank keys (rank {rank}), landmarks, outliers, window, generated tokens, the last step's chunks",
-        on_host="V",
-        index_cost="one landmark per chunk; a decomposition of all keys at the seal, keys rebuilt in each step",
-        budget="outliers, window and selected chunks (the paper counts the selected alone)",
-        deviations="generated tokens are never dropped",
-        later_turns="reads rebuilt keys, its prefill too: the exact ones are gone",
-    )
-
     tunable: ClassVar[Grids] = {
         "chunk": (2, 4, 8, 16),
         "rank": (0.078125, 0.15625, 0.3125, 0.625, 1.0),

@@ -21,7 +21,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import AttnInput, CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method, Plan
+from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method, Plan
 from methods.base.cost import Transient
 from methods.layers import Keep, Layer, between_ends
 from methods.parts import costs
@@ -34,25 +34,6 @@ class SnapKV(Method):
     votes are pooled, an odd number (1: none)."""
 
     selects: ClassVar[bool] = False
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, once at the seal: the tokens the last {window} queries give most weight stay",
-        unit="token",
-        group_rule="mean of the weights over the query heads of a group (select_per={select_per})",
-        dense_layers="none",
-        sinks="none",
-        window="{window}",
-        on_device="kept K and V, generated tokens",
-        on_host="nothing",
-        index_cost="weights of {window} queries at the seal, pooled over {kernel} tokens",
-        budget="window and voted tokens",
-        deviations=(
-            "one choice per KV head, the released code's is per query head at g times the memory (an option); votes "
-            "are averaged before they are pooled"
-        ),
-        later_turns="what a turn's last queries did not vote for is gone, whatever is asked next",
-    )
-
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),
         "kernel": (1, 3, 5, 7, 11, 15, 23, 31),

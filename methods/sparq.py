@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -40,24 +40,6 @@ class SparQ(Windowed):
 
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="selects the tokens with the largest approximate logits, from {r} channels of the keys",
-        unit="token",
-        group_rule="channels by the sum of |q|, tokens by the sum of logits over the query heads of a group",
-        dense_layers="none",
-        sinks="{sinks}",
-        window="{recent_ratio} of the budget behind the sinks",
-        on_device="sinks, window, generated tokens, mean value",
-        on_host="K and V between sinks and window, and K again, a channel per row (channel_copy={channel_copy})",
-        index_cost="{r} channels of every key are read per step, from the host with placement=host",
-        budget="sinks, window and selected tokens",
-        deviations=(
-            "the window is the prompt's end and does not move on with generation; logits are divided so that the "
-            "query heads of a group can be compared"
-        ),
-    )
-
     tunable: ClassVar[Grids] = {
         **Windowed.tunable,
         "r": (4, 8, 16, 32),

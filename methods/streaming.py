@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import CacheState, Card, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
 from methods.layers import Keep, Layer, sinks_and_recent
 from methods.parts import costs
@@ -28,22 +28,6 @@ class Streaming(Method):
 
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, at the seal: all but the first and the last tokens",
-        unit="token",
-        group_rule="the same tokens for all heads and layers",
-        dense_layers="none",
-        sinks="{sinks}",
-        window="the rest of the budget",
-        on_device="kept K and V, generated tokens",
-        on_host="nothing",
-        index_cost="none",
-        budget="sinks and window",
-        deviations="the window is the prompt's end: generated tokens push none out; the prompt itself is read densely",
-        later_turns="all between the first tokens and the last window is gone",
-    )
-
     tunable: ClassVar[Grids] = {
         "sinks": (1, 4, 16, 64),
         "positions": ("cache", "original"),

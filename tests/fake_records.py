@@ -7,10 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from harness.results.files import CHECKSUM, read_json, write_json, write_yaml
+from harness.results.files import CHECKSUM, plain, read_json
 from harness.results.folder import bound
-from harness.results.folder.bound import FILES
-from harness.results.folder.names import CONFIG, EXAMPLES, INFO
+from harness.results.folder.names import EXAMPLES, INFO
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, nested, whole
 from harness.results.run_folder import Run
@@ -108,14 +107,8 @@ def rewrite(folder: Path, config: Mapping[str, Any] | None = None, /, **facts: A
     """Changes the configuration of a stored run and what its run.json says, as if it had been written like that."""
     info = {key: value for key, value in (read_json(folder / INFO) | facts).items() if key != CHECKSUM}
     if config is not None:
-        write_yaml(folder / CONFIG, config)
-    bound.write_info(folder, bound.bind(folder, info, CONFIG, EXAMPLES))
-
-
-def unbind(folder: Path, *keys: str) -> None:
-    """run.json as versions wrote it that had no checksums for it and for config.yaml; without `keys` either."""
-    info = read_json(folder / INFO)
-    write_json(folder / INFO, {key: value for key, value in info.items() if key not in (CHECKSUM, FILES, *keys)})
+        info["config"] = plain(config)
+    bound.write_info(folder, bound.bind(folder, info, EXAMPLES))
 
 
 def write_failed(root: Path, lines: Iterable[Record], error: Exception) -> Path:

@@ -30,8 +30,6 @@ ALLOWED = {
     },
 }  # fmt: skip
 LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason why it is not split
-    "methods/infinigen.py": "one policy, whose parts share what the layer before has guessed; the rest is in parts/",
-    "methods/infllm.py": "one policy, whose prefill and steps share blocks and window; the rest is in parts/",
 }
 # room of the harness -> rooms it may import beside itself
 ROOMS: dict[str, set[str] | None] = {
@@ -74,7 +72,6 @@ HYDRA = {
             "hydra_errors",
             "launchers",
             "overrides",
-            "two_budgets",
             "words",
         )
     ),

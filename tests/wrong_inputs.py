@@ -81,7 +81,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "{small} results.root={text}": ("results.root=", "text.txt"),
     "{small} data.root={text}": ("data.root=", "text.txt", "folder"),
     "{small} results.root=~nobody-here/runs": ("results.root=~nobody-here/runs", "write the path out"),
-    "{small} trackers=wandb": ("trackers=wandb", "[wandb]"),
+    "{small} wandb.entity=us": ("wandb.entity", "set wandb.project"),
     "{small} --config-dir {text}": ("--config-dir", "text.txt", "folder"),
     # who brings models
     "{small} model.tokenizer_name=gpt2": ("model.tokenizer_name", "bytes"),
@@ -99,7 +99,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "show {runs}": ("runs", "folder"),
     "show {run} --diff={empty}": ("empty",),
     "explain {empty}": ("empty",),
-    "status {runs} --watch=-1": ("--watch", "-1"),
+    "status {runs} --watch": ("--watch",),
     "rescore {run} --data-root={text}": ("--data-root", "text.txt"),
     "bands --file={text}": ("text.txt",),
     "list methods": ("methods", "method"),

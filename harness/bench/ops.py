@@ -32,14 +32,12 @@ RIVAL = "rival"
 
 
 @torch.inference_mode()
-def measure(
-    case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: int, compiled: bool = False
-) -> list[dict[str, Any]]:
-    """A row per backend; the one that methods get comes first."""
-    op, beside = OPS[case.op], rival(case, compiled)
+def measure(case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: int) -> list[dict[str, Any]]:
+    """Return a row per backend; the one that methods get comes first."""
+    op, beside = OPS[case.op], rival(case)
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
     calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
-    if beside is not None and beside.call is not None:
+    if beside is not None:
         calls[RIVAL] = beside.call
     times = interleaved(calls, Cold(shape.device), rounds)
     limit = limit_s(case, shape, limits)
@@ -78,7 +76,7 @@ def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Re
         for case in cases(inputs):
             if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
                 continue
-            for row in measure(case, inputs.shape, limits, options.rounds, options.compile):
+            for row in measure(case, inputs.shape, limits, options.rounds):
                 time_s, of_limit = row["time_s"].median, row["of_limit"].median
                 report.add(row, f"{row['label']} {time_s * 1e3:.3f} ms, {of_limit:.0%} of the limit")
 
@@ -106,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     ops = {"nargs": "*", "default": [], "choices": sorted(OPS), "metavar": "OP", "help": "all by default"}
     sizes = {"tokens": [32768], "budget": {"type": count, "default": 2048}, "prefill": 2048, "inner": None}
     shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
-    return arguments.parser("ops", __doc__, ops=ops, **sizes, compile=False, **shared)
+    return arguments.parser("ops", __doc__, ops=ops, **sizes, **shared)
 
 
 def main(options: argparse.Namespace) -> None:

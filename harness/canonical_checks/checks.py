@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from io import StringIO
 from math import exp
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
-from evals import stats
 from harness.config.compose import built, composed
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import after
@@ -29,7 +27,7 @@ from harness.jobs.evaluate import evaluate
 from harness.jobs.runner import load
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.teacher import Forced
-from harness.results import files
+from harness.results import bands, files
 from harness.results.records import Record
 from harness.terminal.tables import percent
 from methods.full import Full
@@ -108,14 +106,15 @@ class ScoreCheck(CanonicalCheck):
         return {"scores": scores}
 
     def passes(self, found: CheckResult, expected: CheckResult) -> bool:
-        ends = _interval(expected["scores"])
-        return found["scores"].keys() == expected["scores"].keys() and ends.low <= _mean(found["scores"]) <= ends.high
+        ends = bands.interval(expected["scores"])
+        is_complete = found["scores"].keys() == expected["scores"].keys()
+        return is_complete and ends.low <= bands.mean(found["scores"]) <= ends.high
 
     def told(self, plain: CheckResult) -> str:
-        return percent(_mean(plain["scores"]))
+        return percent(bands.mean(plain["scores"]))
 
     def bound(self, expected: CheckResult) -> str:
-        ends = _interval(expected["scores"])
+        ends = bands.interval(expected["scores"])
         return f"{self.told(expected)} [{percent(ends.low, 0)}, {percent(ends.high, 0)}]"
 
 
@@ -209,14 +208,3 @@ def measured(subject: CheckedModel, checks: Sequence[CanonicalCheck] = CHECKS) -
 
 def expected(file: Path = EXPECTED) -> dict[str, CheckResult]:
     return files.read_json(file)
-
-
-def _interval(scores: Mapping[str, Sequence[float]]) -> stats.Interval:
-    flat = [(score, group) for group, some in scores.items() for score in some]
-    found = stats.interval([score for score, _ in flat], [group for _, group in flat])
-    assert found is not None
-    return found
-
-
-def _mean(scores: Mapping[str, Sequence[float]]) -> float:
-    return fmean(map(fmean, scores.values()))

@@ -10,18 +10,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.results import bands
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from harness.terminal.tables import Column, percent, text_table
 
 
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.folders:

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.models.embedded import SmolLM2, find_gguf
 from harness.results import files
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
-from harness.terminal.stopping import stoppable
 from kernels.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 
 @lasting_output()
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     find_gguf()

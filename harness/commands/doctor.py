@@ -13,16 +13,16 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from harness.config.clashes import clashes
+from harness.config.errors import as_command
 from harness.models import devices
 from harness.models.base import ModelError
 from harness.models.embedded import cache_root, installed, verify
 from harness.results import provenance
 from harness.terminal.notices import say
-from harness.terminal.stopping import stoppable
 from kernels import toolchain
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
-OPTIONAL = ("triton", "wandb", "tensorboard", "jieba")
+OPTIONAL = ("triton", "wandb", "jieba")
 HUB = "https://huggingface.co"
 GIB = 2**30
 
@@ -126,7 +126,7 @@ def _hub() -> Check:
     return Check("ok", "hub", f"{address.hostname} is reachable")
 
 
-@stoppable
+@as_command()
 def main(arguments: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(prog="python -m harness.doctor", description=__doc__).parse_args(arguments)
     found = list(checks())

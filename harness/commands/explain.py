@@ -6,10 +6,9 @@ import argparse
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.diagnosis import quality, speed
 from harness.diagnosis.next_steps import next_steps
 from harness.diagnosis.subject import Subject, subject
@@ -17,19 +16,16 @@ from harness.reports.command import command
 from harness.reports.compare import comparisons
 from harness.reports.labels import budget, labels
 from harness.reports.needles import cause_table
-from harness.results import triage
 from harness.results.run_folder import find, load_all
 from harness.results.summary_file import Neighbours
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from harness.terminal.tables import text_table
 
 WIDTH = 100
 
 
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     runs, damage = load_all(find(options.folders))
@@ -41,9 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in comparisons([one.run for one in subjects]):
         if columns := cause_table(table):
             say(f"\n{table.title}\n\n{text_table(columns)}")
-    if options.plots:
-        for path in (path for one in subjects for path in _draw(one)):
-            say(f"drew {path}")
     return 2 if damage else 0
 
 
@@ -63,20 +56,9 @@ def _head(one: Subject) -> str:
     return f"{one.run.folder.name}: {name} on {row['task']}, {row['model']}, protocol={row['protocol']}"
 
 
-def _draw(one: Subject) -> Iterator[Path]:
-    """A map of the needle per run that has followed some, in `plots` beside the run's folder."""
-    from harness.reports.pictures.heatmap import needle_map
-
-    if lines := triage.followed(one.run.triaged):
-        folder = one.run.folder.parent / "plots"
-        folder.mkdir(exist_ok=True)
-        yield from needle_map(lines, folder / f"{one.run.folder.name}-needle.png", _head(one))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.explain", description=__doc__)
     parser.add_argument("folders", nargs="+", type=typed, metavar="RUN", help="folder of a run, or any above it")
-    parser.add_argument("--plots", action="store_true", help="draw where needles were lost, into plots beside RUN")
     return parser
 
 

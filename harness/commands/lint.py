@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.config.compose import built, composed
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.nested import flatten
 from harness.config.settings import Settings
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
@@ -29,18 +29,16 @@ from harness.jobs.planning.effective import (
 from harness.jobs.planning.items import Item, prepare
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs", "disk",
     "overlap", "link", "disk_link",
-    "memory_check", "dry_run", "progress", "results", "trackers", "wandb", "tensorboard", "reuse_steps",
+    "memory_check", "dry_run", "progress", "results", "wandb", "reuse_steps",
     "generation.temperature", "generation.top", "generation.force_length",
 )  # fmt: skip
 
 
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)

@@ -17,14 +17,13 @@ from typing import Any
 import yaml
 
 from harness.config.compose import built, composed
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
@@ -37,8 +36,7 @@ READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data"
 
 
 @lasting_output()
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     _observe(options.what, options.overrides, options.config_dir)

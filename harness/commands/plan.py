@@ -14,14 +14,13 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.values import SettingsError, size
 from harness.results.files import write_atomically, write_csv
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.numbers import budget, count, positive, share
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from harness.terminal.tables import markdown_table, text_table
 from methods.tiers.tier import DEVICE, HOST, TIERS
 
@@ -32,8 +31,7 @@ OFFLOADED = "full_offloaded"  # a preset that stands beside the methods, for it 
 
 
 @lasting_output()
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     from harness.machines import plan_table

@@ -9,21 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.nested import flatten
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_latex, as_text, shows_colour
 from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import table_rows
 from harness.results import files
-from harness.results.folder.bound import is_bound
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun, find, load_all
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import say, show, warn
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first
@@ -45,8 +43,7 @@ SORTS = {
 MOST_PLACES = 5
 
 
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -61,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = [run for run in runs if not run.is_empty]
     tables = [_sorted(table, options.sort) for table in comparisons(shown)]
     left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-    show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out), *_unbound(runs)]))
+    show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out)]))
     for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
         say(f"wrote {path}")
     for message in unreadable:
@@ -83,15 +80,6 @@ def _empty(runs: Sequence[StoredRun]) -> str:
     """Folders without a row, in one line."""
     named = ", ".join(f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs)
     return " ".join(f"without a single example, and so in no table: {named}".split())
-
-
-def _unbound(runs: Sequence[StoredRun]) -> Iterator[str]:
-    """How many runs are older than the checksums of their settings, in one line."""
-    if count := sum(not is_bound(run.info) for run in runs):
-        yield (
-            f"{count} of {len(runs)} runs are from before run.json and config.yaml had checksums: these are taken as "
-            "they are, until the same command opens the folder again"
-        )
 
 
 def print_report(folders: Sequence[Path]) -> None:

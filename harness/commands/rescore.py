@@ -1,7 +1,7 @@
 """`python -m harness.rescore DIR...`: score finished runs again with the scorers of today; nothing is generated.
 
 Outputs and first scores stay in examples.jsonl. The new scores go into rescored.jsonl beside it, and what changed into
-the `rescored` section of run.json; reports then show the new ones and say so. `--first` goes back to the first ones.
+the `rescored` section of run.json; reports then show the new ones and say so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from evals.base import Example, Task
 from harness.config import plugins
-from harness.config.errors import explained, is_known, sentence
+from harness.config.errors import as_command, is_known, sentence
 from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
@@ -28,11 +28,9 @@ from harness.results.records import Record, StoreError, scored
 from harness.results.run_folder import StoredRun, find, load, write_rescored
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 
 
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -41,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for folder in find(options.folders):
         try:
-            say(first_scores(folder) if options.first else rescore(folder, options.data_root))
+            say(rescore(folder, options.data_root))
         except Exception as error:
             if not is_known(error):
                 raise
@@ -66,19 +64,6 @@ def rescore(folder: Path, data_root: Path | None = None) -> str:
         lock.release()
     first, mean = (f"{100 * section[key]['mean']:.2f}" for key in ("first", "present"))
     return f"{folder.name}: {section['changed']} of {len(lines)} scores differ from the first, mean {first} -> {mean}"
-
-
-def first_scores(folder: Path) -> str:
-    """Drops what was scored again, and says which scores are shown now."""
-    run = load(folder, first_scores=True)
-    lock = FolderLock(folder)
-    try:
-        (folder / RESCORED).unlink(missing_ok=True)
-        info = {key: value for key, value in run.info.items() if key != "rescored"}
-        bound.write_info(folder, bound.bind(folder, info, RESCORED))
-    finally:
-        lock.release()
-    return f"{folder.name}: the scores are the first ones, of task version {load(folder).scorer}"
 
 
 def _regenerated(config: Mapping[str, Any], data_root: Path | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
@@ -133,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-root", type=typed, metavar="FOLDER", help="where the data sets are now, if not where they were"
     )
-    parser.add_argument("--first", action="store_true", help="drop later scores: the run's own are shown again")
     return parser
 
 

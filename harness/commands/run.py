@@ -39,7 +39,7 @@ from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, complain_once, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
-from harness.trackers.session import Trackers
+from harness.trackers.session import Copies
 from kernels.temporary import TemporaryFolder
 
 NAMED = 3  # failed jobs, at the end
@@ -62,7 +62,7 @@ class Command:
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
     failed: list[Failure] = field(default_factory=list)
     ledger: Path | None = None  # its root: where harness.status looks
-    trackers: Trackers = field(default_factory=Trackers)
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def line(self) -> str:
@@ -82,7 +82,7 @@ class Command:
         known = [settings for job in jobs if (settings := _settings(job))]
         if words.launcher == [] and any(settings.workers for settings in known):
             raise SettingsError("workers needs a launcher that starts them: add -m hydra/launcher=joblib.")
-        self.trackers.open(known)
+        self.copies.open(known)
         is_sweep = len(jobs) > 1 or bool(set(SWEEP) & set(self.arguments))
         if is_sweep and known and not any(settings.dry_run for settings in known):
             self._sweep(jobs, words, Path(known[0].results.root))
@@ -127,7 +127,7 @@ class Command:
             from harness.commands.report import print_report
 
             print_report(list(dict.fromkeys(self.finished)))
-            self.trackers.publish(list(dict.fromkeys(self.finished)))
+            self.copies.publish(list(dict.fromkeys(self.finished)))
         jobs_failed = any(one.job is not None for one in self.failed)
         if jobs_failed and (self.finished or self.jobs > 1):
             (say if self.finished else warn)(self._failures())

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.diagnosis.difference import apart
 from harness.diagnosis.next_steps import with_root
 from harness.diagnosis.quality import failure
@@ -28,7 +28,7 @@ FIRST = 20  # examples shown without --all
 MARK = "▶"  # stands before the first character in which two outputs differ
 
 
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns

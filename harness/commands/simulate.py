@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.results.files import digest, write_csv, write_json
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 from harness.terminal.paths import typed
-from harness.terminal.stopping import stoppable
 
 if TYPE_CHECKING:
     from harness.history.simulation.costs import Costs
@@ -30,8 +29,7 @@ ROOT = Path("results/runs/simulations")
 
 
 @lasting_output()
-@stoppable
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     from harness.history.simulation import costs, outcome, paper

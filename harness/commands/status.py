@@ -9,14 +9,13 @@ import argparse
 import json
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.settings import Results
 from harness.results.records import StoreError
 from harness.sweeps.ledger import sweeps_in
@@ -27,7 +26,6 @@ from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
 NOT_FINISHED = 3
-CLEAR = "\x1b[2J\x1b[H"
 
 
 class Part(NamedTuple):
@@ -58,23 +56,12 @@ class Part(NamedTuple):
         return "; ".join(filter(None, words))
 
 
-@explained
+@as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.watch is not None and not options.watch > 0:
-        parser.error(f"--watch {options.watch:g} should be a number of seconds above 0")
-    try:
-        while True:
-            parts = look(options.folder)
-            text = json.dumps([_plain(part) for part in parts], indent=2) if options.json else page(parts)
-            show(f"{CLEAR * (options.watch is not None and sys.stdout.isatty())}{text}")
-            code = exit_code(parts)
-            if options.watch is None or code != NOT_FINISHED:
-                return code
-            time.sleep(options.watch)
-    except KeyboardInterrupt:
-        return 130
+    options = _parser().parse_args(arguments)
+    parts = look(options.folder)
+    show(json.dumps([_plain(part) for part in parts], indent=2) if options.json else page(parts))
+    return exit_code(parts)
 
 
 def look(root: Path) -> list[Part]:
@@ -146,14 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
     parser.add_argument(
         "folder", nargs="?", type=typed, default=Path(Results().root), metavar="DIR", help="results.root"
-    )
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=float,
-        const=5.0,
-        metavar="S",
-        help="again every S seconds, 5 if left out, to its end",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser

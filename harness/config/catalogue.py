@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,23 @@ from harness.terminal.paths import typed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("method", "task", "model")
+# The lines of a method's card, in this order: what a reader must know before comparing it with another. They stand in
+# the comment at the head of its yaml, where `{name}` is the value of a parameter.
+CARD = (
+    "prefill",  # dense or sparse
+    "rule",  # evicts or selects, and by what
+    "unit",  # what is chosen: token, chunk, page, block
+    "group_rule",  # how the query heads of a group come to one choice
+    "dense_layers",  # layers that read everything
+    "sinks",  # first tokens that are always read
+    "window",  # last tokens of the prompt that are always read
+    "on_device",
+    "on_host",  # with placement=host
+    "index_cost",  # what choosing costs: bytes per token of K (2D of 16 bit each), work at the seal
+    "budget",  # what counts towards the budget
+    "deviations",  # differences from the paper and its released code
+    "later_turns",  # what a further turn finds changed from its own prompt; left out: nothing
+)
 
 
 class ConfigError(ValueError):
@@ -36,8 +54,7 @@ class Entry:
     @property
     def headline(self) -> str:
         """The file's first comment line."""
-        first = self.file.read_text(encoding="utf-8").partition("\n")[0]
-        return first.removeprefix("#").strip()
+        return next(iter(leading_comment(self.file)), "")
 
     @property
     def base(self) -> Entry | None:
@@ -77,10 +94,11 @@ class Entry:
 
     def facts(self) -> dict[str, str]:
         """The lines of the `card` that the plug-in's class declares, with the yaml's values in their places."""
-        cards = [node.value for node in self._annotated() if ast.unparse(node.target) == "card"]
-        written = cards[0].keywords if cards and isinstance(cards[0], ast.Call) else []
         values = {key: plain(value) for key, value, _ in self.parameters()}
-        return {str(line.arg): str(ast.literal_eval(line.value)).format_map(values) for line in written}
+        return {name: text.format_map(values) for name, text in self._written_facts().items()}
+
+    def _written_facts(self) -> dict[str, str]:
+        return (self.base._written_facts() if self.base else {}) | facts_in(leading_comment(self.file), CARD)
 
     @property
     def _group(self) -> str:
@@ -105,6 +123,24 @@ class Entry:
                 f"{self.file}: _target_={self.target} cannot be found ({error}); is its folder on PYTHONPATH?"
             ) from error
         return _syntax(Path(spec.origin), *_stamp(Path(spec.origin))) if spec and spec.origin else ast.parse("")
+
+
+def leading_comment(file: Path) -> list[str]:
+    """Return the lines of the comment that a yaml file begins with, without their marks."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [line[1:].removeprefix(" ").rstrip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+
+
+def facts_in(comment: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Read `name: text` for these names; what stands indented below a line goes on with it."""
+    facts: dict[str, str] = {}
+    for line in comment:
+        name, colon, text = line.partition(":")
+        if colon and name in names:
+            facts[name] = text.strip()
+        elif facts and line.startswith("  "):
+            facts[[*facts][-1]] += f" {line.strip()}"
+    return facts
 
 
 def load(file: Path) -> Any:

@@ -7,17 +7,13 @@ our folder instead. Other processes are not touched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 OURS = ("kernels", "methods", "evals")
 ROOT = Path(__file__).resolve().parents[2]
-ASKED = "transformers.utils.import_utils"  # where transformers asks what is installed
 
 
 class NameClashError(ImportError):
@@ -45,10 +41,7 @@ def settle_clashes() -> None:
     if found := clashes():  # one was imported already
         raise NameClashError(" ".join(found))
     if hub_kernels():
-        if ASKED in sys.modules:
-            _hide(sys.modules[ASKED])
-        else:
-            sys.meta_path.insert(0, _WithoutHubKernels())
+        _hide_hub_kernels()
 
 
 def hub_kernels() -> str | None:
@@ -59,30 +52,13 @@ def hub_kernels() -> str | None:
         return None
 
 
-class _WithoutHubKernels(MetaPathFinder):
-    """Lets transformers' module be imported, and then changes its answer."""
+def _hide_hub_kernels() -> None:
+    """Change transformers' answer to whether they are installed."""
+    import_utils = import_module("transformers.utils.import_utils")
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != ASKED:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_hide(module: ModuleType) -> None:
-            execute(module)
-            _hide(module)
-
-        spec.loader.exec_module = execute_and_hide  # type: ignore[method-assign]
-        return spec
-
-
-def _hide(asked: ModuleType) -> None:
     def is_kernels_available(*versions: str) -> bool:
         return False
 
-    for module in (asked, sys.modules.get("transformers.utils")):
+    for module in (import_utils, sys.modules["transformers.utils"]):
         if hasattr(module, "is_kernels_available"):
             setattr(module, "is_kernels_available", is_kernels_available)  # noqa: B010 (modules have no such field)

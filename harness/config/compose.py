@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from harness.config import plugins
 from harness.config.catalogue import CONF, GROUPS
 from harness.config.hydra_errors import explain
 from harness.config.overrides import Partial, checked
-from harness.config.renamed import refuse_unknown
 from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
 
 
@@ -40,6 +40,12 @@ def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict
     for kind, lacking in read.partial.items():  # left by the plug-in that an experiment chose first
         plain[kind] = {name: value for name, value in plain[kind].items() if name not in lacking}
     return plain
+
+
+def refuse_unknown(config: Mapping[str, Any]) -> None:
+    """Raise `SettingsError` for a key that no setting has, as a user's own yaml file may bring one."""
+    for name in config.keys() - {known.name for known in fields(RunConfig)}:
+        raise SettingsError(f"There is no setting {name}: take it out of your yaml file.")
 
 
 def with_folders(words: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:

@@ -18,10 +18,12 @@ from evals.base import NO_DATA_ROOT
 from harness.config.catalogue import not_yaml
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain
+from harness.terminal.stopping import Stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("evals", "harness", "kernels", "methods")
 P = ParamSpec("P")
+Main = Callable[..., int | None]
 
 
 def is_known(error: BaseException) -> bool:
@@ -78,6 +80,23 @@ def explained(work: Callable[P, int | None]) -> Callable[P, int]:
             return 2 if is_known(error) else 1
 
     return coded
+
+
+def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], Callable[..., int]]:
+    """Make a function the `main` of a command: it ends on a signal and says `go_on`, and says an error in a sentence;
+    the exit code tells them apart."""
+
+    def decorated(main: Main) -> Callable[..., int]:
+        @wraps(main)
+        def command(*arguments: object) -> int:
+            code = 0
+            with Stoppable(go_on) as stop:
+                code = explained(main)(*arguments)
+            return stop.code or code
+
+        return command
+
+    return decorated
 
 
 def own_line(error: BaseException) -> str | None:

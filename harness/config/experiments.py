@@ -7,7 +7,6 @@ begins with `_`: it is a part of them, and no experiment of its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +17,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
-from harness.config.catalogue import CONF, GROUPS, ConfigError, entries, load, plain
+from harness.config.catalogue import CONF, GROUPS, ConfigError, entries, facts_in, leading_comment, load, plain
 from harness.config.plugins import suggestion
 from harness.config.settings import NESTED
 
 GROUP = "experiment"
 FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")  # lines of a card
-_FACT = re.compile(rf"({'|'.join(FACTS)}): +(.*)")
 _PACKAGE = "# @package _global_"
 
 
@@ -80,13 +78,8 @@ class Experiment:
     @property
     def facts(self) -> dict[str, str]:
         """The card, line by line: this file's words over those of its bases."""
-        own: dict[str, str] = {}
-        for line in self._comment[1:]:
-            if found := _FACT.fullmatch(line):
-                own[found[1]] = found[2]
-            elif own and line.startswith("  "):
-                own[[*own][-1]] += f" {line.strip()}"
-        merged = {name: text for base in self.bases for name, text in base.facts.items()} | own
+        merged = {name: text for base in self.bases for name, text in base.facts.items()}
+        merged |= facts_in(self._comment, FACTS)
         return {name: merged[name] for name in FACTS if name in merged}
 
     @property
@@ -106,10 +99,8 @@ class Experiment:
 
     @property
     def _comment(self) -> list[str]:
-        """The comment that the file opens with, behind the package line."""
-        lines = self.file.read_text(encoding="utf-8").splitlines()[1:]
-        end = next((place for place, line in enumerate(lines) if not line.startswith("#")), len(lines))
-        return [line.removeprefix("#").removeprefix(" ").rstrip() for line in lines[:end]]
+        """The card stands behind the line that names the package."""
+        return leading_comment(self.file)[1:]
 
 
 def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:

@@ -22,9 +22,7 @@ SETS_ITSELF = {  # setting -> why a search has no choice
 }
 NOT_READ = {  # setting -> why a search has no use for it
     "workers": "a search runs in one process",
-    "trackers": "a search is shown nowhere else",
     "wandb": "a search is shown nowhere else",
-    "tensorboard": "a search is shown nowhere else",
 }
 
 

@@ -167,13 +167,8 @@ class Results:
 
 @dataclass
 class WandbSettings:
-    project: str = "kv-harness"
+    project: str | None = None
     entity: str | None = None
-
-
-@dataclass
-class TensorBoardSettings:
-    folder: str | None = None
 
 
 def check_link(key: str, given: str | None, device: str) -> None:

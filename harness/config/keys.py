@@ -16,7 +16,7 @@ import yaml
 from harness.config.catalogue import CONF, GROUPS, Entry, entries, plain
 from harness.config.plugins import spell
 from harness.config.settings import CHOICES, NESTED, Settings
-from harness.terminal.tables import aligned, code, table
+from harness.terminal.tables import aligned
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?:.*? # *(?P<comment>.*))?")
 _USAGE = """python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=VALUE ...]
@@ -34,12 +34,6 @@ _FLAGS = """Flags
   --cfg job         print the composed configuration, run nothing
   --version         print version and commit
   --hydra-help      Hydra's own flags"""
-_TITLE = """# Settings
-
-Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
-by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
-
-Written by `python -m harness.list settings --markdown`: change the comments in conf/, not this page."""
 
 
 class Setting(NamedTuple):
@@ -113,33 +107,11 @@ def _named(words: Sequence[str]) -> list[tuple[str, str]]:
 def settings_text() -> str:
     """For a terminal."""
     lines = []
-    for title, rows in _sections():
+    for title, rows in sections():
         lines += ["", title, *aligned((row.given, row.described) for row in rows)]
     return "\n".join([*lines, ""])
 
 
-def settings_page() -> str:
-    """docs/settings.md."""
-    parts = [_TITLE]
-    for title, rows in _sections():
-        lines = [(code(row.given), row.values, row.meaning) for row in rows]
-        parts += [f"## {title}", table(("key", "values", "meaning"), lines)]
-    for group in ("task", "model"):  # those of methods are on their cards
-        lines = [row for entry in entries(group) for row in _rows(group, entry)]
-        parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _sections() -> Iterator[tuple[str, list[Setting]]]:
+def sections() -> Iterator[tuple[str, list[Setting]]]:
     shown = [row for row in settings() if row.values or row.meaning]
     return ((title, list(rows)) for title, rows in groupby(shown, key=lambda row: row.section))
-
-
-def _rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
-    """Of the yaml files for one class the first shows every parameter, the others what they change."""
-    first = next(one for one in entries(group) if one.target == entry.target)
-    same = set() if first == entry else set(parameters_of(first))
-    rows = [(given, meaning) for given, meaning in parameters_of(entry) if (given, meaning) not in same]
-    for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
-        name = code(entry.name) if place == 0 else ""
-        yield name, code(given and f"{group}.{given}"), meaning or entry.headline

@@ -20,9 +20,7 @@ from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, 
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
-from harness.config.renamed import refuse_renamed
 from harness.config.settings import SettingsError
-from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
@@ -70,7 +68,6 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     files = list(_checked_files(experiment, groups)) if experiment else []
     grid = {key.lstrip("+"): key for key in experiment.grid} if experiment else {}
     said = [*files, *typed]
-    refuse_two_budgets(said, typed)
     chosen = {group: _chosen(group, said, known) for group, known in groups.items()}
     words = [_checked(override, chosen, groups, folders, grid) for override in typed]
     if experiment:
@@ -217,7 +214,6 @@ def _require(override: Override, chosen: Chosen, groups: Known) -> None:
         return
     if key in settings():
         return
-    refuse_renamed(key)
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
     near = owners or get_close_matches(key, [*settings(), *GROUPS, GROUP], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

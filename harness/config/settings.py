@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, get_type_hints
 
 from harness.config.catalogue import plain
 from harness.config.groups import (
@@ -23,12 +23,10 @@ from harness.config.groups import (
     OverflowSettings,
     Results,
     StoreSettings,
-    TensorBoardSettings,
     WandbSettings,
     check_codec,
     check_link,
 )
-from harness.config.plugins import suggestion
 from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
 from harness.models.devices import usual_chunk
 from methods.budget import BudgetError, check_budgets
@@ -44,7 +42,6 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StoreSettings",
-    "TensorBoardSettings",
     "WandbSettings",
     "recorded_defaults",
     "settings_of",
@@ -84,7 +81,7 @@ RANGES = {
     "generation.top_p": Range(above=0, most=1),
     "generation.max_new_tokens": FROM_1,
 }
-PATHS = ("data.root", "results.root", "store.folder", "tensorboard.folder", "disk")
+PATHS = ("data.root", "results.root", "store.folder", "disk")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
     "results",
@@ -93,9 +90,7 @@ WITHOUT_EFFECT = (
     "progress",
     "dry_run",
     "memory_check",
-    "trackers",
     "wandb",
-    "tensorboard",
     "workers",
     "triage",
     "disk",
@@ -109,26 +104,12 @@ OWN = {
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
 
-TRACKERS = ("tensorboard", "wandb")
-
 
 def _check_asked(budget: Any, per_layer: Sequence[Any] = ()) -> None:
     try:
         check_budgets(1.0 if budget is None else budget, per_layer)
     except BudgetError as error:
         raise SettingsError(str(error)) from error
-
-
-NESTED = {
-    "windows": CommonWindows,
-    "store": StoreSettings,
-    "overflow": OverflowSettings,
-    "generation": GenerationSettings,
-    "data": Data,
-    "results": Results,
-    "wandb": WandbSettings,
-    "tensorboard": TensorBoardSettings,
-}
 
 
 @dataclass
@@ -177,9 +158,7 @@ class Settings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     data: Data = field(default_factory=Data)
     results: Results = field(default_factory=Results)
-    trackers: list[str] = field(default_factory=list)
     wandb: WandbSettings = field(default_factory=WandbSettings)
-    tensorboard: TensorBoardSettings = field(default_factory=TensorBoardSettings)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -215,7 +194,8 @@ class Settings:
         elif given := self.store.given:
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
-        self._check_trackers()
+        if self.wandb.entity is not None and self.wandb.project is None:
+            raise SettingsError("wandb.entity needs a project: set wandb.project as well, or leave it out.")
         self._check_generation(self.generation)
 
     @property
@@ -248,14 +228,6 @@ class Settings:
             )
         _check_asked(None, self.layer_budgets)
 
-    def _check_trackers(self) -> None:
-        for name in self.trackers:
-            if name not in TRACKERS:
-                raise SettingsError(f"There is no tracker {name!r}{suggestion(name, TRACKERS)}")
-        for name in TRACKERS:
-            if name not in self.trackers and getattr(self, name) != NESTED[name]():
-                raise SettingsError(f"{name} has settings and trackers does not name it: add trackers=[{name}].")
-
     def _check_generation(self, generation: GenerationSettings) -> None:
         if self.triage == "on" and generation.temperature:
             raise SettingsError(
@@ -263,6 +235,9 @@ class Settings:
             )
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
+
+
+NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 
 
 @dataclass
@@ -276,12 +251,8 @@ class RunConfig(Settings):
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
     """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs` and
-    `overlap` resolved, and `prefill_chunk`."""
-    resolved = {
-        "graphs": "on" if device.startswith("cuda") else "off",
-        "overlap": "off",
-        "prefill_chunk": usual_chunk(device),
-    }
+    `prefill_chunk` resolved."""
+    resolved = {"graphs": "on" if device.startswith("cuda") else "off", "prefill_chunk": usual_chunk(device)}
     return asdict(Settings()) | resolved
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 from harness.diagnosis.subject import Subject
 from harness.engine.step_parts import PARTS
 from harness.results.alarms.times import sessions
-from harness.terminal.tables import BYTES, SECONDS, digits, percent, scaled
+from harness.terminal.tables import BYTES, SECONDS, digits, percent, with_unit
 
 NAMES = {
     "select": "selecting tokens",
@@ -38,11 +38,11 @@ def _token(subject: Subject) -> Iterator[str]:
         yield f"The time per token was not measured: {_untimed(row)}."
         return
     theirs = subject.full_summary["tpot_s"]["p50"] if subject.full_summary else None
-    told = f"A token takes {_seconds(own)} (median TPOT)"
+    told = f"A token takes {with_unit(own, SECONDS)} (median TPOT)"
     if subject.is_full or not theirs:
         yield told + "."
     else:
-        yield f"{told}, {digits(own / theirs)} times Full's {_seconds(theirs)}."
+        yield f"{told}, {digits(own / theirs)} times Full's {with_unit(theirs, SECONDS)}."
 
 
 def _untimed(row: Mapping[str, Any]) -> str:
@@ -60,7 +60,7 @@ def _parts(subject: Subject) -> Iterator[str]:
         return
     parts = sorted(PARTS, key=lambda part: -found[f"{part}_s"])
     told = [f"{NAMES[part]} {percent(found[f'{part}_s'] / found['step_s'])} %" for part in parts]
-    yield f"Of a decode step of {_seconds(found['step_s'])} (with trace=on), {', '.join(told)}."
+    yield f"Of a decode step of {with_unit(found['step_s'], SECONDS)} (with trace=on), {', '.join(told)}."
 
 
 def _moved(subject: Subject) -> Iterator[str]:
@@ -68,11 +68,11 @@ def _moved(subject: Subject) -> Iterator[str]:
     moved, read, hits = map(subject.summary["memory"].get, keys)
     if not moved:
         return
-    told = f"A step moves {_bytes(moved)} between host and device"
+    told = f"A step moves {with_unit(moved, BYTES)} between host and device"
     if subject.summary["host_is_cpu"]:
         told += ", the same memory here, so no bus is paid for"
     if read:
-        told += f"; files give {_bytes(read)} of it"
+        told += f"; files give {with_unit(read, BYTES)} of it"
     if hits is not None:
         told += f"; {percent(hits)} % of the rows asked for were on the device"
     yield f"{told}."
@@ -82,9 +82,9 @@ def _seal(subject: Subject) -> Iterator[str]:
     seals = [record.seal_s for record in subject.run.records if record.seal_s is not None]
     if not seals or subject.is_full:
         return
-    told = f"Sealing a prompt takes {_seconds(median(seals))}"
+    told = f"Sealing a prompt takes {with_unit(median(seals), SECONDS)}"
     ttft = subject.summary["ttft_s"]["p50"]
-    yield told + (f", beside a TTFT of {_seconds(ttft)}." if ttft else ".")
+    yield told + (f", beside a TTFT of {with_unit(ttft, SECONDS)}." if ttft else ".")
 
 
 def _path(info: Mapping[str, Any]) -> Iterator[str]:
@@ -106,16 +106,3 @@ def _load(subject: Subject) -> Iterator[str]:
         yield "Others used it as well, so its times mean little."
     elif subject.full and any(one.crowded for one in sessions(subject.full)):
         yield "Others used it while Full ran, so Full's times mean little."
-
-
-def _seconds(value: float) -> str:
-    return _with_unit(value, SECONDS)
-
-
-def _bytes(value: float) -> str:
-    return _with_unit(value, BYTES)
-
-
-def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
-    (number,), unit = scaled([value], units)
-    return f"{number} {unit}"

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 from harness.config.settings import SettingsError
@@ -108,18 +107,17 @@ class Disk:
 
     def _opened(self) -> tuple[Index, dict[str, StoredSession]]:
         try:
-            found, sound = index.opened(self.folder)
+            opened, entries, wrong = index.opened(self.folder)
         except (sqlite3.Error, OSError) as error:
             raise HistoryError(
                 f"the store cannot keep an index in {self.folder} ({error}): free some space there, or name another "
                 "folder"
             ) from error
-        if found.fresh and not sound.damage and any(self._files()):
-            warn(f"the index of {self.folder} is missing: all its sessions are dropped")
-        elif sound.damage:
-            stay = f"{len(sound.entries)} of its sessions stay" if sound.entries else "all its sessions are dropped"
-            warn(f"the index of {self.folder} {sound.damage}: {stay}")
-        return found, sound.entries
+        if not wrong and opened.fresh and any(self._files()):
+            wrong = "is missing"
+        if wrong:
+            warn(f"the index of {self.folder} {wrong}: all its sessions are dropped")
+        return opened, entries
 
     def _sweep(self) -> None:
         """Removes what a crash left: files that no session names, sessions that lack a file."""
@@ -157,7 +155,7 @@ class Disk:
         self._used += 1
         made = StoredSession([written[block.name] for block in blocks], self._used, self._wall(), lineage)
         try:
-            self._index.replace(key, made, _same(entry.blocks, blocks))
+            self._index.replace(key, made)
         except sqlite3.Error:
             self._remove(new)
             raise
@@ -219,12 +217,6 @@ def _unlink(path: Path) -> None:
 
 def _sizes(blocks: Sequence[Block]) -> dict[str, int]:
     return {block.name: block.size for block in blocks}
-
-
-def _same(first: Sequence[Block], second: Sequence[Block]) -> int:
-    """How many blocks both begin with."""
-    pairs = zip(first, second, strict=False)
-    return len(list(takewhile(lambda pair: pair[0].name == pair[1].name, pairs)))
 
 
 def _sync(folder: Path) -> None:

@@ -7,21 +7,19 @@ found when the folder is opened. So is what a damage has changed: each session h
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sqlite3
-from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from harness.history.block import Block, File
 from harness.history.fingerprint import EXACT
 
-FORMAT = 4
+FORMAT = 5
 NAME = "index.sqlite"
 MOST_USES = 2**62  # a count that no store reaches
 # the machine's doing, and no damage; READONLY may be either
@@ -29,20 +27,11 @@ NOT_DAMAGE = {
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
 }  # fmt: skip
-_TABLES = """
-create table if not exists sessions (
-    key text primary key, used integer not null, used_at real not null, lineage text not null, sha256 text not null
-);
-create table if not exists blocks (
-    key text not null references sessions, place integer not null, name text not null, tokens blob not null,
-    size integer not null, sha256 text not null, bytes integer not null, primary key (key, place)
+_TABLE = """
+create table if not exists sessions (  -- it may be there: a kill comes before the version
+    key text primary key, used integer not null, used_at real not null, content text not null, sha256 text not null
 );
 """
-_BLOCKS = "select key, place, name, tokens, size, sha256, bytes from blocks"
-_SESSIONS = "select key, used, used_at, lineage, sha256 from sessions"
-NOT_AS_WRITTEN = (ValueError, TypeError, AttributeError)  # what rows of wrong types and texts that are none raise
-IndexRow = Sequence[Any]  # of a damaged index, anything; texts come as bytes, for some may be none
-PlainBlock = tuple[str, bytes, int, str, int]  # a block: its name, tokens, size, and its file's sha256 and bytes
 
 
 class OtherFormat(sqlite3.DatabaseError):
@@ -60,15 +49,6 @@ class StoredSession:
     lineage: str = EXACT
 
 
-@dataclass(frozen=True, slots=True)
-class Sound:
-    """What of an index is as it was written: sessions by key, the least recently used first. `damage` says of an index
-    what is wrong with it; empty where nothing is."""
-
-    entries: dict[str, StoredSession]
-    damage: str = ""
-
-
 @contextmanager
 def _readable() -> Iterator[None]:
     """SQLite quotes in its messages what it finds, which in a damaged file may be no text."""
@@ -83,7 +63,6 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self._connection = sqlite3.connect(folder / NAME, check_same_thread=False)
-        self._connection.text_factory = bytes
         try:
             self._prepare()
         except BaseException:
@@ -101,43 +80,33 @@ class Index:
         self.fresh = format_ == 0  # there was none, or an empty file
         if format_ not in (0, FORMAT):
             raise OtherFormat(f"{NAME} has format {format_}, this version reads and writes {FORMAT}")
-        connection.executescript(_TABLES)
-        connection.execute(f"pragma user_version = {FORMAT}")
+        if self.fresh:
+            connection.executescript(f"{_TABLE} pragma user_version = {FORMAT};")
 
     @_readable()
-    def read(self) -> Sound:
-        """All that is as it was written. Raises sqlite3.DatabaseError where nothing can be read."""
-        (found,) = self._connection.execute("pragma integrity_check(1)").fetchone()
-        damage = "" if found == b"ok" else f"is damaged ({' '.join(found.decode(errors='replace').split())})"
-        blocks: dict[Any, list[IndexRow]] = defaultdict(list)
-        for key, *row in self._connection.execute(_BLOCKS).fetchall():
-            blocks[key].append(row)
-        sessions = self._connection.execute(_SESSIONS).fetchall()
+    def read(self) -> dict[str, StoredSession]:
+        """Return the sessions by key, the least recently used first. Raise sqlite3.DatabaseError where the file is
+        damaged, or says of a session what was not written."""
+        (state,) = self._connection.execute("pragma integrity_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(" ".join(state.split()))
+        rows = self._connection.execute("select key, used, used_at, content, sha256 from sessions").fetchall()
         entries: dict[str, StoredSession] = {}
-        for row in sessions:
-            with suppress(*NOT_AS_WRITTEN):
-                key, entry = _entry(row, blocks.pop(row[0], []))
-                entries[key] = entry
-        if lacking := max(len(sessions) - len(entries), len(blocks)):  # rows of one may have lost each other
-            damage = damage or f"is damaged ({lacking} of its sessions are not what was written)"
-        return Sound(dict(sorted(entries.items(), key=lambda one: one[1].used)), damage)
+        for key, used, used_at, content, sha256 in rows:
+            is_count = isinstance(used, int) and 0 <= used < MOST_USES
+            is_time = isinstance(used_at, float) and isfinite(used_at)
+            if not (is_count and is_time and sha256 == _digest(key, content)):
+                raise sqlite3.DatabaseError("what it says of a session is not what was written")
+            blocks, lineage = _parsed(content)
+            entries[key] = StoredSession(blocks, used, used_at, lineage)
+        return dict(sorted(entries.items(), key=lambda named: named[1].used))
 
     @_readable()
-    def replace(self, key: str, entry: StoredSession, unchanged: int) -> None:
-        """The first `unchanged` blocks are those that it has already."""
-        rows = [_plain(block) for block in entry.blocks]
-        known = {"key": key, "used": entry.used, "at": entry.used_at, "lineage": entry.lineage}
+    def replace(self, key: str, entry: StoredSession) -> None:
+        content = _spelled(entry)
         with self._connection as connection:
-            connection.execute(
-                "insert into sessions values (:key, :used, :at, :lineage, :sha256) "
-                "on conflict do update set used = :used, used_at = :at, lineage = :lineage, sha256 = :sha256",
-                known | {"sha256": _digest(key, entry.lineage, rows)},
-            )
-            connection.execute("delete from blocks where key = ? and place >= ?", (key, unchanged))
-            connection.executemany(
-                "insert into blocks values (?, ?, ?, ?, ?, ?, ?)",
-                [(key, place, *rows[place]) for place in range(unchanged, len(rows))],
-            )
+            row = (key, entry.used, entry.used_at, content, _digest(key, content))
+            connection.execute("insert or replace into sessions values (?, ?, ?, ?, ?)", row)
 
     @_readable()
     def touch(self, key: str, used: int, used_at: float) -> None:
@@ -147,51 +116,37 @@ class Index:
     @_readable()
     def drop(self, key: str) -> None:
         with self._connection as connection:
-            connection.execute("delete from blocks where key = ?", (key,))
             connection.execute("delete from sessions where key = ?", (key,))
 
     def close(self) -> None:
         self._connection.close()
 
 
-def opened(folder: Path) -> tuple[Index, Sound]:
-    """The index of `folder`, and what it holds. One that is damaged, or of another version, is made anew with what is
-    sound of it. Raises sqlite3.Error or OSError where there can be none, as on a full disk."""
+def opened(folder: Path) -> tuple[Index, dict[str, StoredSession], str]:
+    """Return the index of `folder`, what it holds, and what was wrong with the one that it replaces: an empty one takes
+    the place of one that is damaged, or of another version. Raise sqlite3.Error or OSError where there can be none, as
+    on a full disk."""
     try:
         index = Index(folder)
         try:
-            sound = index.read()
+            return index, index.read(), ""
         except BaseException:
             index.close()
             raise
-        if not sound.damage:
-            return index, sound
-        index.close()
     except OtherFormat as error:
-        sound = Sound({}, f"is of another version ({error})")
+        wrong = f"is of another version ({error})"
     except sqlite3.Error as error:
         if not _is_damage(error, folder):
             raise
-        sound = Sound({}, f"is damaged ({error})")
+        wrong = f"is damaged ({error})"
     remove(folder)
-    return _made(folder, sound.entries), sound
+    return Index(folder), {}, wrong
 
 
 def remove(folder: Path) -> None:
     """A damaged one, with its log."""
     for path in folder.glob(f"{NAME}*"):
         path.unlink()
-
-
-def _made(folder: Path, entries: Mapping[str, StoredSession]) -> Index:
-    index = Index(folder)
-    try:
-        for key, entry in entries.items():
-            index.replace(key, entry, 0)
-    except BaseException:
-        index.close()
-        raise
-    return index
 
 
 def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
@@ -202,34 +157,24 @@ def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
     return code not in NOT_DAMAGE
 
 
-def _entry(row: IndexRow, blocks: Sequence[IndexRow]) -> tuple[str, StoredSession]:
-    """Raises one of `NOT_AS_WRITTEN`."""
-    key, used, used_at, lineage, sha256 = row
-    whole = [
-        (name.decode(), tokens, size, head.decode(), length)
-        for _, name, tokens, size, head, length in sorted(blocks, key=lambda block: block[0])
+def _digest(key: object, content: object) -> str:
+    """Over all that is said of a session but when it was used; of a damaged index, over values of any kind."""
+    return hashlib.sha256(repr((key, content)).encode(errors="surrogatepass")).hexdigest()
+
+
+def _spelled(entry: StoredSession) -> str:
+    blocks = [
+        [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
+        for block in entry.blocks
+        if block.file is not None
     ]
-    key, lineage = key.decode(), lineage.decode()
-    places_hold = sorted(block[0] for block in blocks) == list(range(len(blocks)))
-    uses_hold = isinstance(used, int) and 0 <= used < MOST_USES and isinstance(used_at, float) and isfinite(used_at)
-    if not (places_hold and uses_hold and sha256.decode() == _digest(key, lineage, whole)):
-        raise ValueError(f"{key} is not what was written")
-    return key, StoredSession([_block(*one) for one in whole], used, used_at, lineage)
+    return json.dumps({"lineage": entry.lineage, "blocks": blocks})
 
 
-def _digest(key: str, lineage: str, rows: Iterable[PlainBlock]) -> str:
-    """Of all that is said of a session but when it was used."""
-    sha256 = hashlib.sha256(repr((key, lineage)).encode())
-    for name, tokens, *others in rows:
-        sha256.update(repr((name, len(tokens), *others)).encode())
-        sha256.update(tokens)
-    return sha256.hexdigest()
-
-
-def _block(name: str, tokens: bytes, size: int, sha256: str, length: int) -> Block:
-    return Block(name, tuple(array("q", tokens)), size, None, File(sha256, length))
-
-
-def _plain(block: Block) -> PlainBlock:
-    assert block.file is not None
-    return block.name, array("q", block.tokens).tobytes(), block.size, block.file.sha256, block.file.bytes
+def _parsed(content: str) -> tuple[list[Block], str]:
+    plain = json.loads(content)
+    blocks = [
+        Block(name, tuple(tokens), size, None, File(sha256, length))
+        for name, tokens, size, sha256, length in plain["blocks"]
+    ]
+    return blocks, plain["lineage"]

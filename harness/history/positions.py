@@ -6,6 +6,7 @@ from the model's own rotary module (`LayerSpec.rope`), so scaled, partial and pe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,11 +52,7 @@ class Rotation:
         """Up to how many tokens, `tokens` at most, a text may grow without a change of the angles at its start."""
         if self._alike(tokens):
             return tokens
-        known, changed = 1, tokens
-        while changed - known > 1:
-            middle = (known + changed) // 2
-            known, changed = (middle, changed) if self._alike(middle) else (known, middle)
-        return known
+        return 1 + bisect_left(range(2, tokens), True, key=lambda reach: not self._alike(reach))
 
     def check(self, tokens: int) -> None:
         """Raises `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""

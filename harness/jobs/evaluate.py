@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from harness.results.run_folder import StoredRun
 from harness.terminal.lasting_output import lasting_output
 from methods.base import Method, refuse_other_than_method
 
-OF_COMMANDS = ("dry_run", "workers", "trackers")  # settings that `python -m harness` reads before it runs jobs
+OF_COMMANDS = ("dry_run", "workers", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
 
 
 @lasting_output()
@@ -44,7 +45,7 @@ def evaluate(
     refuse_other_than_method(method)
     asked = replace(settings or Settings(), **changes)
     for name in OF_COMMANDS:
-        if (value := getattr(asked, name)) != getattr(Settings(), name):
+        if (value := attrgetter(name)(asked)) != attrgetter(name)(Settings()):
             raise SettingsError(f"{name}={value} is for the command line, and evaluate does not read it: leave it out.")
     return evaluate_together([Job.plan(method, task, model, asked, presets=presets)])[-1]
 

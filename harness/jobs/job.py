@@ -211,10 +211,8 @@ class Job:
             and not all(r.prompt_ids for r in load_run(self.folder).records)
         ):
             say_once(f"results.save_prompts changes nothing for examples that are there already, in {self.folder}")
-        if len(pending) == len(self.items):
-            named = {"method": self.method, "task": self.task, "model": self.model}
-            if words := not_continued(self.identity, named, akin(self.folder)):
-                say_once(words)
+        if len(pending) == len(self.items) and (words := not_continued(self.identity, akin(self.folder))):
+            say_once(words)
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this run beside its configuration, whoever runs it."""

@@ -27,7 +27,3 @@ ARCHITECTURES = {
     ),
 }
 SINK_LOGITS = tuple(known.model_type for known in ARCHITECTURES.values() if known.sink_logits)
-
-
-def class_of(model_type: str) -> str:
-    return next(name for name, known in ARCHITECTURES.items() if known.model_type == model_type)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from harness.models import embedded
 from harness.models.base import Identity, ModelError, ModelSource
-from harness.models.shapes import SHAPES
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 TOKENIZERS = ("auto", "smollm2", "bytes")
 SMOLLM2_VOCAB = 49_152
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -30,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Random(ModelSource):
-    """`shape`: a name in SHAPES. `layers`: None for all. `tokenizer_name`: one of TOKENIZERS."""
+    """`shape`: a name in shapes.yaml. `layers`: None for all. `tokenizer_name`: one of TOKENIZERS."""
 
     shape: str = "smollm2"
     layers: int | None = None
@@ -40,7 +43,7 @@ class Random(ModelSource):
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ModelError(f"model.shape={self.shape} is unknown: choose one of {', '.join(SHAPES)}.")
-        has = SHAPES[self.shape].layers
+        has = SHAPES[self.shape]["num_hidden_layers"]
         if self.layers is not None and not 1 <= self.layers <= has:
             raise ModelError(
                 f"model.layers={self.layers} does not suit {self.shape}: choose 1 to {has}, or null for all."
@@ -65,9 +68,8 @@ class Random(ModelSource):
 
         tokenizer = self.tokenizer()
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        return AutoConfig.for_model(
-            SHAPES[self.shape].model_type, dtype=SHAPES[self.shape].dtype, **self._arguments(), **ends
-        )
+        public = SHAPES[self.shape]
+        return AutoConfig.for_model(public["model_type"], dtype=public["dtype"], **self._arguments(), **ends)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()
@@ -92,7 +94,9 @@ class Random(ModelSource):
         return made
 
     def _arguments(self) -> dict[str, Any]:
-        return SHAPES[self.shape].config(self.layers)
+        """Keyword arguments of transformers' config."""
+        public = {key: value for key, value in SHAPES[self.shape].items() if key not in ("model_type", "dtype")}
+        return public if self.layers is None else public | {"num_hidden_layers": self.layers}
 
     def _tokenizer_name(self) -> str:
         if self.tokenizer_name != "auto":
@@ -101,7 +105,7 @@ class Random(ModelSource):
 
     @property
     def _vocab(self) -> int:
-        return SHAPES[self.shape].vocab
+        return int(SHAPES[self.shape]["vocab_size"])
 
 
 def fill(model: nn.Module, generator: torch.Generator) -> None:

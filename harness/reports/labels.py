@@ -14,14 +14,12 @@ from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.identity import model_name
 from harness.results.run_folder import StoredRun
-from harness.terminal.tables import BYTES, scaled
+from harness.terminal.tables import BYTES, with_unit
 
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
-ALWAYS_NAMED = (
-    "budget_rule",
-    "codec",
-)  # where they are no default: such rows mean something else by a token, or read another
+# where they are no default: such rows mean something else by a token, or read another
+ALWAYS_NAMED = ("budget_rule", "codec")
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
@@ -83,8 +81,7 @@ def budget(summary: Mapping[str, Any]) -> str:
     method has none."""
     layers, in_bytes = summary["budget"]["layers"], summary["budget"].get("bytes")
     if in_bytes:
-        (value,), unit = scaled([float(in_bytes)], BYTES)
-        return f"{value} {unit}"
+        return with_unit(in_bytes, BYTES)
     if not layers:
         return _budget(summary["budget"]["asked"])
     if len({type(one) for one in layers}) > 1:

@@ -44,11 +44,11 @@ class Grid(NamedTuple):
 
 def by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
     """Examples that know their needle's place; only tasks whose examples fill more than one cell."""
-    lines: dict[str, list[Record]] = defaultdict(list)
+    found: dict[str, list[NeedleScore]] = defaultdict(list)
     for record in records:
         if {"length", "depth"} <= record.data.keys():
-            lines[str(record.data.get("task") or record.group.partition("/")[0])].append(record)
-    found = {task: _needles(some) for task, some in lines.items()}
+            needle = NeedleScore(record.data["depth"], record.data["length"], record.score)
+            found[str(record.data.get("task") or record.group.partition("/")[0])].append(needle)
     return {task: needles for task, needles in found.items() if len({needle[:2] for needle in needles}) > 1}
 
 
@@ -63,12 +63,6 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
     sizes = [[len(cells[y, x]) if (y, x) in cells else 0 for x in columns] for y in rows]
     told = [f"{depth:g}" for depth in depths] or [f"{10 * row}-{10 * row + 10}" for row in rows]
     return Grid(told, [_tokens(length) for length in lengths], means, sizes)
-
-
-def _needles(records: Sequence[Record]) -> list[NeedleScore]:
-    """RULER once wrote shares in place of percents: no needle of its lay deeper than 1 then."""
-    scale = 100 if all(record.data["depth"] <= 1 for record in records) else 1
-    return [NeedleScore(scale * record.data["depth"], record.data["length"], record.score) for record in records]
 
 
 def _fixed_depths(needles: Sequence[NeedleScore]) -> list[float]:

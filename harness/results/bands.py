@@ -158,35 +158,35 @@ def _by_group(records: Sequence[Record]) -> Scores:
 
 
 def _held(here: Scores, band: Scores, looks: int) -> Outside | None:
-    if _mean(here) == _mean(band):  # as most are, and an interval takes time
+    if mean(here) == mean(band):  # as most are, and an interval takes time
         return None
     level = 1 - (1 - LEVEL) / looks
-    mine = _interval(here, level)
-    if mine.low <= _mean(band) <= mine.high:  # the band's interval holds its mean: they touch
+    mine = interval(here, level)
+    if mine.low <= mean(band) <= mine.high:  # the band's interval holds its mean: they touch
         return None
-    theirs = _interval(band, level)
+    theirs = interval(band, level)
     if mine.low <= theirs.high and theirs.low <= mine.high:
         return None
     group = next(iter(here)) if len(here) == 1 else None
-    return Outside(group, _mean(here), mine, _mean(band), theirs, sum(map(len, here.values())))
+    return Outside(group, mean(here), mine, mean(band), theirs, sum(map(len, here.values())))
 
 
-def _interval(scores: Scores, level: float) -> stats.Interval:
+def interval(scores: Scores, level: float = 1 - stats.ALPHA) -> stats.Interval:
     flat = [(score, group) for group, some in scores.items() for score in some]
     found = stats.interval(*zip(*flat, strict=True), level=level)
     assert found is not None
     return found
 
 
-def _mean(scores: Scores) -> float:
+def mean(scores: Scores) -> float:
     """Of group means."""
     return fmean(map(fmean, scores.values()))
 
 
 def _told(scores: Scores) -> dict[str, Any]:
-    ends = _interval(scores, LEVEL)
+    ends = interval(scores, LEVEL)
     band = [round(ends.low, 4), round(ends.high, 4)]
-    return {"n": sum(map(len, scores.values())), "mean": round(_mean(scores), 4), "range": band}
+    return {"n": sum(map(len, scores.values())), "mean": round(mean(scores), 4), "range": band}
 
 
 def _counted(scores: Sequence[float]) -> dict[str, int]:

@@ -34,6 +34,12 @@ def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
         raise StoreError(f"a config must hold plain values only: {error}") from error
 
 
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it is read back: a tuple is a list."""
+    values: dict[str, Any] = json.loads(canonical(config, sort=False))
+    return values
+
+
 def digest(plain: Mapping[str, Any]) -> str:
     """The same for equal values: a name for what they stand for."""
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
@@ -65,10 +71,9 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(path, text.getvalue())
 
 
-def write_yaml(path: Path, plain: Mapping[str, Any]) -> None:
+def write_yaml(path: Path, config: Mapping[str, Any]) -> None:
     """In the order of `plain`; tuples become lists."""
-    values = json.loads(canonical(plain, sort=False))
-    write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -157,14 +162,11 @@ class RunLine(NamedTuple):
     checksum: str
 
 
-def read_line(text: bytes, run: str, where: str, *, required: bool = True) -> RunLine:
-    """What was sealed. Raises `RecordError`, which begins with `where`, for what is no line of ours, for a line of
-    another run or a changed one; for one without a seal where that is `required`: runs from before there were seals
-    have none."""
+def read_line(text: bytes, run: str, where: str) -> RunLine:
+    """Return what was sealed. Raise `RecordError`, which begins with `where`, for what is no line of ours, for one of
+    another run, and for one that was changed or has no seal."""
     plain = _parse(text, where)
     checksum, owner = plain.pop(CHECKSUM, None), plain.get(RUN)
-    if checksum is None and owner is None and not required:
-        return RunLine(where, plain, checksum_of(plain))
     name = f"{where}: example {plain.get('id')!r}"
     if checksum is None or owner is None:
         raise RecordError(f"{name} lacks its run or its checksum")

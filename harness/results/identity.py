@@ -30,7 +30,6 @@ from harness.results.files import canonical
 CORE_VERSION = 2
 PARTS = {
     "core": "the shared code (CORE_VERSION)",
-    "sources": "the form of the identity (a hash of all sources until now)",
     "task_version": "the task's version",
     "model_revision": "the model's revision",
     "prompts": "the prompts",
@@ -69,12 +68,12 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
     return found
 
 
-def not_continued(mine: Values, named: Values, others: Iterable[tuple[Path, Values]]) -> str | None:
+def not_continued(mine: Values, others: Iterable[tuple[Path, Values]]) -> str | None:
     """Which of `others`, folders and their run.json, one would have expected to go on instead of a new run, and what
     differs there. A finished run of other settings is none of these: it is another point of a sweep."""
     found: list[tuple[bool, int, str]] = []
     for folder, info in others:
-        keys = differences(mine, info.get("identity", {}), named)
+        keys = differences(mine, info.get("identity", {}))
         other_settings = any(key not in PARTS and not key.startswith("code.") for key in keys)
         if keys and (not other_settings or info.get("status") in ("failed", "interrupted")):
             sentence = f"{folder} is not continued; it differs in {', '.join(map(word, keys))}"
@@ -82,13 +81,10 @@ def not_continued(mine: Values, named: Values, others: Iterable[tuple[Path, Valu
     return min(found)[2] if found else None
 
 
-def differences(mine: Values, other: Values, named: Values) -> list[str]:
-    """Keys, dotted, in which `other` is not as `mine`. An identity of the old form has keys at their defaults, and one
-    hash in place of `core` and `code`."""
-    old = "sources" in other
-    here, there = flatten(mine), flatten(asked(other, named) if old else other)
-    keys = [key for key in here | there if not _same(key, here, there)]
-    return [key for key in keys if not (old and (key == "core" or key.startswith("code.")))]
+def differences(mine: Values, other: Values) -> list[str]:
+    """Return the dotted keys in which one identity is not as the other."""
+    here, there = flatten(mine), flatten(other)
+    return [key for key in here | there if not _same(key, here, there)]
 
 
 def model_name(config: Mapping[str, Any]) -> str:

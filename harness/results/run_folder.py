@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.results import files, triage
-from harness.results.files import CHECKSUM, RunLine, checksum_of, seal
+from harness.results.files import CHECKSUM, RunLine, seal
 from harness.results.folder import bound
-from harness.results.folder.bound import FILES, Digest
+from harness.results.folder.bound import FILES, SETTINGS, Digest
 from harness.results.folder.find import find, instead
 from harness.results.folder.names import CONFIG, ERROR, EXAMPLES, RESCORED
 from harness.results.folder.repair import repaired
@@ -46,10 +46,8 @@ class Run:
         remove_abandoned(folder)
         self.folder, self._lock = folder, lock
         self._before = repaired(folder, digest, config)
-        if not self._before:
-            files.write_yaml(folder / CONFIG, config)
-        info = {"sealed": not self._before} | self._before | {"identity_sha256": digest}
-        self.info = info if self._before else bound.bind(folder, info, CONFIG)
+        self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config), FILES: {}}
+        _write_config(folder / CONFIG, self.info[SETTINGS])
         lines = bound.read_lines(folder, EXAMPLES, self.info)
         self._ids, self._digest = {record.id for record in _records(lines)}, Digest(lines)
         self._begun = self._closed = False
@@ -99,14 +97,13 @@ class Run:
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
         plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
-        if self.info["sealed"]:
-            plain = seal(plain, self.info["identity_sha256"])
+        sealed = seal(plain, self.info["identity_sha256"])
         if not self._begun:
             self._begin()
         with whole():
-            files.append_line(self.folder / EXAMPLES, plain)
+            files.append_line(self.folder / EXAMPLES, sealed)
             self._ids.add(record.id)
-            self._digest.add(plain.get(CHECKSUM) or checksum_of(plain))
+            self._digest.add(sealed[CHECKSUM])
 
     def records(self) -> list[Record]:
         return read_records(self.folder, self.info)
@@ -212,7 +209,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
     if not folder.is_dir():
         raise StoreError(f"no such folder: {folder}{instead(folder)}")
     info = bound.read_info(folder)
-    config, lines = bound.read_config(folder, info), bound.read_lines(folder, EXAMPLES, info)
+    lines = bound.read_lines(folder, EXAMPLES, info)
     records = _records(lines)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
@@ -221,7 +218,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
         status = "interrupted"
     shown = records if first_scores else rescored(records, folder, info)
     told = triage.read(folder, info, records)
-    return StoredRun(folder, config, info, shown, status, told, Digest(lines).plain()["sha256"])
+    return StoredRun(folder, info[SETTINGS], info, shown, status, told, Digest(lines).plain()["sha256"])
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
@@ -253,6 +250,14 @@ def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -
     """With the scores of the last `python -m harness.rescore`, where there was one."""
     scores = {line.plain["id"]: line.plain for line in bound.read_rescored(folder, info)}
     return [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """A copy of what run.json holds, for people: nobody reads it back."""
+    with suppress(StoreError):
+        if files.read_yaml(path) == config:
+            return
+    files.write_yaml(path, config)
 
 
 def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:

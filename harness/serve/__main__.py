@@ -14,26 +14,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say, say_once
 from harness.terminal.paths import typed
-from harness.terminal.stopping import Stoppable
 
 OUT = Path("results/runs/serving")
 
 
 @lasting_output()
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command("the same command goes on behind the runs that are finished")
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
-    with Stoppable("the same command goes on behind the runs that are finished") as stop:
-        code = _serve(options)
-    return stop.code or code
-
-
-@explained
-def _serve(options: argparse.Namespace) -> None:
     from harness.config.settings import SettingsError
     from harness.history.simulation import costs
     from harness.results.files import unwritable

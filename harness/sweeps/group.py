@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config import plugins
-from harness.config.compose import built
+from harness.config.compose import built, refuse_unknown
 from harness.config.errors import is_memory, one_sentence
 from harness.config.overrides import Partial
-from harness.config.renamed import refuse_unknown
 from harness.config.settings import Settings, settings_of
 from harness.jobs.planning.machine import check_machine, check_results
 from harness.jobs.planning.planner import Planner

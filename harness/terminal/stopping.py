@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
-from functools import wraps
 from time import monotonic
 from types import FrameType
 from typing import Any, Self
@@ -160,16 +159,3 @@ def _is_main() -> bool:
 
 def _sentence(stop: Stopped, *go_on: str) -> str:
     return "; ".join([str(stop), *filter(None, go_on)])
-
-
-def stoppable(main: Callable[..., int]) -> Callable[..., int]:
-    """A command's `main` that keeps nothing of what it has begun: it ends on a signal and says so."""
-
-    @wraps(main)
-    def stopped(*arguments: Any) -> int:
-        code = 0
-        with Stoppable("the same command begins anew") as stop:
-            code = main(*arguments)
-        return stop.code or code
-
-    return stopped

@@ -79,6 +79,12 @@ def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str
     return ["" if value is None else digits(value / factor) for value in values], unit
 
 
+def with_unit(value: float, units: Scale) -> str:
+    """Spell one value in the largest unit that it fills."""
+    (number,), unit = scaled([value], units)
+    return f"{number} {unit}"
+
+
 def quantity(
     head: str,
     values: Sequence[float | None],

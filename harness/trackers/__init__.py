@@ -1,1 +1,1 @@
-"""Copies of finished runs for experiment trackers. A run never depends on one."""
+"""Copies of finished runs for Weights & Biases. A run never depends on one."""

@@ -1,9 +1,11 @@
-"""Run folders as trackers get them: side by side in their tables, with pictures and the table as text."""
+"""Finished runs as they are copied: side by side in their tables, with pictures and the table as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.config.nested import flatten
 from harness.config.settings import WITHOUT_EFFECT
@@ -17,28 +19,38 @@ from harness.results import files
 from harness.results.folder.names import CONFIG, INFO, SUMMARY
 from harness.results.run_folder import load_all
 from harness.terminal.notices import say_once
-from harness.trackers.base import FinishedRun
 
 KEPT = (SUMMARY, INFO, CONFIG)
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run in its table. Keys are dotted, as in the CSV of a report."""
+
+    folder: Path
+    config: Mapping[str, Any]  # flat; values as yaml has them
+    numbers: Mapping[str, float]  # of summary.json: scores 0-1 (groups, intervals), seconds, bytes
+    words: Mapping[str, str]  # of summary.json: method, task, status ...
+    pictures: Mapping[str, Path]  # PNG: heat maps of the run, the frontier of its table
+    files: Sequence[Path]  # summary.json, run.json, config.yaml, and the table with its notes and alarms as table.md
+
+
 def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
-    """`scratch` takes the pictures and tables, and must live until they are published."""
+    """Yield the runs of these folders. `scratch` takes their pictures and tables, and must live until they are sent."""
     runs, damage = load_all(folders)
     for text in damage:
         say_once(f"not sent: {text}")
     for number, table in enumerate(comparisons(runs)):
         place = scratch / str(number)
         place.mkdir()
-        text = as_text([table], markdown=True)
-        files.write_atomically(place / "table.md", text + "\n")
+        files.write_atomically(place / "table.md", as_text([table], markdown=True) + "\n")
         shared = _frontier(table, place)
         for row, entry in enumerate(table.entries):
             pictures = shared | _heatmaps(entry, place, row)
-            yield _finished(entry, pictures, text, place / "table.md")
+            yield _finished(entry, pictures, place / "table.md")
 
 
-def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: str, file: Path) -> FinishedRun:
+def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: Path) -> FinishedRun:
     folder, told = entry.run.folder, flatten(entry.summary)
     config = {key: value for key, value in entry.run.config.items() if key not in WITHOUT_EFFECT}
     return FinishedRun(
@@ -47,8 +59,7 @@ def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: str, file: 
         numbers={key: float(value) for key, value in cells(entry.summary) if isinstance(value, (int, float))},
         words={key: value for key, value in told.items() if isinstance(value, str)} | {"label": entry.title},
         pictures=pictures,
-        table=table,
-        files=[*(folder / name for name in KEPT if (folder / name).is_file()), file],
+        files=[*(folder / name for name in KEPT if (folder / name).is_file()), table],
     )
 
 

@@ -1,41 +1,36 @@
-"""The trackers of one command: asked before anything runs, given every finished run at the end."""
+"""The copies that one command sends to Weights & Biases: asked for before anything runs, sent at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.config.errors import one_sentence
 from harness.config.settings import Settings
 from harness.terminal.notices import say_once
-from harness.trackers.base import Tracker
-from harness.trackers.tensorboard import TensorBoard
 from harness.trackers.wandb import Wandb
 from kernels.temporary import TemporaryFolder
 
-MAKERS: dict[str, Callable[[Settings], Tracker]] = {
-    Wandb.name: lambda settings: Wandb(settings.wandb.project, settings.wandb.entity),
-    TensorBoard.name: lambda settings: TensorBoard(settings.tensorboard.folder),
-}
 
-
-class Trackers:
-    """None by default. Whatever goes wrong here is said in a sentence; the runs are complete."""
+class Copies:
+    """Nothing is sent by default. Whatever goes wrong here is said in a sentence; the runs are complete."""
 
     def __init__(self) -> None:
-        self._ready: dict[Tracker, None] = {}
+        self.projects: list[Wandb] = []
 
     def open(self, jobs: Iterable[Settings]) -> None:
-        """Those that the jobs name; says what is missing."""
-        named = dict.fromkeys(MAKERS[name](job) for job in jobs if not job.dry_run for name in job.trackers)
-        for tracker in named:
-            if reason := tracker.missing():
-                say_once(f"{reason}: nothing goes to {tracker.name}, the runs go on without it")
+        """Find the projects that the jobs name, and say what is missing."""
+        named = [job.wandb for job in jobs if not job.dry_run]
+        projects = dict.fromkeys(Wandb(one.project, one.entity) for one in named if one.project is not None)
+        for project in projects:
+            if reason := project.missing():
+                say_once(f"{reason}: nothing goes to wandb, the runs go on without it")
             else:
-                self._ready[tracker] = None
+                self.projects.append(project)
 
     def publish(self, folders: Sequence[Path]) -> None:
-        if not self._ready or not folders:
+        """Send a copy of each finished run to each project."""
+        if not self.projects or not folders:
             return
         try:
             with TemporaryFolder("kv-trackers-") as scratch:
@@ -43,16 +38,14 @@ class Trackers:
         except KeyboardInterrupt:
             say_once("stopped sending; the runs are complete, and the same command sends them again")
         except Exception as error:
-            say_once(
-                f"nothing was sent to {', '.join(one.name for one in self._ready)}: {one_sentence(error).rstrip('.')}"
-            )
+            say_once(f"nothing was sent to wandb: {one_sentence(error).rstrip('.')}")
 
     def _publish(self, folders: Sequence[Path], scratch: Path) -> None:
         from harness.trackers.finished import finished  # matplotlib
 
         for run in finished(folders, scratch):
-            for tracker in self._ready:
+            for project in self.projects:
                 try:
-                    tracker.publish(run)
+                    project.publish(run)
                 except Exception as error:
-                    say_once(f"{run.name} was not sent to {tracker.name}: {one_sentence(error).rstrip('.')}")
+                    say_once(f"{run.folder.name} was not sent to wandb: {one_sentence(error).rstrip('.')}")

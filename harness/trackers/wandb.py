@@ -10,12 +10,14 @@ import netrc
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from evals.hub import reachable
 from harness.terminal.notices import say_once
-from harness.trackers.base import FinishedRun, Tracker
+
+if TYPE_CHECKING:
+    from harness.trackers.finished import FinishedRun
 
 CLOUD = "https://api.wandb.ai"
 TIMEOUT_S = 60.0
@@ -23,13 +25,15 @@ ARTIFACT = "run"  # its type
 
 
 @dataclass(frozen=True)
-class Wandb(Tracker):
-    name: ClassVar[str] = "wandb"
+class Wandb:
+    """A project there, and whose: `entity` is a user or a team, None the login's own."""
 
     project: str
     entity: str | None
 
     def missing(self) -> str | None:
+        """Return what keeps it from taking any run, in words; None where nothing does. Asked before anything runs, it
+        says what it will do differently."""
         if find_spec("wandb") is None:
             return "the package wandb is not installed (`pip install wandb`)"
         if reason := _offline_because():
@@ -37,6 +41,7 @@ class Wandb(Tracker):
         return None
 
     def publish(self, run: FinishedRun) -> None:
+        """Send a copy of `run`, in place of an earlier one of the same run. It asks nothing, and may raise anything."""
         import wandb
 
         quiet = wandb.Settings(
@@ -45,8 +50,8 @@ class Wandb(Tracker):
         copy = wandb.init(
             project=self.project,
             entity=self.entity,
-            name=run.name,
-            id=run.name,
+            name=run.folder.name,
+            id=run.folder.name,
             resume="allow",
             config=dict(run.config),
             dir=run.folder,
@@ -56,7 +61,7 @@ class Wandb(Tracker):
         try:
             copy.log({f"pictures/{name}": wandb.Image(str(path)) for name, path in run.pictures.items()})
             copy.summary.update({**run.numbers, **run.words})
-            artifact = wandb.Artifact(run.name, ARTIFACT)
+            artifact = wandb.Artifact(run.folder.name, ARTIFACT)
             for path in run.files:
                 artifact.add_file(str(path))
             copy.log_artifact(artifact)

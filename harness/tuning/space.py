@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from harness.config.catalogue import plain
-from harness.config.plugins import PluginError, describe, fits, spell
+from harness.config.plugins import PluginError, fits, spell
 from methods.base import Method
 
 Point = tuple[tuple[str, Any], ...]  # the parameters in which a candidate differs from the start
 Refusal = Callable[[Method], str | None]  # why a method cannot run here; None where it can
 
 START: Point = ()
-FACTORS = (0.25, 0.5, 1, 2, 4)  # around a default, where a method declares no values
-NOT_SEARCHED = {"seed": "it says nothing about the method", "dense_layers": "the budget does not rule these layers"}
 
 
 class SpaceError(ValueError):
@@ -63,8 +60,8 @@ class Space:
 
 
 def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """The values to try: those of the command line; without any, what the method declares, or what can be derived."""
-    grids = {name: tuple(_typed(start, name, values)) for name, values in (asked or declared(start)).items()}
+    """Return the values to try: those of the command line; without any, what the method declares in `tunable`."""
+    grids = {name: tuple(_typed(start, name, values)) for name, values in (asked or start.tunable).items()}
     if not grids:
         raise SpaceError(_nothing(start))
     return grids
@@ -72,7 +69,7 @@ def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, t
 
 def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refusal, strict: bool) -> Space:
     """`refusal`: why a method cannot run here, or None. Such a value is left out, if `strict` it is an error."""
-    left_out = list(_not_searched(start, grids))
+    left_out = list[str]()
     legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
     for name, values in grids.items():
         for value in values:
@@ -87,50 +84,6 @@ def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refus
     if not found:
         raise SpaceError(_nothing(start, left_out))
     return Space(start, found, tuple(left_out))
-
-
-def declared(method: Method) -> Mapping[str, Sequence[Any]]:
-    """The values that the method's class declares in `tunable`; else some around each default."""
-    return dict(_derived(method)) if method.tunable is None else method.tunable
-
-
-def _derived(method: Method) -> Iterator[tuple[str, Sequence[Any]]]:
-    hints = get_type_hints(type(method))
-    for name, value in _parameters(method).items():
-        if name not in NOT_SEARCHED and (values := _around(value, hints[name])):
-            yield name, [one for value in values if (one := _legal(method, name, value)) is not None]
-
-
-def _around(value: Any, hint: Any) -> list[Any]:
-    """A quarter to four times a number; every choice of a word. Nothing where there is no scale to go by."""
-    if isinstance(value, bool):
-        return [False, True]
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    if not isinstance(value, int | float) or value <= 0:
-        return []
-    return [value * factor if isinstance(value, float) else max(1, int(value * factor)) for factor in FACTORS]
-
-
-def _legal(method: Method, name: str, value: Any) -> Any:
-    """`value`, or the next whole number where that has to be odd, say; None where the method takes neither."""
-    near = [value, value + 1] if isinstance(value, int) and not isinstance(value, bool) else [value]
-    for one in near:
-        with suppress(ValueError):
-            replace(method, **{name: one})  # type: ignore[type-var]
-            return one
-    return None
-
-
-def _not_searched(method: Method, grids: Mapping[str, Any]) -> Iterator[str]:
-    """Parameters for which no values could be derived."""
-    if method.tunable is None:
-        for name in sorted(_parameters(method).keys() - dict(_derived(method)).keys() - grids.keys()):
-            yield f"{name}: {NOT_SEARCHED.get(name, f'give it values, as in method.{name}=A,B')}"
-
-
-def _parameters(method: Method) -> dict[str, Any]:
-    return {name: value for name, value in describe(method).items() if not name.startswith("_")}
 
 
 def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
@@ -159,7 +112,9 @@ def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def _nothing(start: Method, left_out: Sequence[str] = ()) -> str:
     name = type(start).__name__
-    if not (_parameters(start) if start.tunable is None else start.tunable):
-        return f"{name} has no parameter that changes its answers, so there is nothing to tune: choose another method."
+    if not start.tunable:
+        return (
+            f"{name} declares no parameter to tune: name values, as in method.PARAMETER=A,B, or choose another method."
+        )
     why = f" ({'; '.join(left_out)})" if left_out else ""
     return f"{name} has no parameter with a second value to try{why}: name values, as in method.PARAMETER=A,B."

@@ -6,7 +6,6 @@ head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
 
 from __future__ import annotations
 
-from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError, Transient
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
@@ -20,7 +19,6 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CacheState",
-    "Card",
     "Case",
     "Checks",
     "Cost",

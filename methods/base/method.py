@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from methods.base.card import Card
 from methods.base.cost import Case, Cost, CostError, Transient
 from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
@@ -41,11 +40,8 @@ class Method(metaclass=_TupleForList):
     selects: ClassVar[bool] = True  # a step reads what it chooses, and `reuse_steps` lets further steps read the same
     rows_stay: ClassVar[bool] = False  # from turn to turn, a token's keys and values stay what the model made them
     generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens; None: it need not
-    card: ClassVar[Card | None] = None
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
-    # Values worth trying for harness.tune, by parameter; none changes what the budget rules. None: they are derived
-    # from the defaults.
-    tunable: ClassVar[Grids | None] = None
+    tunable: ClassVar[Grids] = {}  # values that harness.tune tries, by parameter; none changes what the budget rules
 
     @property
     def offloads(self) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.commands.list import main
-from harness.config.catalogue import entries
+from harness.config.catalogue import CARD, entries
 from harness.config.compose import composed
-from methods.base import Card
+from tests.generated_pages import COMMAND, methods_page
 
 ROOT = Path(__file__).parents[2]
 METHODS = {entry.name: entry for entry in entries("method")}
@@ -20,7 +20,7 @@ METHODS = {entry.name: entry for entry in entries("method")}
 @pytest.mark.parametrize("name", METHODS)
 def test_every_card_is_complete(name: str) -> None:
     facts = METHODS[name].facts()
-    assert tuple({**facts, "later_turns": ""}) == Card._fields
+    assert tuple({**facts, "later_turns": ""}) == CARD
     assert all(text and "{" not in text for text in facts.values())
 
 
@@ -31,14 +31,14 @@ def test_a_card_names_the_yamls_values(capsys: pytest.CaptureFixture[str]) -> No
     assert "method.b=6" in shown
 
 
-def test_the_page_in_docs_is_what_the_cards_say(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--markdown"]) == 0
+def test_the_page_in_docs_is_what_the_cards_say() -> None:
     written = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    assert capsys.readouterr().out == written, "run: python -m harness.list --markdown > docs/methods.md"
+    assert methods_page(entries("method")) == written, f"run: {COMMAND}"
 
 
 def test_cards_need_no_torch() -> None:
-    code = "import sys; from harness.commands.list import main; main(['--markdown']); assert 'torch' not in sys.modules"
+    shown = "main(['method=pqcache', 'settings'])"
+    code = f"import sys; from harness.commands.list import main; {shown}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -54,9 +54,8 @@ def test_a_preset_is_its_base_with_its_own_values(tmp_path: Path) -> None:
     assert "pooled over 31 tokens" in wide.facts()["index_cost"]
 
 
-def test_presets_stand_with_their_method_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--markdown"]) == 0
-    shown = capsys.readouterr().out
+def test_presets_stand_with_their_method_on_the_page() -> None:
+    shown = methods_page(entries("method"))
     assert "## snapkv_kernel15" not in shown
     assert "| `method=snapkv_kernel15` |" in shown.partition("## snapkv\n")[2].partition("\n## ")[0]
 

@@ -107,19 +107,6 @@ def test_the_same_command_still_finds_its_run(results: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("other_scorer")
-def test_the_way_back_to_the_first_scores(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report.main([str(results)])
-    before = capsys.readouterr().out
-    place = folder(results, "streaming")
-    rescore.rescore(place)
-    assert rescore.main([str(place), "--first"]) == 0
-    assert capsys.readouterr().out == f"{place.name}: the scores are the first ones, of task version 1\n"
-    assert not (place / RESCORED).exists()
-    assert report.main([str(results)]) == 0
-    assert capsys.readouterr().out == before
-
-
-@pytest.mark.usefixtures("other_scorer")
 @pytest.mark.parametrize("damage", ["removed", "cut", "of an earlier rescoring", "without its section"])
 def test_later_scores_that_are_damaged_are_not_shown_until_they_are_made_again(
     results: Path, capsys: pytest.CaptureFixture[str], damage: str, monkeypatch: pytest.MonkeyPatch

@@ -90,7 +90,6 @@ WRONG = {
     "too many layers": (["model.layers=99"], "model.layers=99 does not suit tiny"),
     "missing model folder": (["model=hf", "model.name=./no/such/model"], "no/such/model"),
     "layer budgets of another model": (["layer_budgets=[0.1,0.2,0.3]"], "layer_budgets names 3 layers"),
-    "setting under its old name": (["stale_by=3"], "stale_by is now called reuse_steps: use that name."),
     "added setting": (["+budgett=0.9"], "There is no setting budgett; did you mean budget?"),
     "setting added by force": (["++seeed=3"], "There is no setting seeed; did you mean seed?"),
     "removed setting": (["~seed"], "~seed would remove a setting: set it instead, as in seed=VALUE."),

@@ -64,7 +64,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {"action": "store_true", "help": "capture decode steps as CUDA graphs, where that can be"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
     "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
-    "compile": {"action": "store_true", "help": "torch.compile as the rival of the model's own parts"},
     "texts": {"type": count, "help": "windows of the test split"},
     "window": {"type": count, "help": "tokens of history and turn together, at most"},
     "turn": {"type": count, "help": "tokens of a turn"},

@@ -6,6 +6,7 @@ its own cost, by the formula it declares, comes closest to these bytes without e
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,14 +50,9 @@ class Alignment(NamedTuple):
 
     def solve(self, sealed: int, asked: int) -> int:
         """Tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will do."""
-        low, high = self.method.smallest_budget, sealed - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.paid(sealed, middle) <= self.target(asked):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        least = self.method.smallest_budget
+        more = range(least + 1, sealed)
+        return least + bisect_right(more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens))
 
     def is_fixed(self, sealed: int, asked: int) -> bool:
         """Whether there is nothing to solve: all is read, or all but one in any case."""

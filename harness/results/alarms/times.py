@@ -13,7 +13,6 @@ from typing import Any
 
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
 from harness.results.folder.bound import Info
-from harness.results.lock import holder
 from harness.results.run_folder import StoredRun
 from harness.terminal.tables import digits
 from methods.tiers.tier import DEVICE, TIERS
@@ -96,14 +95,13 @@ class RunSession:
 
 def sessions(run: StoredRun) -> list[RunSession]:
     """The last one at the end."""
-    earlier = [_session(run.config, one, {}) for one in run.info.get("earlier") or []]
-    return [*earlier, _session(run.config, run.info, holder(run.folder))]
+    return [_session(run.config, info) for info in (*(run.info.get("earlier") or []), run.info)]
 
 
-def _session(config: Info, info: Info, locked_by: Info) -> RunSession:
-    """info: run.json, or what it says of an earlier session. locked_by: where older runs alone noted their process."""
+def _session(config: Info, info: Info) -> RunSession:
+    """info: run.json, or what it says of an earlier session."""
     known = info.get("provenance") or {}
-    machine, process = known.get("machine") or {}, known.get("process") or locked_by
+    machine, process = known.get("machine") or {}, known.get("process") or {}
     cpus, began = machine.get("cpus_usable"), str(info.get("started") or "")
     loads = [one[0] for one in (machine.get("load_average"), info.get("load_average_ended")) if one]
     return RunSession(

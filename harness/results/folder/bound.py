@@ -1,8 +1,8 @@
 """What the files of a run's folder are bound to, and whether that is what they hold.
 
 The identity is the root: its hash names the folder and stands in every line of examples.jsonl, rescored.jsonl and
-triage.jsonl, beside a checksum over the line. run.json has a checksum over itself. It holds the digest of config.yaml,
-and of each file of lines the digest of what stood there when run.json was last written; lines that were added since
+triage.jsonl, beside a checksum over the line. run.json has a checksum over itself. It holds the configuration, and of
+each file of lines the digest of what stood there when run.json was last written; lines that were added since
 have their own checksums. Nobody reads summary.json back (results/summary_file.py).
 
 Checksums guard against mistakes and broken disks. They are no signature.
@@ -16,15 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.config.renamed import with_new_names
 from harness.results import files
 from harness.results.files import CHECKSUM, RunLine
-from harness.results.folder.names import CONFIG, EXAMPLES, INFO, RESCORED, TRIAGED
-from harness.results.folder.shape import check_config, check_info, check_line
+from harness.results.folder.names import CONFIG, EXAMPLES, INFO, RESCORED
 from harness.results.records import RecordError, StoreError
 
 Info = Mapping[str, Any]
-FILES = "files"  # key of run.json: the digests of other files
+FILES, SETTINGS = "files", "config"  # keys of run.json: the digests of files of lines, and what config.yaml copies
 AGAIN = "run the same command again, which makes it anew, or restore it from a copy"
 SCORE_AGAIN = "run python -m harness.rescore on its folder again"
 
@@ -45,11 +43,6 @@ class Digest:
         return {"lines": self.lines, "sha256": self._hash.hexdigest()}
 
 
-def is_bound(info: Info) -> bool:
-    """Whether run.json vouches for the other files; those from before it did are read as they are."""
-    return FILES in info
-
-
 def read_info(folder: Path) -> dict[str, Any]:
     """run.json without its checksum; raises `StoreError` where it is not as it was written."""
     path = folder / INFO
@@ -61,10 +54,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}")
     with _advising(AGAIN):
         info = files.read_json(path)
-        checksum = info.pop(CHECKSUM, None)
-        if checksum is None and not is_bound(info):
-            check_info(info, path)
-        elif checksum != files.checksum_of(info):
+        if info.pop(CHECKSUM, None) != files.checksum_of(info) or not {FILES, SETTINGS} <= info.keys():
             raise StoreError(f"{path} was changed after it was written")
     return info
 
@@ -74,35 +64,21 @@ def write_info(folder: Path, info: Info) -> None:
         files.write_json(folder / INFO, files.with_checksum(info))
 
 
-def read_config(folder: Path, info: Info) -> dict[str, Any]:
-    """config.yaml with the names that keys have today; raises `StoreError` where it is not as it was written."""
-    path = folder / CONFIG
-    with _advising(AGAIN):
-        config = files.read_yaml(path)
-        if not is_bound(info):
-            check_config(config, path)
-        elif info[FILES].get(CONFIG) != _config_digest(config):
-            raise StoreError(f"{path} was changed after it was written")
-    return with_new_names(config)
-
-
 def each_line(folder: Path, name: str, info: Info) -> Iterator[tuple[bytes, RunLine | RecordError]]:
     """The lines of a file as they stand there, and what each is; what is wrong with one that is not as it was written,
     is of another run, or about an example that has been. `info`: run.json, which says whose lines these have to be."""
-    path, required, known = folder / name, must_be_sealed(name, info), set[str]()
+    path, known = folder / name, set[str]()
     for number, text in enumerate(files.whole_lines(path), 1):
         where = f"{path}, line {number}"
         try:
-            line: RunLine | RecordError = _line(text, str(info.get("identity_sha256")), where, required, known)
+            line: RunLine | RecordError = _line(text, str(info.get("identity_sha256")), where, known)
         except RecordError as error:
             line = error
         yield text, line
 
 
-def _line(text: bytes, run: str, where: str, required: bool, known: set[str]) -> RunLine:
-    line = files.read_line(text, run, where, required=required)
-    if not required:
-        check_line(line)
+def _line(text: bytes, run: str, where: str, known: set[str]) -> RunLine:
+    line = files.read_line(text, run, where)
     if (example := str(line.plain.get("id"))) in known:
         raise RecordError(f"{where}: example {example!r} a second time")
     known.add(example)
@@ -112,7 +88,7 @@ def _line(text: bytes, run: str, where: str, required: bool, known: set[str]) ->
 def read_lines(folder: Path, name: str, info: Info) -> list[RunLine]:
     """The lines of a file; raises `RecordError` for one that is not as it was written, and where some are gone."""
     path, lines = folder / name, list[RunLine]()
-    noted = info[FILES].get(name) if is_bound(info) else None
+    noted = info[FILES].get(name)
     with _advising(_advice(name)):
         for _, line in each_line(folder, name, info):
             if isinstance(line, RecordError):
@@ -129,45 +105,31 @@ def read_rescored(folder: Path, info: Info) -> list[RunLine]:
     """The lines of rescored.jsonl, for the records that they were made for; none where there was no rescoring."""
     section, path = info.get("rescored"), folder / RESCORED
     lines = read_lines(folder, RESCORED, info)
-    if is_bound(info) and section is None and lines:
+    if section is None and lines:
         raise StoreError(f"{path} holds scores that {INFO} knows nothing of; {SCORE_AGAIN}, or delete it")
-    if is_bound(info) and section is not None and section["records"] != records_digest(info):
+    if section is not None and section["records"] != records_digest(info):
         raise StoreError(f"{path} holds scores of other records than {EXAMPLES} does; {SCORE_AGAIN}")
     return lines
 
 
-def records_digest(info: Info) -> str | None:
-    """Of examples.jsonl as it was when run.json was last written."""
-    return info[FILES][EXAMPLES]["sha256"] if is_bound(info) else None
+def records_digest(info: Info) -> str:
+    """Return the digest of examples.jsonl as it was when run.json was last written."""
+    return str(info[FILES][EXAMPLES]["sha256"])
 
 
 def bind(folder: Path, info: Info, *names: str) -> dict[str, Any]:
-    """`info` with the digests of these files as they are now, without those that are not there; of all where it had
-    none."""
-    names = names if is_bound(info) else (CONFIG, EXAMPLES, RESCORED, TRIAGED)
+    """Return `info` with the digests of these files as they are now, without those that are not there."""
     digests = {name: digest for name, digest in info.get(FILES, {}).items() if name not in names}
     for name in names:
         if (folder / name).exists():
-            digests[name] = _digest(folder, name, info)
+            digests[name] = Digest(read_lines(folder, name, {**info, FILES: {}})).plain()
     return {**info, FILES: digests}
-
-
-def _digest(folder: Path, name: str, info: Info) -> Any:
-    if name == CONFIG:
-        return _config_digest(files.read_yaml(folder / name))
-    return Digest(read_lines(folder, name, {**info, FILES: {}})).plain()
 
 
 def damage(folder: Path, info: Info) -> str | None:
     """What is wrong with a folder, as far as it shows without reading its lines; None for nothing."""
-    if not is_bound(info):
-        return None
-    try:
-        read_config(folder, info)
-    except StoreError as error:
-        return str(error)
     for name, noted in info[FILES].items():
-        if name != CONFIG and (count := count_lines(folder / name)) < noted["lines"]:
+        if (count := count_lines(folder / name)) < noted["lines"]:
             return f"{folder / name} holds {count} of the {noted['lines']} lines that it had; {_advice(name)}"
     return None
 
@@ -176,21 +138,8 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def must_be_sealed(name: str, info: Info) -> bool:
-    """Whether lines need a checksum: examples from before there were any have none."""
-    return name not in (EXAMPLES, RESCORED) or bool(info.get("sealed", False))
-
-
 def _advice(name: str) -> str:
     return SCORE_AGAIN if name == RESCORED else AGAIN
-
-
-def _config_digest(config: Info) -> str | None:
-    """Over what it means; None where it holds what no run writes, such as a date."""
-    try:
-        return files.checksum_of(config)
-    except (TypeError, ValueError):
-        return None
 
 
 @contextmanager

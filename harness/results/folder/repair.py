@@ -6,18 +6,15 @@ holds what nobody can make anew: machine, versions and times of earlier sessions
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.config.nested import flatten
-from harness.config.settings import WITHOUT_EFFECT
 from harness.results import files
-from harness.results.files import RunLine
+from harness.results.files import RunLine, plain
 from harness.results.folder import bound
-from harness.results.folder.bound import FILES, Digest, Info
-from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
+from harness.results.folder.bound import FILES, SETTINGS, Digest, Info
+from harness.results.folder.names import DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
 from harness.results.provenance import now
 from harness.results.records import RecordError, StoreError, answer_digest
 from harness.terminal.notices import say_once
@@ -30,24 +27,24 @@ def repaired(folder: Path, run: str, config: Mapping[str, Any]) -> dict[str, Any
     """
     for name in (EXAMPLES, TRIAGED):
         files.drop_half_line(folder / name)
-    info, is_new = _info(folder, run)
+    info, is_new = _info(folder, run, config)
     if not info:
         return {}
     lines, others = _sound_lines(folder, EXAMPLES, info)
     answers = {str(line.plain.get("id")): answer_digest(line.plain) for line in lines}
     _, other_causes = _sound_lines(folder, TRIAGED, info, answers)
-    repairs = [is_new, others, other_causes, _config(folder, info, config), _first_scores(folder, info, others)]
+    repairs = [is_new, others, other_causes, _first_scores(folder, info, others)]
     if others and info.get("status") == "complete":
         info["status"] = "interrupted"
-    if any(repairs) or not bound.is_bound(info):
-        info = bound.bind(folder, info, CONFIG, EXAMPLES, RESCORED, TRIAGED)
+    if any(repairs):
+        info = bound.bind(folder, info, EXAMPLES, RESCORED, TRIAGED)
         if "rescored" in info:
             info["rescored"] = {**info["rescored"], "records": bound.records_digest(info)}
         bound.write_info(folder, info)
     return info
 
 
-def _info(folder: Path, run: str) -> tuple[dict[str, Any], bool]:
+def _info(folder: Path, run: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """run.json, and whether it is new: where it is gone or damaged, it is what can be said of the records there."""
     try:
         info = bound.read_info(folder)
@@ -63,9 +60,14 @@ def _info(folder: Path, run: str) -> tuple[dict[str, Any], bool]:
     if not records:
         return {}, False
     say_once(f"{why}: it is made anew, and of machine, versions and times of the sessions before nothing is known")
-    rebuilt = {"at": now(), "records": records}
-    told = {"identity_sha256": run, "sealed": True, "status": "interrupted", "began_with": records, "rebuilt": rebuilt}
-    return told, True
+    return {
+        "identity_sha256": run,
+        "status": "interrupted",
+        "began_with": records,
+        "rebuilt": {"at": now(), "records": records},
+        SETTINGS: plain(config),
+        FILES: {},
+    }, True
 
 
 def _sound_lines(
@@ -73,12 +75,12 @@ def _sound_lines(
 ) -> tuple[list[RunLine], bool]:
     """The lines of a file that are as they were written, and whether that is not all of them. `answers`: by example,
     what lines have to be about."""
-    path, noted = folder / name, info.get(FILES, {}).get(name)
+    path, noted = folder / name, info[FILES].get(name)
     sound, damaged, texts = list[RunLine](), list[tuple[bytes, str]](), list[bytes]()
     for text, line in bound.each_line(folder, name, info):
         if isinstance(line, RecordError):
             damaged.append((text, str(line)))
-        elif answers is not None and not _is_about(line, answers):
+        elif answers is not None and line.plain.get("answer") != answers.get(str(line.plain.get("id"))):
             damaged.append((text, f"{line.where}: example {line.plain.get('id')!r} has another answer now"))
         else:
             sound.append(line)
@@ -93,35 +95,6 @@ def _sound_lines(
     if noted and (count := len(sound) + len(damaged)) < noted["lines"]:
         say_once(f"{path} holds {count} of the {noted['lines']} lines that it had; {again}")
     return sound, bool(damaged) or (noted is not None and Digest(sound[: noted["lines"]]).plain() != noted)
-
-
-def _is_about(line: RunLine, answers: Mapping[str, str]) -> bool:
-    """Whether a record is there that a line tells of; older lines do not say which answer that was."""
-    answer = answers.get(str(line.plain.get("id")))
-    return answer is not None and line.plain.get("answer", answer) == answer
-
-
-def _config(folder: Path, info: Info, config: Mapping[str, Any]) -> bool:
-    """Writes config.yaml anew where it is not what the run resolves to; whether it did."""
-    path = folder / CONFIG
-    try:
-        stored = bound.read_config(folder, info)
-        if bound.is_bound(info) or not (keys := _different(stored, config)):
-            return False
-        why = f"{path} has another {' and '.join(keys)} than this run"
-    except StoreError as error:
-        why = _told(error)
-    _set_aside(path)
-    files.write_yaml(path, config)
-    say_once(f"{why}: it is written anew")
-    return True
-
-
-def _different(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Keys that both have and that differ, but for those that have no effect: these may differ in one run."""
-    ours, theirs = (flatten(json.loads(files.canonical(one))) for one in (config, stored))
-    bear = [key for key in ours.keys() & theirs.keys() if not {key, key.partition(".")[0]} & {*WITHOUT_EFFECT}]
-    return sorted(key for key in bear if ours[key] != theirs[key])
 
 
 def _first_scores(folder: Path, info: dict[str, Any], other_records: bool) -> bool:

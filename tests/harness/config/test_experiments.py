@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness.commands.list import experiments_table, main
+from harness.commands.list import main
 from harness.config import plugins
 from harness.config.catalogue import entries
 from harness.config.compose import composed
@@ -24,9 +24,9 @@ from harness.config.settings import SettingsError, settings_of
 from harness.jobs.planning.checks import check_fit
 from harness.jobs.planning.effective import budget_of, effective, method_of
 from harness.models.base import ModelInfo, ModelSource
-from harness.models.random import Random
-from harness.models.shapes import SHAPES
+from harness.models.random import SHAPES, Random
 from harness.reports.papers import published
+from tests.generated_pages import COMMAND, with_experiments
 from tests.quick import every
 
 ROOT = Path(__file__).parents[3]
@@ -166,7 +166,7 @@ def test_published_numbers_are_in_the_reference(name: str) -> None:
 
 def test_the_table_in_docs_is_what_the_files_say() -> None:
     page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert experiments_table(ALL) in page, "run: python -m harness.list experiment --markdown, and put it in the page"
+    assert with_experiments(page) == page, f"run: {COMMAND}"
 
 
 def test_an_experiment_runs_its_grid(cli: Cli, tmp_path: Path) -> None:

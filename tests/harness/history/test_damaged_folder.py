@@ -22,10 +22,7 @@ from tests.histories import opened, right, rows
 NAMES = [f"s{number}" for number in range(6)]
 CUT = "s5"  # its oldest tokens have left: its rows serve no text of their own
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
-COLUMNS = {
-    "sessions": ("key", "used", "used_at", "lineage", "sha256"),
-    "blocks": ("key", "place", "name", "tokens", "size", "sha256", "bytes"),
-}
+COLUMNS = ("key", "used", "used_at", "content", "sha256")
 NO_TEXT = "cast(x'c3' as text)"
 NUMBERS = ("0", "-1", "7", "9223372036854775807", "1e300", "9e999", "null")
 TEXTS = ("''", "'x'", "'../../x'", "'[1, \"'", "'{\"a\": 1'", NO_TEXT, "x'00ff'", "zeroblob(8)")
@@ -62,21 +59,17 @@ def overwrite(file: Path, rng: random.Random) -> None:
 
 
 def sql(file: Path, rng: random.Random) -> None:
-    """Rows as another program would leave them: of wrong types, of other sessions, twice, gone; tables that lack."""
-    table = rng.choice(list(COLUMNS))
-    column, other = rng.choice(COLUMNS[table]), rng.choice(COLUMNS[table])
-    some = f"rowid = (select rowid from {table} order by random() limit 1)"
+    """Rows as another program would leave them: of wrong types, of other sessions; a table that lacks."""
+    column, other = rng.choice(COLUMNS), rng.choice(COLUMNS)
+    some = "rowid = (select rowid from sessions order by random() limit 1)"
     value = rng.choice((*NUMBERS, *TEXTS, other))
     statement = rng.choice(
         (
-            *[f"update {table} set {column} = {value} where {some}"] * 8,
-            f"update {table} set {column} = {value}",
-            "update sessions set lineage = '' where lineage != ''",
-            f"update blocks set tokens = (select tokens from blocks where {some}) where {some}",
-            f"delete from {table} where {some}",
-            f"delete from {table}",
-            f"drop table {table}",
-            f"alter table {table} rename column {column} to other",
+            *[f"update sessions set {column} = {value} where {some}"] * 8,
+            f"update sessions set {column} = {value}",
+            f"update sessions set content = (select content from sessions where {some}) where {some}",
+            "drop table sessions",
+            f"alter table sessions rename column {column} to other",
             f"pragma user_version = {rng.choice((0, 3, 7))}",
         )
     )
@@ -176,27 +169,25 @@ def test_a_damaged_folder_costs_sessions_and_no_run(
 @pytest.mark.parametrize(
     "statement",
     [
-        f"update sessions set lineage = {NO_TEXT} where key like '%/s2'",
+        f"update sessions set content = {NO_TEXT} where key like '%/s2'",
         f"update sessions set key = {NO_TEXT} where key like '%/s2'",
-        f"update blocks set name = {NO_TEXT} where key like '%/s2' and place = 1",
-        "update blocks set size = 'many' where key like '%/s2' and place = 1",
-        "update blocks set tokens = 5 where key like '%/s2' and place = 1",
-        "update blocks set size = size - 1 where key like '%/s2' and place = 1",
+        "update sessions set content = 5 where key like '%/s2'",
+        "update sessions set content = replace(content, '100', '101') where key like '%/s2'",
         "update sessions set used = 9223372036854775807 where key like '%/s2'",
-        "delete from blocks where key like '%/s2' and place = 2",
-        "delete from sessions where key like '%/s2'",
+        "update sessions set used_at = 9e999 where key like '%/s2'",
+        "drop table sessions",
     ],
 )
-def test_what_is_said_wrong_of_a_session_costs_that_session_alone(statement: str, tmp_path: Path) -> None:
+def test_an_index_that_says_something_wrong_is_made_anew(statement: str, tmp_path: Path) -> None:
     stored(tmp_path)
     connection = sqlite3.connect(tmp_path / index.NAME)
     with connection:
         connection.execute(statement)
     connection.close()
     there, noticed = goes_on(tmp_path)
-    assert there == [name for name in NAMES if name != "s2"]
+    assert not there
     assert len(noticed) == 1
-    assert re.search(r"index of .* is damaged \(1 of its sessions .* not what was written\): 5 .* stay", noticed[0])
+    assert re.search(r"index of .* is damaged \(.*\): all its sessions are dropped", noticed[0])
 
 
 def test_a_table_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -205,7 +196,7 @@ def test_a_table_whose_name_is_no_text(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / index.NAME)
     with connection:
         connection.execute("pragma writable_schema = on")
-        connection.execute(f"update sqlite_master set name = {NO_TEXT}, sql = 'nothing' where name = 'blocks'")
+        connection.execute(f"update sqlite_master set name = {NO_TEXT}, sql = 'nothing' where name = 'sessions'")
     connection.close()
     there, noticed = goes_on(tmp_path)
     assert not there
@@ -214,9 +205,12 @@ def test_a_table_whose_name_is_no_text(tmp_path: Path) -> None:
 
 def test_rows_behind_a_cut_never_pass_for_those_of_the_text(tmp_path: Path) -> None:
     stored(tmp_path)
+    with opened(tmp_path, host=0) as store:
+        lineage = store.lineage(CUT)
+    assert lineage
     connection = sqlite3.connect(tmp_path / index.NAME)
     with connection:
-        connection.execute("update sessions set lineage = ''")
+        connection.execute("update sessions set content = replace(content, ?, '')", (lineage,))
     connection.close()
     with pytest.warns(HistoryWarning, match="damaged"), opened(tmp_path, host=0) as store:
         assert store.get(CUT, TOKENS[4:]).tokens == 0

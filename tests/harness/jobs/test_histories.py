@@ -62,6 +62,17 @@ def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str
         assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
 
 
+@pytest.mark.tokens
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_rows_are_stored_from_layers_that_closed_in_the_prefill(tmp_path: Path, placement: str) -> None:
+    """Rows begin to leave for the store behind the prefill, when layers have sealed and sent theirs away."""
+    method = PQCache(b=3, iterations=3, sinks=4)
+    stayed = talked(tmp_path, method, budget=0.4)
+    elsewhere = {"budget": 0.4, "placement": placement, "prefill_chunk": 50}
+    for how in ({}, {"history": "store", "store": StoreSettings(host="1GB", block_tokens=16)}):
+        assert tokens(talked(tmp_path, method, **elsewhere, **how)) == tokens(stayed)
+
+
 @pytest.mark.parametrize("method", [Full(), H2O()], ids=["rows", "state"])
 @pytest.mark.parametrize("sizes", [{"host": 8}, {"host": "1GB", "disk": 8}], ids=str)
 def test_a_tier_that_holds_no_conversation_is_refused(tmp_path: Path, method: Method, sizes: dict[str, Any]) -> None:

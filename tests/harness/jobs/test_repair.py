@@ -57,7 +57,7 @@ def told(evaluation: StoredRun) -> list[tuple[object, ...]]:
     [
         ("examples.jsonl", without_a_line, "examples.jsonl holds 2 of the 3 lines that it had; what is missing runs"),
         ("examples.jsonl", with_another_score, "was changed after it was written; set aside in examples.jsonl.damaged"),
-        ("config.yaml", lambda data: data[:100], "it is written anew"),
+        ("config.yaml", lambda data: data[:100], ""),
         ("run.json", lambda data: data[:100], "it is made anew, and of machine, versions and times"),
         ("summary.json", lambda data: data[:100], ""),
     ],
@@ -138,8 +138,8 @@ def test_what_was_measured_and_is_lost_is_not_measured_anew(tmp_path: Path) -> N
 
 def test_a_full_that_is_not_run_and_cannot_be_read_is_said(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     [full] = root.glob("niah-full-????????")
-    for name in ("config.yaml", "run.json"):
-        (full / name).unlink()
+    for name, damage in (("examples.jsonl", without_a_line), ("run.json", without_a_line)):
+        (full / name).write_bytes(damage((full / name).read_bytes()))
         made = evaluate(
             STREAMING, TASK, MODEL,
             Settings(results=Results(str(root)), progress=False, warmup=0, baseline="reuse"),

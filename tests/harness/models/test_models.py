@@ -24,8 +24,7 @@ from harness.models import embedded, gguf_file, snapshots
 from harness.models.base import ModelError, ModelSource
 from harness.models.embedded import SmolLM2
 from harness.models.hub import HuggingFace
-from harness.models.random import Random, byte_tokenizer
-from harness.models.shapes import SHAPES
+from harness.models.random import SHAPES, Random, byte_tokenizer
 from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -89,7 +88,7 @@ def test_every_yaml_lists_all_fields_and_builds(file: Path) -> None:
 
 def test_sources_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from harness.models import base, embedded, hub, random, shapes;"
+        "import sys; from harness.models import base, embedded, hub, random;"
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parents[1], check=False).returncode == 0
@@ -129,21 +128,25 @@ def test_shapes_have_the_published_number_of_parameters(shape: str) -> None:
     info = random(shape).describe()
     assert info.num_parameters == PARAMETERS[shape]
     assert info.weight_bytes("bf16") == 2 * PARAMETERS[shape]
-    assert info.limit == info.window == SHAPES[shape].window
+    assert info.limit == info.window == SHAPES[shape]["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("shape", ["gemma-3-1b", "gpt-oss-20b"])
 def test_random_weights_of_layers_that_slide(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that no weight file holds are computed: the scale of Gemma's embeddings, rotations."""
-    small = SHAPES[shape]._replace(layers=6, hidden=64, inner=32, heads=4, kv_heads=1, vocab=512)
-    monkeypatch.setitem(SHAPES, shape, small._replace(more={**small.more, "head_dim": 16}))
+    layers = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 32, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | layers | heads)
     source = random(shape, tokenizer_name="bytes")
     model = source.load("fp32", "cpu").model
     plain = type(model)(model.config).eval()
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(prompt(20)).logits, plain(prompt(20)).logits)
     windows = {"gemma-3-1b": (512,) * 5 + (None,), "gpt-oss-20b": (128, None) * 3}[shape]
-    assert (source.describe().layer_windows, source.describe().limit) == (windows, small.window)
+    assert (source.describe().layer_windows, source.describe().limit) == (
+        windows,
+        SHAPES[shape]["max_position_embeddings"],
+    )
     rows = sum(min(1000, window or 1000) for window in windows)
     assert source.describe().kv_bytes("bf16", 1000) == 2 * rows * 16 * 2
 
@@ -204,7 +207,7 @@ def test_bytes_make_the_trip() -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
-    assert len(tokenizer) <= SHAPES["tiny"].vocab
+    assert len(tokenizer) <= SHAPES["tiny"]["vocab_size"]
 
 
 # local folders

@@ -13,7 +13,7 @@ from harness.config.catalogue import entries
 from harness.reports.compare import comparisons
 from harness.reports.conditions import code_versions
 from harness.reports.labels import spelled
-from harness.results.files import write_lines
+from harness.results.files import seal, write_lines
 from harness.results.identity import meaning_now
 from harness.results.run_folder import find, load
 from tests.fake_records import records, rewrite, write_run
@@ -62,14 +62,6 @@ def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
         store = {"host": 0, "disk": "1GB", "folder": place}
         quest(tmp_path, history="store", store=store, facts={"presets": {"method": place}})
     assert not any("folder" in label for label in rows(tmp_path))
-
-
-def test_a_run_from_before_a_key_was_renamed_has_its_new_name(tmp_path: Path) -> None:
-    write_run(tmp_path, records([1.0, 1.0]))
-    quest(tmp_path, stale_by=3)
-    quest(tmp_path, reuse_steps=1)
-    write_run(tmp_path, records([0.0, 1.0]), "h2o")
-    assert set(rows(tmp_path)) == {"full", "h2o 10%", "quest reuse_steps=3 10%", "quest reuse_steps=1 10%"}
 
 
 def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:
@@ -165,8 +157,8 @@ def test_rows_of_edited_code_say_which_is_todays(tmp_path: Path) -> None:
     for folder, code, hour in zip(folders, (today, "edited since"), (9, 8), strict=True):
         lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
         bare = [{key: line[key] for key in line if key not in ("run", "sha256")} for line in lines]
-        write_lines(folder / "examples.jsonl", bare)
-        facts = {"identity_sha256": folder.name, "sealed": False, "started": f"2026-01-01T0{hour}:30:00+00:00"}
+        write_lines(folder / "examples.jsonl", [seal(line, folder.name) for line in bare])
+        facts = {"identity_sha256": folder.name, "started": f"2026-01-01T0{hour}:30:00+00:00"}
         rewrite(folder, **facts, identity={"code": {"methods.quest": code}, "core": 2})
     [table] = comparisons([load(folder) for folder in folders])
     [said] = code_versions(table.entries)

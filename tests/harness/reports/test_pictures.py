@@ -82,13 +82,6 @@ def test_a_grid_that_broke_off_keeps_its_rows() -> None:
     assert found.means[-1] == [100, None]
 
 
-def test_shares_of_older_ruler_runs_are_read_as_percents() -> None:
-    [found] = needles.by_task(
-        [record(str(d), data={"task": "single", "length": 2048, "depth": d}) for d in (0.05, 0.5, 0.98)]
-    ).values()
-    assert [needle.depth for needle in found] == pytest.approx([5, 50, 98])
-
-
 @pytest.mark.slow
 def test_a_picture_per_task_and_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = planted("single", [1.0, 50.0]) + planted("multikey", [2.0, 60.0], 0.0) + [record("no depth")]

@@ -15,16 +15,12 @@ import pytest
 import methods
 from harness.config.plugins import describe
 from harness.config.settings import Settings
-from harness.jobs.evaluate import evaluate
-from harness.jobs.job import Job
 from harness.results import identity as identities
-from harness.results.files import read_json
 from harness.results.identity import CORE, code_of, identity, not_continued
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
 from methods.pyramidkv import PyramidKV
-from tests.fake_records import rewrite
 from tests.fast import MODEL, PQ, niah
 
 CODE = '''
@@ -113,7 +109,7 @@ def test_it_is_said_which_part_differed(tmp_path: Path) -> None:
 
     def why(status: str = "complete", **changes: Any) -> str:
         info = {"status": status, "identity": mine | changes}
-        return not_continued(mine, named(H2O()), [(folder, info)]) or ""
+        return not_continued(mine, [(folder, info)]) or ""
 
     assert why() == ""
     assert "it differs in the code of methods.h2o" in why(code=mine["code"] | {"methods.h2o": "0"})
@@ -127,24 +123,3 @@ def test_it_is_said_which_part_differed(tmp_path: Path) -> None:
     assert why("interrupted", budget=1) == f"{folder} is not continued; it differs in budget"  # one token, not all
     mine["method"]["dense_layers"] = (0, 1)
     assert why("interrupted", method=mine["method"] | {"dense_layers": [0, 1]}) == ""  # as it comes back from a file
-
-
-def test_an_older_folder_is_not_continued_and_the_command_says_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings: dict[str, Any] = {"results": Settings().results, "progress": False, "baseline": "off", "budget": 0.3}
-    settings["results"].root = str(tmp_path)
-    first = evaluate(PQ, niah(), MODEL, **settings)
-    info = read_json(first.folder / "run.json")
-    old = Job.plan(PQ, niah(), MODEL, Settings(**settings)).config | {
-        "sources": "abc", **{key: info["identity"][key] for key in ("task_version", "model_revision", "prompts")}
-    }  # fmt: skip
-    older = first.folder.with_name("niah-pqcache-01234567")
-    first.folder.rename(older)
-    rewrite(older, identity=old)
-    capfd.readouterr()
-    second = evaluate(PQ, niah(), MODEL, **settings)
-    assert second.folder == first.folder != older
-    assert f"{older} is not continued; it differs in the form of the identity (a hash of all sources until now)" in (
-        capfd.readouterr().err
-    )

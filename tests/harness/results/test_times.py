@@ -164,13 +164,3 @@ def test_a_picture_says_it_below_the_times_alone(tmp_path: Path) -> None:
     rows = [entry.summary | {"label": entry.label, "stamps": stamps(entry, table)} for entry in table.entries]
     told = [panel.name for panel in PANELS if "others used the machine for 1 of 2 points" in panel.title(rows)]
     assert told == ["median time per output token (ms)"]
-
-
-def test_older_runs_noted_their_process_in_the_lock(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path, records([1.0]), name) for name in ("full", "quest")]
-    for pid, folder in enumerate(runs):
-        (folder / ".lock").write_text(f'{{"pid": {pid}, "host": "here"}}')
-        times = session((0, 10)) | {"provenance": {"machine": machine(1.0)}}
-        rewrite(folder, **times, load_average_ended=None)
-    [table] = comparisons([load(folder) for folder in runs])
-    assert [alarm for alarm in table.alarms if "side by side" in alarm.text]

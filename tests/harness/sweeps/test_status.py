@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.commands.status import main as status
+from harness.results.folder.bound import write_info
 from harness.results.lock import FolderLock
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import SweepSession
@@ -27,7 +26,7 @@ def made(folder: Path, examples: int, **info: Any) -> Path:
     """A run folder at a glance: forty seconds for four new examples."""
     folder.mkdir(parents=True)
     facts = {"status": "complete", "started": BEGAN, "ended": ENDED, "began_with": 0, "num_expected": 4}
-    (folder / "run.json").write_text(json.dumps(facts | info))
+    write_info(folder, facts | info | {"files": {}, "config": {}})
     (folder / "examples.jsonl").write_text("{}\n" * examples)
     return folder
 
@@ -145,13 +144,6 @@ def test_nothing_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         f"error: no such folder: {tmp_path / 'none'}; give the one that results.root named, such as results/runs" in err
     )
     assert "give the folder that results.root named" in err
-
-
-def test_watching_ends_with_the_sweep(tmp_path: Path) -> None:
-    made(tmp_path / "whole", 4)
-    command = [sys.executable, "-m", "harness.status", str(tmp_path), "--watch", "0.1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.count("1 done; 4/4 examples")) == (0, 1)
 
 
 def state(status: str, done: int, total: int | None = 4, rate: float | None = None, about: str = "a") -> JobState:

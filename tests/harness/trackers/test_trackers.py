@@ -1,4 +1,4 @@
-"""Trackers get every finished run and never break one: real TensorBoard files, the real wandb client kept offline."""
+"""Copies for Weights & Biases: every finished run is sent, and none breaks; the real client is kept offline."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from harness.config.settings import Settings, SettingsError, TensorBoardSettings, WandbSettings, settings_of
-from harness.results.run_folder import load
+from harness.config.settings import Settings, SettingsError, WandbSettings
 from harness.terminal.notices import say_once
-from harness.trackers import session
-from harness.trackers.base import FinishedRun, Tracker
-from harness.trackers.session import MAKERS, Trackers
+from harness.trackers.finished import FinishedRun
+from harness.trackers.session import Copies
 from harness.trackers.wandb import Wandb
 from tests.fake_records import records, write_run
 
@@ -63,92 +60,33 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: True)
 
 
-def opened(*names: str, **changes: Any) -> Trackers:
-    trackers = Trackers()
-    trackers.open([Settings(trackers=list(names), **changes)])
-    return trackers
+def opened(project: str = "kv", entity: str | None = None, **changes: Any) -> Copies:
+    copies = Copies()
+    copies.open([Settings(wandb=WandbSettings(project, entity), **changes)])
+    return copies
 
 
 # settings
 
 
-def test_there_is_no_tracker_by_default() -> None:
-    assert Settings().trackers == []
-    assert set(MAKERS) == {"tensorboard", "wandb"}
+def test_nothing_is_sent_by_default() -> None:
+    assert Settings().wandb == WandbSettings(None, None)
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"no tracker 'wandbb'; did you mean wandb\?"):
-        Settings(trackers=["wandbb"])
-    with pytest.raises(SettingsError, match=r"wandb has settings and .* add trackers=\[wandb\]"):
-        Settings(wandb=WandbSettings(project="kv"))
-    with pytest.raises(SettingsError, match=r"tensorboard\.folder is empty"):
-        Settings(trackers=["tensorboard"], tensorboard=TensorBoardSettings(""))
+    with pytest.raises(SettingsError, match=r"wandb\.entity needs a project: set wandb\.project as well"):
+        Settings(wandb=WandbSettings(entity="us"))
+    with pytest.raises(SettingsError, match=r"wandb\.project is empty"):
+        Settings(wandb=WandbSettings(""))
 
 
-def test_the_old_key_names_the_new_ones(cli: Callable[..., Any]) -> None:
-    code, _, err = cli("method=full", "results.wandb=kv")
-    assert code == 1
-    assert "results.wandb is gone: write trackers=[wandb] wandb.project=NAME." in err
-
-
-def test_a_stored_run_with_the_old_key_still_loads(tmp_path: Path) -> None:
-    folder = write_run(
-        tmp_path, records([1.0]), results={"root": "r", "save_prompts": True, "wandb": "kv"}, dtype="fp32"
-    )
-    settings = settings_of(load(folder).config)
-    assert settings.results.save_prompts
-    assert settings.trackers == []
-
-
-def test_a_tracker_is_no_part_of_an_identity(cli: Callable[..., Any]) -> None:
+def test_a_copy_is_no_part_of_an_identity(cli: Callable[..., Any], listed: list[FinishedRun]) -> None:
     words = ("method=full", "task.depths=1")
     assert cli(*words)[0] == 0
-    code, _, err = cli(*words, "trackers=[tensorboard]")
+    code, _, err = cli(*words, "wandb.project=kv")
     assert code == 0
     assert "finished, reused" in err
-
-
-# TensorBoard
-
-
-def events(folder: Path) -> Any:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = accumulator.EventAccumulator(str(folder), size_guidance={"images": 0})
-    found.Reload()
-    return found
-
-
-@pytest.mark.slow
-def test_tensorboard_files_hold_scores_pictures_table_and_hparams(runs: list[Path]) -> None:
-    opened("tensorboard").publish(runs)
-    found = events(runs[1] / "tensorboard")
-    summary = json.loads((runs[1] / "summary.json").read_text())
-    scalars = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
-    assert [event.value for event in scalars["score/mean"]] == [pytest.approx(summary["score"]["mean"])]
-    assert scalars["score/groups.needle/512.mean"][0].value == 0.5
-    assert scalars["tpot_s/p50"][0].value == pytest.approx(0.1)
-    assert scalars["full/ci95.low"][0].value == pytest.approx(summary["full"]["ci95"][0])
-    assert scalars["memory/kv_device_bytes"][0].value == 1000
-    images = [tag for tag in found.Tags()["images"] if "heatmap" in tag or "frontier" in tag]
-    assert sorted(images) == ["pictures/frontier", "pictures/heatmap/needle"]
-    assert found.Images("pictures/frontier")[0].width > 200
-    text = found.Tensors("table/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "| quest | 10%" in text
-    plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
-    assert plugin.plugin_name == "hparams"
-    assert b"methods.quest.Quest" in plugin.content
-    assert b"score/mean" in found.SummaryMetadata("_hparams_/experiment").plugin_data.content
-
-
-def test_a_run_that_is_published_again_replaces_its_copy(runs: list[Path], tmp_path: Path) -> None:
-    one_folder = TensorBoardSettings(str(tmp_path / "board"))
-    for _ in range(2):
-        opened("tensorboard", tensorboard=one_folder).publish(runs[:1])
-    place = tmp_path / "board" / runs[0].name
-    assert len(list(place.glob("events*"))) == 1
-    assert len(events(place).Scalars("score/mean")) == 1
-    assert not (runs[0] / "tensorboard").exists()
+    assert len(listed) == 1
 
 
 # wandb
@@ -174,9 +112,9 @@ def offline_records(folder: Path) -> Iterator[Any]:
 @pytest.mark.usefixtures("online")
 def test_the_real_client_keeps_a_run_offline(runs: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
-    trackers = opened("wandb", wandb=WandbSettings("kv", "team"))
+    copies = opened("kv", "team")
     assert "there is no login (`wandb login` or WANDB_API_KEY)" in capfd.readouterr().err
-    trackers.publish(runs[:1])
+    copies.publish(runs[:1])
     assert capfd.readouterr().err == ""
     written = list(offline_records(runs[0]))
     [run] = [record.run for record in written if record.WhichOneof("record_type") == "run"]
@@ -212,12 +150,10 @@ def test_what_is_missing_is_said_before_anything_runs(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert Wandb("kv", None).missing() is None
     assert capsys.readouterr().err == ""
-    for name in ("wandb", "tensorboard"):
-        monkeypatch.setattr(f"harness.trackers.{name}.find_spec", lambda package: None)
-    opened("wandb", "tensorboard")
+    monkeypatch.setattr("harness.trackers.wandb.find_spec", lambda package: None)
+    opened()
     err = capsys.readouterr().err
     assert "the package wandb is not installed (`pip install wandb`): nothing goes to wandb, the runs go on" in err
-    assert "the package tensorboard is not installed (`pip install tensorboard`): nothing goes to tensorboard" in err
 
 
 @pytest.mark.usefixtures("online")
@@ -228,57 +164,40 @@ def test_a_client_that_fails_costs_no_run(cli: Callable[..., Any], monkeypatch: 
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=SimpleNamespace))
     monkeypatch.setattr("harness.trackers.wandb.find_spec", lambda name: object())
-    code, out, err = cli("method=full", "trackers=[wandb]", "task.depths=1")
+    code, out, err = cli("method=full", "wandb.project=kv", "task.depths=1")
     assert code == 0, err
     assert "Traceback" not in err
     assert err.index("there is no login") < err.index("was not sent to wandb: RuntimeError: 403")
     assert "full" in out
 
 
-# any tracker
-
-
-@dataclass(frozen=True)
-class Listed(Tracker):
-    """Keeps what it gets."""
-
-    name: ClassVar[str] = "listed"
-
-    found: list[FinishedRun] = field(default_factory=list, hash=False)
-
-    def missing(self) -> str | None:
-        return None
-
-    def publish(self, run: FinishedRun) -> None:
-        self.found.append(run)
-
-
-@dataclass(frozen=True)
-class Refusing(Tracker):
-    name: ClassVar[str] = "refusing"
-
-    def missing(self) -> str | None:
-        return None
-
-    def publish(self, run: FinishedRun) -> None:
-        raise OSError(28, "No space left on device")
+# what is sent
 
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
-    """What a tracker gets behind one that refuses."""
-    tracker = Listed()
-    monkeypatch.setattr(session, "MAKERS", {"wandb": lambda job: Refusing(), "tensorboard": lambda job: tracker})
-    return tracker.found
+    """What is sent to projects; one of the name `refusing` takes nothing."""
+    found: list[FinishedRun] = []
+
+    def publish(project: Wandb, run: FinishedRun) -> None:
+        if project.project == "refusing":
+            raise OSError(28, "No space left on device")
+        found.append(run)
+
+    monkeypatch.setattr(Wandb, "missing", lambda project: None)
+    monkeypatch.setattr(Wandb, "publish", publish)
+    return found
 
 
 @pytest.mark.slow
 def test_one_that_fails_leaves_the_others_alone(
     listed: list[FinishedRun], runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened("wandb", "tensorboard").publish(runs)
+    copies = Copies()
+    copies.open([Settings(wandb=WandbSettings(project)) for project in ("refusing", "kv")])
+    copies.publish(runs)
     assert [run.folder for run in listed] == runs
-    assert capsys.readouterr().err.count("was not sent to refusing") == 3
+    assert capsys.readouterr().err.count("was not sent to wandb: The disk is full") == 3
     full, quest, _ = listed
     assert list(full.pictures) == list(quest.pictures) == ["frontier", "heatmap/needle"]
     assert [path.name for path in full.files] == ["summary.json", "run.json", "config.yaml", "table.md"]
@@ -286,7 +205,7 @@ def test_one_that_fails_leaves_the_others_alone(
     assert quest.config["budget"] == 0.1
     assert "full.p" not in full.numbers
     assert quest.numbers["full.diff"] == -0.5
-    assert not any(key.startswith(("results", "trackers", "wandb")) for key in quest.config)
+    assert not any(key.startswith(("results", "wandb")) for key in quest.config)
 
 
 def test_runs_that_cannot_be_drawn_are_one_sentence(
@@ -296,8 +215,8 @@ def test_runs_that_cannot_be_drawn_are_one_sentence(
         raise RuntimeError("no font")
 
     monkeypatch.setattr("harness.trackers.finished.frontier.frontier", fail)
-    opened("tensorboard").publish(runs)
-    assert "nothing was sent to listed: RuntimeError: no font" in capsys.readouterr().err
+    opened().publish(runs)
+    assert "nothing was sent to wandb: RuntimeError: no font" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_sending_alone(
@@ -306,20 +225,20 @@ def test_ctrl_c_ends_the_sending_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupt(self: Tracker, run: FinishedRun) -> None:
+    def interrupt(project: Wandb, run: FinishedRun) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Listed, "publish", interrupt)
-    opened("tensorboard").publish(runs)
+    monkeypatch.setattr(Wandb, "publish", interrupt)
+    opened().publish(runs)
     assert "the runs are complete, and the same command sends them again" in capsys.readouterr().err
 
 
 def test_a_dry_run_opens_none(listed: list[FinishedRun], runs: list[Path]) -> None:
-    opened("tensorboard", dry_run=True).publish(runs)
+    opened(dry_run=True).publish(runs)
     assert listed == []
 
 
 def test_a_command_sends_its_runs_and_their_full(listed: list[FinishedRun], cli: Callable[..., Any]) -> None:
-    code, _, err = cli("method=streaming", "task.depths=1", "budget=0.5", "trackers=[tensorboard]")
+    code, _, err = cli("method=streaming", "task.depths=1", "budget=0.5", "wandb.project=kv")
     assert code == 0, err
     assert [run.words["method"] for run in listed] == ["full", "streaming"]

@@ -1,46 +1,18 @@
-"""What is tried of a method: what it declares, what can be derived from its defaults, what the user names."""
+"""What is tried of a method: what it declares, and what the user names."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import pytest
 
 from harness.config.catalogue import entries
 from harness.config.plugins import build
 from harness.tuning.space import START, Space, SpaceError, grids_of, space_of
-from methods.base import Grids, Method
+from methods.base import Method
 from methods.snapkv import SnapKV
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bare(SnapKV):
-    """Declares nothing of its own."""
-
-    tunable: ClassVar[Grids | None] = None
-    kernel: int = 7  # must be odd
-    share: float = 0.2
-    fast: bool = True
-    kind: Literal["a", "b"] = "a"
-    sinks: int = 0
-    seed: int = 3
-    dense_layers: tuple[int, ...] = (0, 1)
 
 
 def no_refusal(method: Method) -> None:
     return None
-
-
-def test_without_a_declaration_a_grid_lies_around_each_default() -> None:
-    grids = grids_of(Bare(), {})
-    assert grids["kernel"] == (1, 3, 7, 15, 29)
-    assert grids["share"] == pytest.approx((0.05, 0.1, 0.2, 0.4, 0.8))
-    assert grids["fast"] == (False, True)
-    assert grids["kind"] == ("a", "b")
-    space = space_of(Bare(), grids, no_refusal, strict=False)
-    assert "sinks: give it values, as in method.sinks=A,B" in space.left_out
-    assert {words.partition(":")[0] for words in space.left_out} == {"sinks", "seed", "dense_layers"}
 
 
 def test_what_a_budget_or_model_refuses_is_left_out_and_an_error_where_it_was_asked_for() -> None:
@@ -68,7 +40,7 @@ def test_points_hold_what_differs_from_the_start() -> None:
 def test_every_method_declares_values_that_it_takes(entry: object) -> None:
     method: Method = build(entry.values(), "method")  # type: ignore[attr-defined]
     if not method.tunable:
-        with pytest.raises(SpaceError, match="nothing to tune"):
+        with pytest.raises(SpaceError, match="declares no parameter to tune"):
             grids_of(method, {})
         return
     space = space_of(method, grids_of(method, {}), no_refusal, strict=True)

@@ -137,7 +137,7 @@ def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["method.gian=1,2"], "has no parameter gian; did you mean method.gain?"),
-        (["method=full", "task.answers="], "Full has no parameter that changes its answers, so there is nothing"),
+        (["method=full", "task.answers="], "Full declares no parameter to tune: name values"),
         (["method.gain="], "method.gain is empty: name the values to try, as in method.gain=A,B."),
         (["method.gain=0.25,0.25"], "no parameter with a second value to try"),
         (["method.gain=0.5,4.0"], "gain=4.0 is too loud"),

@@ -1,0 +1,109 @@
+"""The pages of docs that are written from conf/ and from the cards of methods: `python -m tests.generated_pages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness.config.catalogue import Entry, entries
+from harness.config.experiments import Experiment, experiments
+from harness.config.keys import parameters_of, sections
+from harness.terminal.tables import code, table
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMAND = "python -m tests.generated_pages"
+COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
+SETTINGS_TITLE = f"""# Settings
+
+Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
+by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
+
+Written by `{COMMAND}`: change the comments in conf/, not this page."""
+METHODS_TITLE = f"""# The methods
+
+What must be known before two of them are compared, with the defaults of conf/method/. Written by
+`{COMMAND}`; change the comments in a method's yaml, its card among them, not this page."""
+EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
+
+
+def settings_page() -> str:
+    """Return docs/settings.md: the keys by section, and the parameters of tasks and models."""
+    parts = [SETTINGS_TITLE]
+    for title, rows in sections():
+        lines = [(code(row.given), row.values, row.meaning) for row in rows]
+        parts += [f"## {title}", table(("key", "values", "meaning"), lines)]
+    for group in ("task", "model"):  # those of methods are on their cards
+        lines = [row for entry in entries(group) for row in _parameter_rows(group, entry)]
+        parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _parameter_rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
+    """Of the yaml files for one class the first shows every parameter, the others what they change."""
+    first = next(other for other in entries(group) if other.target == entry.target)
+    same = set() if first == entry else set(parameters_of(first))
+    rows = [(given, meaning) for given, meaning in parameters_of(entry) if (given, meaning) not in same]
+    for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
+        name = code(entry.name) if place == 0 else ""
+        yield name, code(given and f"{group}.{given}"), meaning or entry.headline
+
+
+def methods_page(methods: Sequence[Entry]) -> str:
+    """Return docs/methods.md: one table over all methods, then a section for each, with its presets."""
+    presets = {m.name: [one for one in methods if one.base == m] for m in methods}
+    full = [m for m in methods if m.base is None]
+    return "\n\n".join([METHODS_TITLE, _comparison(full), *(_section(m, presets[m.name]) for m in full)]) + "\n"
+
+
+def _comparison(methods: Sequence[Entry]) -> str:
+    head = [_words(line) for line in ("method", *COMPARED)]
+    return table(head, [[f"[{m.name}](#{m.name})", *(m.facts().get(line, "") for line in COMPARED)] for m in methods])
+
+
+def _section(entry: Entry, presets: Sequence[Entry]) -> str:
+    facts = [(_words(name), text) for name, text in entry.facts().items()]
+    parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
+    changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
+    named = {"card": facts, "parameter": parameters, "preset": changed}
+    tables = [table((name, ""), rows) for name, rows in named.items() if rows or name == "card"]
+    return "\n\n".join([f"## {entry.name}", entry.card(), *tables])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def experiments_table(found: Mapping[str, Experiment]) -> str:
+    """Return the table of docs/experiments.md."""
+    full = [one for name, one in found.items() if not name.startswith("small/")]
+    rows = [(code(one.name), one.headline, _short(one.command), _small_cost(one, found)) for one in full]
+    return table(EXPERIMENTS_HEAD, rows)
+
+
+def _short(command: str) -> str:
+    return code(" ".join(word for word in command.split()[2:] if not word.startswith(("-", "+"))))
+
+
+def _small_cost(one: Experiment, found: Mapping[str, Experiment]) -> str:
+    if one.name.startswith("tables/"):  # with the embedded model already
+        return f"itself: {one.facts.get('cost', '')}"
+    small = found.get(f"small/{one.name}")
+    return small.facts.get("cost", "") if small else "none"
+
+
+def with_experiments(page: str) -> str:
+    """Return docs/experiments.md with today's table in place of its own."""
+    before, head, rest = page.partition(table(EXPERIMENTS_HEAD, []).splitlines()[0])
+    assert head, "docs/experiments.md has lost the head of its table"
+    return f"{before}{experiments_table(experiments())}\n\n{rest.partition(chr(10) * 2)[2]}"
+
+
+def main() -> None:
+    (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (DOCS / "methods.md").write_text(methods_page(entries("method")), encoding="utf-8")
+    page = DOCS / "experiments.md"
+    page.write_text(with_experiments(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
