@@ -196,17 +196,25 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
-        batch = _sequences(arguments)
-        if batch is None:
+        if _sequences(arguments) is None:
             return run(*arguments)
         from kernels import ops  # which names this module
 
         note_memory()
-        op, numbers = getattr(ops, run.__name__), _numbers(arguments)
-        live = batch - max(number.dead or 0 for number in numbers)
-        return _joined([op(*(_of(argument, i, batch) for argument in arguments)) for i in range(live)], numbers)
+        op = getattr(ops, run.__name__)
+        return _joined([op(*of_one) for of_one in sequence_by_sequence(arguments)], _numbers(arguments))
 
     return served
+
+
+def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the arguments of a call for each of unequal sequences, free slots left out; those of the call itself where
+    all are equal."""
+    batch = _sequences(arguments)
+    if batch is None:
+        return [arguments]
+    live = batch - max(number.dead or 0 for number in _numbers(arguments))
+    return [tuple(_of(argument, i, batch) for argument in arguments) for i in range(live)]
 
 
 def _sequences(arguments: Any) -> int | None:

@@ -33,6 +33,10 @@ class Full(Method):
     def offloads(self) -> bool:
         return self.offload
 
+    @property
+    def asks_ahead(self) -> bool:
+        return self.offload
+
     def cost(self, case: Case) -> Cost:
         return costs.dense(case) + costs.sent_away(case, case.sealed if self.offload else 0, case.sealed)
 

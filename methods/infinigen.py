@@ -64,6 +64,7 @@ class InfiniGen(Method):
     """Holds the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
+    asks_ahead: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
     alpha: float = 5.0

@@ -84,7 +84,8 @@ class InfLLM(Method):
         top = min((case.budget - self.n_init - local) // self.block, blocks) * self.block
         representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
         far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
-        return costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2) + shared
+        chosen = costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2)
+        return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count an execution block of queries, eleven times in fp32 when its parts are merged, and the blocks that it

@@ -59,7 +59,9 @@ class Kivi(Method):
         exact = self.residual * (
             case.row_bytes + case.row_bytes // 2
         )  # keys and values that wait, and values with codes
-        return Cost(exact) + costs.pool(case, self.codec, room, quantised)
+        waiting = case.sealed - quantised
+        exactly = waiting * case.row_bytes + (self.residual - waiting) * case.row_bytes // 2  # these have values alone
+        return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
 
     def check_model(self, spec: LayerSpec) -> None:
         self.codec.check(spec.head_dim)

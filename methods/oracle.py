@@ -34,7 +34,9 @@ class Oracle(Windowed):
     def cost(self, case: Case) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
-        return costs.select(case, self.windows.split(case.budget), index_bytes=0)
+        plan = self.windows.split(case.budget)
+        keys = (case.sealed - plan.sinks - plan.local) * case.row_bytes // 2  # it chooses by all of them
+        return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, OracleRead()) for spec in specs]

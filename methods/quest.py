@@ -84,7 +84,8 @@ class Quest(Method):
         if self.select_per == "query_head":
             choices = 1 + (case.spec.group - 1) / 4
             read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
-        return costs.dense(case) + Cost(pages * case.row_bytes) + costs.sent_away(case, case.sealed, read)
+        held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
+        return held + costs.sent_away(case, case.sealed, read)
 
     def check_model(self, spec: LayerSpec) -> None:
         check_layers("method.dense_layers", self.dense_layers, spec.num_layers)

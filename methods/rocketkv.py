@@ -109,9 +109,12 @@ class RocketKV(SnapKV):
         if self.reads_whole(case):
             return costs.dense(case)
         kept = self.kept(case)
-        size, _ = self.pages(case.budget, kept, case.spec.head_dim)
+        size, channels = self.pages(case.budget, kept, case.spec.head_dim)
         bounds = ceil(kept / size) * case.row_bytes // (2 if size == 1 else 1)
-        return costs.evict(case, kept) + Cost(bounds) + costs.sent_away(case, kept, case.budget)
+        scored = ceil(kept / size) * channels * case.row_bytes // (2 * case.spec.head_dim)  # of each channel one bound
+        read = case.budget * case.row_bytes + scored
+        held = (costs.evict(case, kept) + Cost(bounds)).reading(read)
+        return held + costs.sent_away(case, kept, case.budget)
 
     def check_model(self, spec: LayerSpec) -> None:
         if self.r is not None and self.r > spec.head_dim:

@@ -111,16 +111,16 @@ class ShadowKV(Method):
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
-        values = case.row_bytes * self.chunk // 2  # of a chunk
+        values, top = case.row_bytes * self.chunk // 2, plan.top * self.chunk  # bytes of a chunk's, and tokens
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
-        selectable = plan.candidates - plan.outliers
-        index = spec.num_kv_heads * (selectable * spec.head_dim * size + plan.candidates * costs.INT64)
+        selectable, ids = plan.candidates - plan.outliers, costs.INT64 * spec.num_kv_heads
+        landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
         hits = held_bytes(case, plan.top, self.chunk) if self.hit_cache else 0
-        stored = plan.candidates * values
-        device = Cost(resident + factors + index + hits + stored) + costs.rope_table(case)
-        return device + costs.offload(case, stored, plan.top * values)
+        read = landmarks + resident + (top - case.reserve) * case.row_bytes + costs.rebuilding(case, rank, top)
+        device = Cost(resident + factors + landmarks + plan.candidates * (ids + values) + hits) + costs.rope_table(case)
+        return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""

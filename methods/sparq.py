@@ -70,7 +70,8 @@ class SparQ(Windowed):
         column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes  # of the middle keys
         copy = column * spec.head_dim if self.channel_copy else 0
         means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
-        return costs.select(case, plan, means) + Cost(copy) + costs.offload(case, copy, self.r * column)
+        channels = Cost(copy).reading(self.r * column)
+        return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return k, which is a share of the whole prompt and holds the window; PQCache's comparison adds its sinks."""

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.machines.recorder import DispatchRecorder, place_of
 from kernels.dispatch import watched
 from kernels.ragged import Ragged
 from methods.base.counters import CaptureError
@@ -44,7 +44,7 @@ class Tape:
         self.dropped += 1
 
 
-class Recording(TorchDispatchMode):
+class Recording(DispatchRecorder):
     """One step. An operation of kernels/ops.py is one entry, whatever its backend does."""
 
     def begin(self) -> None:
@@ -63,25 +63,24 @@ class Recording(TorchDispatchMode):
         for func, args, kwargs, results in self.calls:
             again = _tensors(func(*args, **kwargs))
             for old, new in zip(results, again, strict=True):
-                if _place(old) != _place(new):
+                if place_of(old) != place_of(new):
                     old.copy_(new)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def will_run(self, func: Any, args: tuple[Any, ...], changed: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
         if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
             raise CaptureError(f"{name} waits for a value of the device")
+        for tensor in () if self.inside else changed:
+            self._keep(tensor)
+
+    def has_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
+    ) -> None:
         if self.inside:
-            return func(*args, **kwargs)
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(given):
-                    self._keep(tensor)
-        inputs = {_place(x) for x in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        self.made |= {_place(x) for x in _tensors(out)} - inputs
+            return
+        inputs = {place_of(x) for x in _tensors((args, kwargs))}
+        self.made |= {place_of(x) for x in _tensors(out)} - inputs
         self.calls.append((func, args, kwargs, _tensors(out)))
-        return out
 
     def operation(self, name: str, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Compiled code writes where torch does not see it: to the tensor that `put_rows` is given, and no other."""
@@ -94,12 +93,12 @@ class Recording(TorchDispatchMode):
             result = run()
         finally:
             self.inside = False
-        self.made |= {_place(x) for x in _tensors(result)}
+        self.made |= {place_of(x) for x in _tensors(result)}
         self.calls.append((run, (), {}, _tensors(result)))
         return result
 
     def _keep(self, tensor: Tensor) -> None:
-        place = _place(tensor)
+        place = place_of(tensor)
         if place not in self.made and place not in self.before:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.before[place] = (whole, whole.clone())
@@ -115,7 +114,3 @@ def _tensors(value: Any) -> list[Tensor]:
     several = [x for x in leaves if isinstance(x, Ragged)]
     held = [part for x in several for part in ([x.whole] if "whole" in vars(x) else x.parts)]
     return [x for x in leaves if isinstance(x, Tensor)] + held
-
-
-def _place(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

@@ -57,7 +57,10 @@ ROOMS: dict[str, set[str] | None] = {
         "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
     },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
-    "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations"},
+    "machines": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
+    "bench": {
+        "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations", "machines",
+    },
 }  # fmt: skip
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {

@@ -1,10 +1,15 @@
-"""What this machine can do at most: bytes read and products summed per second. Takes about five seconds."""
+"""What this machine can do at most: bytes read and copied, and products summed per second. Takes about five seconds.
+
+Writes machine.yaml beside the table, which `python -m harness.plan --machine` takes.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import platform
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict
 
@@ -14,8 +19,11 @@ from harness.bench.common import arguments, output
 from harness.bench.common.load import MarkedSeconds
 from harness.bench.common.measure import DTYPES, marks, own_seconds
 from harness.bench.common.output import Cell
+from harness.jobs.planning.capacity import free_bytes
+from harness.machines.machine import Machine, write
 from harness.terminal.notices import say
 
+TO_DEVICE, TO_HOST = "copies to the device", "copies to the host"
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 31}  # more than any cache holds
 SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices
 
@@ -54,6 +62,33 @@ def speeds(device: torch.device, budget_s: float = 5.0) -> Iterator[MeasuredSpee
     for what, dtype in DTYPES.items():
         tries = _tries(_product(side, dtype, device), device, share)
         yield MeasuredSpeed(what, "GFLOP/s", 2 * side**3 / min(tries) / 1e9, tries)
+
+
+def copies(device: torch.device, budget_s: float) -> Iterator[MeasuredSpeed]:
+    """In both directions between the device and pinned host memory; on a CPU, whose host memory is its own, within
+    it."""
+    here = torch.ones(READ_BYTES[device.type] // 8, dtype=torch.int32, device=device)
+    there = torch.ones(here.shape, dtype=here.dtype, pin_memory=device.type == "cuda")
+    for what, into, out_of in ((TO_DEVICE, here, there), (TO_HOST, there, here)):
+        tries = _tries(partial(into.copy_, out_of), device, budget_s / 4)
+        yield MeasuredSpeed(what, "GB/s", here.nbytes / min(tries) / 1e9, tries)
+
+
+def machine(device: torch.device, found: Mapping[str, float]) -> Machine:
+    """Of the speeds that were found. What is free now can be used, so nothing is kept back."""
+    reads = max(value for what, value in found.items() if what not in (*DTYPES, TO_DEVICE, TO_HOST))
+    return Machine(
+        name=platform.node() or "here",
+        device=device.type,
+        device_bytes=free_bytes(str(device)) or 0,
+        host_bytes=None if device.type == "cpu" else free_bytes("cpu"),
+        read_gb_s=round(reads, 1),
+        matmul_gflop_s={dtype: round(found[dtype]) for dtype in DTYPES},
+        to_device_gb_s=round(found[TO_DEVICE], 1),
+        to_host_gb_s=round(found[TO_HOST], 1),
+        basis="measured",
+        source="python -m harness.bench calibrate",
+    )
 
 
 def told(device: str) -> Limits:
@@ -98,7 +133,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     report = output.Report("calibrate", f"Limits of this machine, {options.device}", options, TABLE)
-    for what, unit, value, tries in speeds(arguments.current(options.device), options.seconds):
+    device, found = arguments.current(options.device), dict[str, float]()
+    for what, unit, value, tries in chain(speeds(device, options.seconds), copies(device, options.seconds)):
         row = {"what": what, "unit": unit, "value": value, **marks(tries)}
         report.add(row, f"{what}: {value:,.1f} {unit}")
+        found[what] = value
     report.finish()
+    write(report.folder / "machine.yaml", machine(device, found))

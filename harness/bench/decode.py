@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.bench import calibrate
+from harness.bench.calibrate import Limits
 from harness.bench.common import arguments, methods, models, output
 from harness.bench.common.load import LoadWatch, MarkedSeconds
 from harness.bench.common.measure import estimate, marks, ratios, rounds_of
@@ -31,6 +32,9 @@ from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
+from harness.machines.costs import CostTable
+from harness.machines.recorder import recorded
+from harness.machines.replay import replay
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from methods.base import Method
@@ -85,7 +89,7 @@ def _shape(kv: Attachment) -> LayerShape:
 
 
 def measure(
-    attach: Attach, full: Attachment, ids: Tensor, options: argparse.Namespace, read_gb_s: float
+    attach: Attach, full: Attachment, ids: Tensor, options: argparse.Namespace, limits: Limits
 ) -> dict[str, Any]:
     """Of one row. ids [1 S]: the prompt."""
     with ExitStack() as attachments:
@@ -97,14 +101,16 @@ def measure(
             waiting = attachments.enter_context(closing(attach(overlap=False)))
             ways["waiting"] = ModelDecoding(waiting, ids, options).timed_turn
         *_, times = rounds_of(ways, options.rounds)
+        replayed = replayed_s(own, limits, options.dtype)
     tpot_s, made = estimate(times["own"]), own.last
-    floor = floor_s(own, read_gb_s)
+    floor = floor_s(own, limits["read_gb_s"])
     return {
         "tpot_s": tpot_s,
         "full_s": estimate(times["full"]),
         "speedup": None if isinstance(asked.method, Full) else ratios(times["full"], times["own"]),
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
+        "replayed_s": replayed,
         "seal_s": own.first.seal_s,
         "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
@@ -120,7 +126,7 @@ def measure(
     }
 
 
-def _attachment(
+def attachment(
     method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace, overlap: bool = False
 ) -> Attachment:
     placement: str = options.placement if method.offloads else DEVICE
@@ -143,15 +149,26 @@ def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
     return (weights + rows) / read_gb_s / 1e9
 
 
+@torch.inference_mode()
+def replayed_s(decoding: ModelDecoding, limits: Limits, dtype: str) -> float:
+    """A step whose every operation takes no more than what it reads and writes at the best bandwidth, or its products
+    at the best speed; bytes cross links in no time."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=decoding.engine.model.device)
+    with recorded(decoding.cache.method_layers) as schedule:
+        decoding.engine.decode(token, decoding.cache, None)
+    flop_s = 1e9 * limits["matmul_gflop_s"][dtype]
+    return replay(schedule, CostTable(read_bytes_s=1e9 * limits["read_gb_s"], flop_s=flop_s)).end_s
+
+
 def run(
-    options: argparse.Namespace, loaded: LoadedModel, text: list[int], read_gb_s: float, report: output.Report
+    options: argparse.Namespace, loaded: LoadedModel, text: list[int], limits: Limits, report: output.Report
 ) -> None:
-    full = _attachment(Full(), loaded, text[-CALIBRATION:], options)
+    full = attachment(Full(), loaded, text[-CALIBRATION:], options)
 
     def behind(tokens: int) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
         return lambda method: measure(
-            partial(_attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, read_gb_s
+            partial(attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, limits
         )
 
     def told(row: dict[str, Any]) -> str:
@@ -180,6 +197,7 @@ TABLE = output.table(
     Cell("TPOT", "tpot_s", "ms", 1e3),
     Cell("Full / it", "speedup"),
     Cell("of limit", "of_limit", "%", 100),
+    Cell("replayed", "replayed_s", "ms", 1e3),
     Cell("attended", "attended_prompt"),
     Cell("seal", "seal_s", "s"),
     *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
@@ -221,6 +239,6 @@ def main(options: argparse.Namespace) -> None:
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)
-    run(options, loaded, text, limits["read_gb_s"], report)
+    run(options, loaded, text, limits, report)
     labels = ("prompt tokens", "seconds per output token")
     report.finish(partial(output.lines, x="tokens", y="tpot_s", series="method", labels=labels))

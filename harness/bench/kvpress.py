@@ -38,6 +38,7 @@ from harness.jobs.planning.items import Item
 from harness.jobs.runner import Runner
 from harness.models.base import DTYPES, LoadedModel
 from harness.models.embedded import SmolLM2
+from harness.terminal.numbers import share
 from kernels.temporary import TemporaryFolder
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
@@ -214,7 +215,7 @@ def ruler(options: argparse.Namespace) -> Task:
 def parser() -> argparse.ArgumentParser:
     presses = {"nargs": "+", "default": list(PRESSES), "choices": PRESSES}
     tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 2048, "samples": 3}
-    runs = {"budget": {"type": arguments.share, "default": 0.2}, "dtypes": ["fp32", "bf16"], "new": None}
+    runs = {"budget": {"type": share, "default": 0.2}, "dtypes": ["fp32", "bf16"], "new": None}
     shared = tasks | runs | {"data_root": None} | arguments.OUT
     return arguments.parser("kvpress", __doc__, python=None, presses=presses, **shared)
 

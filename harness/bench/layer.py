@@ -22,9 +22,9 @@ from harness.bench.common.load import MarkedSeconds
 from harness.bench.common.measure import estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
-from harness.bench.common.traffic import bytes_read
 from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
+from harness.machines.operations import bytes_read
 from kernels.threads import step_threads
 from methods.base import AttnInput, Budget, CacheState, KVLayer, Method, Request
 from methods.full import Full

@@ -19,9 +19,10 @@ from harness.bench.common import arguments, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
-from harness.bench.common.traffic import bytes_read
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
+from harness.machines.operations import bytes_read
+from harness.terminal.numbers import count
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
 
@@ -101,7 +102,7 @@ TABLE = output.table(
 
 def parser() -> argparse.ArgumentParser:
     ops = {"nargs": "*", "default": [], "choices": sorted(OPS), "metavar": "OP", "help": "all by default"}
-    sizes = {"tokens": [32768], "budget": {"type": arguments.count, "default": 2048}, "prefill": 2048, "inner": None}
+    sizes = {"tokens": [32768], "budget": {"type": count, "default": 2048}, "prefill": 2048, "inner": None}
     shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
     return arguments.parser("ops", __doc__, ops=ops, **sizes, **shared)
 

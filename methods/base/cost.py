@@ -1,9 +1,9 @@
-"""Computes what a layer costs, by formula: bytes held, and bytes moved in a step."""
+"""Computes what a layer costs, by formula: bytes held, and bytes that a step moves and reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from methods.base.request import LayerSpec
 from methods.tiers.codec import Codec
@@ -45,11 +45,16 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Holds bytes held on the device, bytes that cross between host and device in a step, and bytes held in other
-    tiers, by the tiers' names. `+` adds costs up."""
+    tiers, by the tiers' names. `+` adds costs up.
+
+    `read_bytes_per_step` are those of the prompt's keys and values that a step attends to, and of what it chooses them
+    by, each once, wherever they lie and as they are written. Generated tokens are read beside them.
+    """
 
     device_bytes: int = 0
     moved_bytes_per_step: int = 0
     away: Mapping[str, int] = field(default_factory=dict)
+    read_bytes_per_step: int = 0
 
     @staticmethod
     def placed(tier: str, held: int, moved: int = 0) -> Cost:
@@ -73,7 +78,12 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         away = {tier: self.away.get(tier, 0) + other.away.get(tier, 0) for tier in (*self.away, *other.away)}
         moved = self.moved_bytes_per_step + other.moved_bytes_per_step
-        return Cost(self.device_bytes + other.device_bytes, moved, away)
+        read = self.read_bytes_per_step + other.read_bytes_per_step
+        return Cost(self.device_bytes + other.device_bytes, moved, away, read)
+
+    def reading(self, count: int) -> Cost:
+        """Return this cost with so many bytes read in a step."""
+        return replace(self, read_bytes_per_step=count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ class Method(metaclass=_TupleForList):
         return False
 
     @property
+    def asks_ahead(self) -> bool:
+        """Say whether a step asks for a layer's rows while the layer before computes, which may hide them."""
+        return False
+
+    @property
     def encodes(self) -> bool:
         """Say whether a codec is meant for this method: it has tokens that a step reads by choice alone."""
         return False

@@ -12,13 +12,17 @@ FP32, INT64 = 4, 8  # bytes of an element
 
 
 def dense(case: Case) -> Cost:
-    """Return the cost of having everything on the device, where nothing moves."""
-    return Cost(case.dense_bytes)
+    """Return the cost of having everything on the device and reading all of it, where nothing moves."""
+    return Cost(case.dense_bytes).reading(case.sealed * case.row_bytes)
 
 
 def evict(case: Case, kept: int, copies: int = 1) -> Cost:
-    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside."""
-    return Cost((kept + case.reserve) * copies * case.row_bytes) if kept < case.sealed else dense(case)
+    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside: all
+    of them are read."""
+    if kept >= case.sealed:
+        return dense(case)
+    row_bytes = copies * case.row_bytes
+    return Cost((kept + case.reserve) * row_bytes).reading(kept * row_bytes)
 
 
 def evicting(case: Case, kept: int, copies: int = 1) -> int:
@@ -32,16 +36,18 @@ def evicting(case: Case, kept: int, copies: int = 1) -> int:
 
 def select(case: Case, plan: Plan, index_bytes: int) -> Cost:
     """Return the cost of all tokens, those between sinks and window where `placement` says, and of the index on the
-    device."""
+    device, which is read whole."""
     middle = case.sealed - plan.sinks - plan.local
-    return dense(case) + Cost(index_bytes) + sent_away(case, middle, plan.top)
+    held = Cost(case.dense_bytes + index_bytes).reading(sum(plan) * case.row_bytes + index_bytes)
+    return held + sent_away(case, middle, plan.top)
 
 
 def sent_away(case: Case, tokens: int, read: int) -> Cost:
     """Return what changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
-    return Cost(-tokens * case.row_bytes) + pool(case, case.codec or PLAIN, tokens, read)
+    left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
+    return left + pool(case, case.codec or PLAIN, tokens, read)
 
 
 def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
@@ -51,12 +57,21 @@ def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
     blocks, rest = divmod(tokens, codec.block)
     beside = blocks * heads * layout.block_bytes + (min(tokens, codec.block) * case.row_bytes if rest else 0)
     token = heads * layout.token_bytes
-    return Cost(beside) + Cost.placed(case.placement, blocks * codec.block * token, read * token)
+    exact = read * rest // max(1, tokens)  # of those that fill no block, if all are chosen alike
+    coded = (read - exact) * (token + heads * layout.block_bytes // codec.block)
+    held = Cost.placed(case.placement, blocks * codec.block * token, read * token)
+    return Cost(beside).reading(coded + exact * case.row_bytes) + held
 
 
 def offload(case: Case, stored: int, moved: int) -> Cost:
     """Return what another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
+
+
+def rebuilding(case: Case, rank: int, tokens: int) -> int:
+    """Return the bytes that rebuilding keys of each KV head from factors of a rank reads: a row for each, and the
+    basis."""
+    return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
 
 
 def rope_table(case: Case) -> Cost:

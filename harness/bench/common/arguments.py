@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
-from contextlib import suppress
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +13,9 @@ from harness.bench.common.synthetic import LayerShape
 from harness.config.values import SettingsError, rate
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
+from harness.terminal.numbers import budget, count, natural, positive, share
 from harness.terminal.paths import typed
-from methods.budget import is_budget
 from methods.tiers.tier import DEVICE, TIERS
-
-
-def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = float) -> Callable[[str], Any]:
-    """The type of an option whose value should be `what`."""
-
-    def checked(text: str) -> Any:
-        with suppress(ValueError):
-            if is_legal(number := read(text)):
-                return number
-        raise ArgumentTypeError(f"{text} should be {what}")
-
-    return checked
-
-
-count = _number("a whole number, at least 1", lambda number: number >= 1, int)
-natural = _number("a whole number, at least 0", lambda number: number >= 0, int)
-positive = _number("a number above 0", lambda number: 0 < number < inf)
-share = _number("a share above 0 and up to 1", lambda number: 0 < number <= 1)
-budget = _number(
-    "a share above 0 and up to 1, as 0.2, or a number of tokens, as 512",
-    is_budget,
-    lambda text: int(text) if text.isdecimal() else float(text),
-)
 
 
 def folder(text: str) -> str:
@@ -82,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "heads": {"type": count},
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
+    "machine": {"required": True, "metavar": "FILE", "help": "what `calibrate` has written, or its folder"},
     "shape": {"help": "random weights of this shape instead of the embedded model"},
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},

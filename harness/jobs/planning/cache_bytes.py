@@ -74,7 +74,7 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     early = by_blocks(info) and settings.placement != DEVICE and not settings.shared_prefill
     moments = _closing_early(layers, states, bool(item.further)) if early else _closing_late(layers, states)
     prefill, seal = (moment._replace(kv=moment.kv + slides) for moment in moments)
-    away = sum(_count(layer.cost, True) - layer.cost.device_bytes for layer in layers)
+    away = sum(counted(layer.cost, True) - layer.cost.device_bytes for layer in layers)
     host = 0 if settings.device == "cpu" else away
     return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host)
 
@@ -91,7 +91,7 @@ class _Layer:
 
     @staticmethod
     def of(case: Case, cost: Cost, transient: Transient, on_cpu: bool) -> _Layer:
-        sealed = _count(cost, on_cpu)
+        sealed = counted(cost, on_cpu)
         made = cost.beside(case) + sealed - cost.device_bytes
         return _Layer(case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
 
@@ -133,7 +133,7 @@ def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> t
     return most_prefill, most_seal
 
 
-def _count(cost: Cost, host: bool) -> int:
+def counted(cost: Cost, host: bool) -> int:
     """Bytes on the device, with those in other memory if that is the same."""
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 

@@ -61,6 +61,12 @@ class Item:
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
 
 
+def blank(tokens: int, new_tokens: int) -> Item:
+    """An example of which nothing but its lengths is known."""
+    example = Example(id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens)
+    return Item(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
+
+
 def by_context(items: Iterable[Item]) -> Iterator[list[Item]]:
     """Examples whose contexts are the same tokens, in the order in which contexts first come up."""
     groups: dict[tuple[object, ...], list[Item]] = {}

@@ -64,6 +64,7 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
     for name, row in rows.items():
         assert row["tpot_s"][0] > 0
         assert row["of_limit"] > 0
+        assert row["replayed_s"] >= row["floor_s"] * 0.99
         assert (row["speedup"] is None) == (name == "full")
         assert (row["host_bytes"] > 0) == (row["moved_bytes_per_step"] > 0)
     assert rows["full"]["attended_prompt"] == 300

@@ -18,9 +18,9 @@ from harness.bench.calibrate import Limits
 from harness.bench.common import methods
 from harness.bench.common.measure import Estimate, ratios
 from harness.bench.common.synthetic import LayerShape
-from harness.bench.common.traffic import bytes_read
 from harness.bench.layer import LayerDecoding
 from harness.engine.step_parts import PHASES
+from harness.machines.operations import bytes_read
 from kernels import ops
 from kernels.dispatch import watched
 from kernels.reference import Segment

@@ -20,6 +20,7 @@ from harness.bench import __main__ as bench
 from harness.bench.common import load, measure, output
 from harness.bench.common.load import LoadCounts, LoadWatch, MarkedSeconds
 from harness.bench.common.measure import marks, own_seconds
+from harness.machines.machine import machine
 from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]
@@ -240,6 +241,13 @@ def test_limits_are_a_benchmark_of_their_own(tmp_path: Path, monkeypatch: pytest
     rows = result(tmp_path)["rows"]
     assert {"torch.sum", "fp32", "bf16"} <= {row["what"] for row in rows}
     assert all(row["value"] > 0 and row["samples"] >= 1 for row in rows)
+    found = {row["what"]: row["value"] for row in rows}
+    there = machine(str(tmp_path))
+    assert (there.device, there.basis, there.methods) == ("cpu", "measured", {})
+    assert there.device_bytes > 0
+    assert there.read_gb_s == pytest.approx(max(found["torch.sum"], found.get("compiled loop", 0)), abs=0.06)
+    assert there.to_device_gb_s == pytest.approx(found["copies to the device"], abs=0.06)
+    assert there.matmul_gflop_s == {dtype: round(found[dtype]) for dtype in ("fp32", "bf16")}
 
 
 def test_marks_of_plain_numbers_are_none() -> None:

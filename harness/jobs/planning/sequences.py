@@ -1,0 +1,50 @@
+"""What one more sequence of a batch takes, by the forecast of a run's bytes (capacity.py): plans divide by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.jobs.planning.cache_bytes import Holder, cases, counted
+from harness.jobs.planning.capacity import needed
+from harness.jobs.planning.items import Item
+from harness.models.base import ModelInfo
+
+
+class SequenceBytes(NamedTuple):
+    """Bytes of one sequence among many: sealed, on the device and in host memory beside a GPU; `rounding` is what the
+    device's allocator gives it beyond that, and pinned memory is counted as it is given. `passing` is taken while its
+    prompt is computed, beside what it then holds; `staged` by the rows that a layer brings in a step."""
+
+    device: int
+    rounding: int
+    host: int
+    passing: int
+    staged: int
+
+
+def sequence_bytes(holder: Holder, info: ModelInfo, item: Item) -> SequenceBytes:
+    """Raises `CostError` where the method declares no cost."""
+    settings, listed = holder.settings, cases(holder, info, item)
+    costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
+    slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
+    here = [counted(cost, on_cpu) for cost in costs]
+    away = [0 if on_cpu else counted(cost, True) - cost.device_bytes for cost in costs]
+    passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here)
+    return SequenceBytes(
+        device=slides + sum(here),
+        rounding=0 if on_cpu else sum(map(_in_blocks, here)) - sum(here),
+        host=sum(map(_pinned, away)),
+        passing=passing,
+        staged=max(cost.moved_bytes_per_step for cost in costs),
+    )
+
+
+def _in_blocks(count: int) -> int:
+    """Bytes of keys and values that torch's allocator gives on a GPU: tensors from 10 MiB on in steps of 2 MiB."""
+    large, step = 10 << 20, 2 << 20
+    return count if count < 2 * large else 2 * -(-count // (2 * step)) * step
+
+
+def _pinned(count: int) -> int:
+    """Bytes that torch gives in pinned host memory: a power of two."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -1,0 +1,34 @@
+"""Numbers as a user types them behind an option: the types that argparse checks them by."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+from methods.budget import is_budget
+
+
+def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = float) -> Callable[[str], Any]:
+    """The type of an option whose value should be `what`."""
+
+    def checked(text: str) -> Any:
+        with suppress(ValueError):
+            if is_legal(number := read(text)):
+                return number
+        raise ArgumentTypeError(f"{text} should be {what}")
+
+    return checked
+
+
+count = _number("a whole number, at least 1", lambda number: number >= 1, int)
+natural = _number("a whole number, at least 0", lambda number: number >= 0, int)
+positive = _number("a number above 0", lambda number: 0 < number < inf)
+share = _number("a share above 0 and up to 1", lambda number: 0 < number <= 1)
+budget = _number(
+    "a share above 0 and up to 1, as 0.2, or a number of tokens, as 512",
+    is_budget,
+    lambda text: int(text) if text.isdecimal() else float(text),
+)
