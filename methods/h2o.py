@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, KVLayer, LayerSpec, Plan
@@ -89,6 +90,10 @@ class H2OKeep(Keep, capturable=True):
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {"received": ends(state["received"], first, last)}
+
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        self.received = pad(self.received, (0, more))
 
     def keep_generated(self, count: int, size: int) -> Tensor:
         """Keep the latest tokens, and of the others those with the largest sums."""

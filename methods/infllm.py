@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.reference import Segment
@@ -130,7 +131,7 @@ class InfLLMRead(Select, capturable=True):
         super().bind(layer)
         spec, request = self.spec, self.request
         shape = (request.batch, spec.num_heads)
-        self.sparse = not request.covers(request.capacity, spec.index)
+        self.sparse = not request.covers_all(spec.index)
         self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # what each drew
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
@@ -145,6 +146,13 @@ class InfLLMRead(Select, capturable=True):
         self.rope_table.note_past(self.spec, self.layer.seen)
         self.mass[..., : state["mass"].shape[2]] = state["mass"]
         self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
+
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        if self.sparse:
+            self.mass = pad(self.mass, (0, more))
+        if self.plan is not None:
+            self.far_k = pad(self.far_k, (0, 0, 0, more))
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)

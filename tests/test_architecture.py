@@ -57,7 +57,9 @@ ROOMS: dict[str, set[str] | None] = {
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations"},
 }  # fmt: skip
-TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
+TRANSFORMERS = {
+    f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls")
+}
 HYDRA = {
     "harness/commands/run.py",
     *(

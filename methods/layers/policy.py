@@ -121,6 +121,10 @@ class Policy:
     def forget(self, count: int, rows: Tensor) -> None:
         """Let go of what belongs to the last `count` stored tokens, except for `rows` [B G K] of them."""
 
+    def grow(self, more: int) -> None:
+        """Make room for `more` tokens in what is held beside the store, which has it already."""
+        self.request = self.layer.request
+
     def capture_refusal(self) -> str | None:
         """Say why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or return None."""
         return None if self.capturable else undeclared(type(self))
