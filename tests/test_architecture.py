@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str] | None] = {
     },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
     "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations"},
+    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
 }  # fmt: skip
 TRANSFORMERS = {
     f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls")
