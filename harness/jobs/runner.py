@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +30,7 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
+from harness.jobs import choices
 from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.questions import Asking, Transcript
 from harness.jobs.shared_prefill import Prefilled
@@ -99,9 +100,25 @@ class Runner:
         """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins.
         `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
         `kept`: where conversations are between their turns, in place of the run's own."""
-        kept = kept or self.kept  # opened before a clock runs
+        items = list(items)
+        asked = {part.example.id: item for item in items for part in item.parts}
+        answered = defaultdict[str, list[Transcript]](list)
+        for transcript in self._transcripts(items, prefilled, kept or self.kept):  # opened before a clock runs
+            item = asked[transcript.item.example.id]
+            parts = answered[item.example.id]
+            parts.append(transcript)
+            if not item.choices:
+                yield transcript
+            elif len(parts) == len(item.choices):
+                yield choices.together(item, parts)
+
+    def _transcripts(
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: Histories
+    ) -> Iterator[Transcript]:
+        """Of each text that is fed by force its own."""
         shared = self.settings.questions == "shared"
-        waiting = deque(by_context(items) if shared else ([item] for item in items))
+        groups = by_context(items) if shared else ([item] for item in items)
+        waiting = deque([part for item in group for part in item.parts] for group in groups)
         batch, running = RunningBatch(self.engine), dict[Slot, Asking]()
         while waiting or running:
             while waiting and len(running) < self.settings.batch:
@@ -176,7 +193,11 @@ class Runner:
 
     def _context(self, item: Item) -> int | None:
         """Tokens that are sealed before the question is read; None where it is sealed with them."""
-        return item.prompt.split if self.settings.protocol == "context" else None
+        whole = len(item.prompt.ids)
+        context = item.prompt.split if self.settings.protocol == "context" else whole
+        if item.by_steps:
+            return min(context, max(whole - 1, 1))
+        return context if self.settings.protocol == "context" else None
 
     def ending(self, item: Item) -> dict[str, Any]:
         """How the engine picks tokens for `item`, and when it stops."""
@@ -238,6 +259,8 @@ class Runner:
         for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
+            if transcript.choices:
+                output = choices.output(transcript.choices)
             score = self.task.score(example, output)
             history -= reuse.get("dropped_tokens", 0)
             yield {
@@ -263,7 +286,8 @@ class Runner:
 def _shortened(item: Item) -> Item:
     """Two turns of it at most, and a few tokens of each answer."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
-    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]))
+    choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
+    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)
 
 
 _loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}
