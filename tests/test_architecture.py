@@ -26,7 +26,7 @@ ALLOWED = {
     "methods": {"methods", "kernels", "torch"},
     "evals": {
         "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
-        "wonderwords", "tokenizers",
+        "wonderwords", "tokenizers", "lm_eval",
     },
 }  # fmt: skip
 LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason why it is not split

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from harness.engine.batch.generation import Generation
@@ -11,7 +12,22 @@ from harness.jobs.planning.items import Item
 from harness.jobs.questions import Transcript
 
 
-def together(item: Item, parts: Sequence[Transcript]) -> Transcript:
+def together(items: Iterable[Item], transcripts: Iterable[Transcript]) -> Iterator[Transcript]:
+    """`transcripts` of the parts of `items`, as they end; a part that is a choice waits for the others of its item."""
+    asked = {part.example.id: item for item in items for part in item.parts}
+    answered = defaultdict[str, list[Transcript]](list)
+    for transcript in transcripts:
+        item = asked[transcript.item.example.id]
+        if not item.choices:
+            yield transcript
+            continue
+        parts = answered[item.example.id]
+        parts.append(transcript)
+        if len(parts) == len(item.choices):
+            yield _joined(item, answered.pop(item.example.id))
+
+
+def _joined(item: Item, parts: Sequence[Transcript]) -> Transcript:
     """The transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock began
     with the prefill; shares of the machine's time are those of all."""
     first, *others = parts

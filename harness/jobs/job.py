@@ -18,6 +18,7 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.attaching import attach
+from harness.jobs.loading import is_loaded, load
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
@@ -33,7 +34,6 @@ from harness.jobs.planning.effective import (
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
-from harness.jobs.runner import is_loaded, load
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.files import canonical, writing
 from harness.results.folder.bound import read_info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,7 +35,7 @@ from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.questions import Asking, Transcript
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
-from harness.models.base import LoadedModel, ModelSource
+from harness.models.base import LoadedModel
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.results.measures import MEASURES
@@ -101,21 +101,13 @@ class Runner:
         `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
         `kept`: where conversations are between their turns, in place of the run's own."""
         items = list(items)
-        asked = {part.example.id: item for item in items for part in item.parts}
-        answered = defaultdict[str, list[Transcript]](list)
-        for transcript in self._transcripts(items, prefilled, kept or self.kept):  # opened before a clock runs
-            item = asked[transcript.item.example.id]
-            parts = answered[item.example.id]
-            parts.append(transcript)
-            if not item.choices:
-                yield transcript
-            elif len(parts) == len(item.choices):
-                yield choices.together(item, parts)
+        kept = kept or self.kept  # opened before a clock runs
+        return choices.together(items, self._transcripts(items, prefilled, kept))
 
     def _transcripts(
         self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: Histories
     ) -> Iterator[Transcript]:
-        """Of each text that is fed by force its own."""
+        """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
         groups = by_context(items) if shared else ([item] for item in items)
         waiting = deque([part for item in group for part in item.parts] for group in groups)
@@ -288,22 +280,3 @@ def _shortened(item: Item) -> Item:
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
     return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)
-
-
-_loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}
-
-
-def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
-    """Whether it is there from the last run; another model is let go of, so that its memory counts as free."""
-    if (model, dtype, device) not in _loaded:
-        _loaded.clear()
-    return bool(_loaded)
-
-
-def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
-    """The model of the last run stays loaded for the next one of a sweep; never two at once."""
-    key = (model, dtype, device)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = model.load(dtype, device)
-    return _loaded[key]

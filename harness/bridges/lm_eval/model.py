@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from harness.bridges.lm_eval.setup import ready
-from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredText, ScoredWindow, side_by_side
+from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
 from harness.config.settings import SettingsError
 from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
@@ -83,9 +83,8 @@ class KVHarnessLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         scores = [(0.0, False)] * len(requests)
         for question, slot in self._run(self._questions(requests), "continuations", len(requests), disable_tqdm):
-            assert isinstance(slot.sampler, ScoredText)
-            number = question.number
-            scores[number] = slot.sampler.log_likelihood, slot.sampler.greedy
+            number, said = question.number, slot.out.likeliest or [False]
+            scores[number] = log_likelihood(slot), said[0]
             self.cache_hook.add_partial("loglikelihood", requests[number][0], scores[number])
         return scores
 

@@ -62,20 +62,10 @@ class FreeAnswer:
         return None if ids is None else self.engine.join(batch, torch.tensor([ids]), **self._ending)
 
 
-class ScoredText(Forced):
-    """A given text, with what it costs, and whether it is what the model would have said."""
-
-    greedy = True
-
-    def pick(self, logits: Tensor) -> Tensor:
-        ids = super().pick(logits)
-        self.greedy &= torch.equal(logits.argmax(-1), ids)
-        return ids
-
-    @property
-    def log_likelihood(self) -> float:
-        """In nats."""
-        return -sum(float(cost) for cost in self.costs)
+def log_likelihood(slot: Slot, uncounted: int = 0) -> float:
+    """Of the tokens that were fed to `slot`, but for the first `uncounted`, in nats."""
+    assert isinstance(slot.sampler, Forced)
+    return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
 
 
 class ScoredQuestion:
@@ -154,8 +144,7 @@ class ScoredWindow:
 
     def log_likelihood(self, slot: Slot) -> float:
         """Of what counts, in nats. `slot`: the one that has ended"""
-        assert isinstance(slot.sampler, ScoredText)
-        return self._of_prompt - sum(float(cost) for cost in slot.sampler.costs[self._uncounted :])
+        return self._of_prompt + log_likelihood(slot, self._uncounted)
 
     def _logits(self, cache: Any, ids: Tensor) -> Tensor:
         """Of all of ids [1 T], where the engine gives the last one's alone. -> [1 T V]"""
@@ -173,5 +162,5 @@ def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[in
         began=perf_counter(),
         max_new_tokens=len(tokens),
         stops=[after(len(tokens))],
-        sampler=ScoredText(torch.tensor([tokens])),
+        sampler=Forced(torch.tensor([tokens])),
     )

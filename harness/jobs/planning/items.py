@@ -28,9 +28,7 @@ class Item:
     forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
     choices: tuple[tuple[int, ...], ...] = ()  # what is fed one by one, each behind the same prompt
     further: tuple[Item, ...] = ()  # user turns behind the first
-    by_steps: bool = (
-        False  # the prompt's last token is read behind the seal: what follows is the method's
-    )
+    by_steps: bool = False  # the prompt's last token is read behind the seal: what follows is the method's
     most: int | None = None  # tokens that a cache holds, where what is more leaves it
 
     @property
