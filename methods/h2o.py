@@ -18,7 +18,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, KVLayer, LayerSpec, Plan
@@ -75,6 +74,7 @@ class H2O(Windowed):
 class H2OKeep(Keep, capturable=True):
     """Counts in every phase; the scores of evicted tokens go with them."""
 
+    by_room: ClassVar[Mapping[str, int]] = {"received": 2}
     method: H2O
 
     def bind(self, layer: Storage) -> None:
@@ -90,10 +90,6 @@ class H2OKeep(Keep, capturable=True):
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {"received": ends(state["received"], first, last)}
-
-    def grow(self, more: int) -> None:
-        super().grow(more)
-        self.received = pad(self.received, (0, more))
 
     def keep_generated(self, count: int, size: int) -> Tensor:
         """Keep the latest tokens, and of the others those with the largest sums."""

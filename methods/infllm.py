@@ -19,7 +19,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.reference import Segment
@@ -118,6 +117,7 @@ class InfLLM(Method):
 class InfLLMRead(Select, capturable=True):
     """Reads blocks as its middle. Their keys are stored as if they stood at position 0, all others truly rotated."""
 
+    by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
     blocks = 0  # blocks that are filled so far
     n_local = 0  # length of the window
@@ -146,13 +146,6 @@ class InfLLMRead(Select, capturable=True):
         self.rope_table.note_past(self.spec, self.layer.seen)
         self.mass[..., : state["mass"].shape[2]] = state["mass"]
         self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
-
-    def grow(self, more: int) -> None:
-        super().grow(more)
-        if self.sparse:
-            self.mass = pad(self.mass, (0, more))
-        if self.plan is not None:
-            self.far_k = pad(self.far_k, (0, 0, 0, more))
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)

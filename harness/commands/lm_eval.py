@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.settings import SettingsError
 from harness.terminal.notices import say
 
 MODEL = "kv_harness"
 
 
-@explained
+@as_command()
 def main() -> None:
     if find_spec("lm_eval") is not None:
         _hand_over()
