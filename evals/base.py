@@ -7,11 +7,12 @@ for lengths, and a data root to look for files in.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 NO_DATA_ROOT = "(none is set)"  # stands in errors where no data root is set; callers that know how to set one say so
 
@@ -83,6 +84,7 @@ class Example:
     max_new_tokens: int
     min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
     teacher_forced: bool = False  # feed the one reference, whatever the model says; the output is its mean NLL in nats
+    choices: tuple[str, ...] = ()  # fed one by one behind the same prompt; the output is what `read_choices` reads
     chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
     stop: tuple[str, ...] = ()
     max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
@@ -119,6 +121,18 @@ class Score:
 
     value: float
     details: Mapping[str, float | str] = field(default_factory=dict)
+
+
+class Choice(NamedTuple):
+    """Holds what a model makes of one of `Example.choices`."""
+
+    log_likelihood: float  # of all its tokens, in nats
+    greedy: bool  # whether the model would have said it by itself
+
+
+def read_choices(output: str) -> list[Choice]:
+    """Return what the harness hands to `score` as the output of an example with choices, in their order."""
+    return [Choice(*choice) for choice in json.loads(output)]
 
 
 # Says of `Task.averages` what their names do not. It stands here because a word changed in a task's own module would

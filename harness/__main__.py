@@ -1,4 +1,7 @@
-"""`python -m harness` and `kv-harness`: with a command's name in front that command, else a run (commands/run.py)."""
+"""`python -m harness` and `kv-harness`: with a command's name in front that command, else a run (commands/run.py).
+
+A hyphen in a name stands for an underscore: `kv-harness lm-eval`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from harness.config.catalogue import commands
 
 def main() -> int:
     """`python -m harness report DIR` is `python -m harness.report DIR`."""
-    name = next(iter(sys.argv[1:]), "")
+    typed = next(iter(sys.argv[1:]), "")
+    name = typed.replace("-", "_")
     if name in commands():
-        sys.argv[:2] = [f"{sys.argv[0]} {name}"]
+        sys.argv[:2] = [f"{sys.argv[0]} {typed}"]
         runpy.run_module(f"harness.{name}", run_name="__main__", alter_sys=True)
         return 0  # it has not exited by itself
     from harness.commands.run import main as run

@@ -74,6 +74,7 @@ class H2O(Windowed):
 class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     """Counts in every phase; the scores of evicted tokens go with them."""
 
+    by_room: ClassVar[Mapping[str, int]] = {"received": 2}
     method: H2O
 
     def bind(self, layer: Storage) -> None:

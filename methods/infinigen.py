@@ -176,7 +176,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     def bind(self, layer: Storage) -> None:
         super().bind(layer)
-        self.guesses = not self.request.covers(self.request.capacity, self.spec.index)
+        self.guesses = not self.request.covers_all(self.spec.index)
         shape = (self.request.batch, self.spec.num_kv_heads, self.spec.head_dim) if self.guesses else 0
         self.query_mass = torch.zeros(shape, device=self.request.device)  # sum of |q A|
 
@@ -191,6 +191,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def forget(self, count: int, rows: Tensor) -> None:
         if self.plan is not None:
             self.partial.keep_of_last(count, rows)
+
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        if self.plan is not None:
+            self.partial.grow(more)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"query_mass": self.query_mass}

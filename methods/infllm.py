@@ -118,6 +118,7 @@ class InfLLM(Method):
 class InfLLMRead(Select, capturable=True):
     """Reads blocks as its middle. Their keys are stored as if they stood at position 0, all others truly rotated."""
 
+    by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
     blocks = 0  # blocks that are filled so far
     n_local = 0  # length of the window
@@ -131,7 +132,7 @@ class InfLLMRead(Select, capturable=True):
         super().bind(layer)
         spec, request = self.spec, self.request
         shape = (request.batch, spec.num_heads)
-        self.sparse = not request.covers(request.capacity, spec.index)
+        self.sparse = not request.covers_all(spec.index)
         self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # what each drew
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 

@@ -114,6 +114,13 @@ class KiviLayer(Layer, capturable=True):
         recent = state.get("recent")
         self.recent = None if recent is None else recent.to(self.request.device, copy=True)
 
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        if (quantised := self.far) is not None:
+            self.store.resize(self.method.residual - self.store.length)  # no more than these wait
+            self.far = self.new_pool(self.request.capacity)
+            self.far.take(quantised.held())
+
     def capture_refusal(self) -> str | None:
         after = self.store.length + self.request.capacity - self.stored
         if after >= self.method.residual:

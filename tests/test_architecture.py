@@ -26,7 +26,7 @@ ALLOWED = {
     "methods": {"methods", "kernels", "torch"},
     "evals": {
         "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
-        "wonderwords", "tokenizers",
+        "wonderwords", "tokenizers", "lm_eval",
     },
 }  # fmt: skip
 LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason why it is not split
@@ -61,8 +61,11 @@ ROOMS: dict[str, set[str] | None] = {
     "bench": {
         "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations", "machines",
     },
+    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
 }  # fmt: skip
-TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
+TRANSFORMERS = {
+    f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls")
+}
 HYDRA = {
     "harness/commands/run.py",
     *(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,8 +216,17 @@ def check_download(line: str) -> None:
     assert any(revision in source.read_text(encoding="utf-8") for source in sources), line
 
 
+def check_lm_eval(words: list[str]) -> None:
+    """Of its words, those that our model takes."""
+    for flag, given in pairwise(words):
+        if flag == "--model_args":
+            built(composed(given.split(",")))
+
+
 def check_module(module: str, words: list[str]) -> None:
-    if module == "harness":
+    if words[:1] == ["lm-eval"]:
+        check_lm_eval(words)
+    elif module == "harness":
         if not {"-sc", "--help", "--version"} & set(words):
             check_run(words)
     elif module == "harness.list":

@@ -24,7 +24,7 @@ from harness.engine.batch.generation import after
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.jobs.evaluate import evaluate
-from harness.jobs.runner import load
+from harness.jobs.loading import load
 from harness.models.base import LoadedModel, ModelSource
 from harness.prompts.teacher import Forced
 from harness.results import bands, files

@@ -27,8 +27,8 @@ class LocatedNeedle:
 
 
 def needles(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> list[LocatedNeedle]:
-    """One per reference that the uncut context holds; none at all for a text that is fed (teacher forcing)."""
-    if example.teacher_forced:
+    """One per reference that the uncut context holds; none at all for a text that is fed (teacher forcing, choices)."""
+    if example.teacher_forced or example.choices:
         return []
     known = [answer for answer in example.references if 0 < len(list(_places(example.context, answer))) <= MOST]
     ends = tokenize(tokenizer, prompt.text).ends if known else []

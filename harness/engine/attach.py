@@ -1,10 +1,10 @@
 """`with attached(model, method, budget=0.2) as kv:` a model whose attention runs through a KV method.
 
-with attached(model, PQCache(...), budget=0.2) as kv:
-    cache = kv.cache(capacity=prompt.shape[1] + 64)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=64)
+with attached(model, PQCache(...), budget=0.2):
+    model.generate(prompt, max_new_tokens=64)
 
-For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for.
+For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for: the one that it
+has returned (`return_dict_in_generate=True`), or one made beforehand by `kv.cache(capacity=...)`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.cache import KVCache, LoopCache
+from harness.engine.cache import KVCache
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
+from harness.engine.loop.cache import STEP, LoopCache, LoopUsage
+from harness.engine.loop.calls import LoopCalls
 from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Checks, Method, Request, refuse_other_than_method
-from methods.layers.hybrid import check_length, start_layers, whole_layers
+from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
 from methods.tiers.transfer.engine import Links, TransferEngine
@@ -50,8 +52,11 @@ class Attachment:
         disk: Path | None = None,
         overlap: bool = False,
         links: Links | None = None,
+        capacity: int | None = None,
     ) -> None:
         refuse_other_than_method(method)
+        if capacity is not None:
+            _refuse_number("capacity", capacity, least=1)
         _refuse(model, placement, reuse_steps, codec, disk)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
@@ -65,16 +70,16 @@ class Attachment:
         self.budget = given if method.uses_budget else None
         self.reuse_steps = reuse_steps
         self.placement = placement
-        self.codec, self.disk = codec, disk
+        self.codec, self.disk, self.capacity = codec, disk, capacity
         self.engine = _engine(model.device, placement, overlap, links)
         self.model_specs = layer_specs(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
         method.check_model(self.specs[0])
         self.prepared, self.prepare_s = self._prepare(calibration)
         self._unchecked = {"first", "further"}  # turns of which nothing that the method returns has been checked yet
-        self._handed_out: list[ref[LoopCache]] = []
+        self._handed_out: list[LoopUsage] = []
 
-    def request(self, *, capacity: int, batch: int = 1) -> Request:
+    def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
         return Request(
             batch=batch,
             capacity=capacity,
@@ -86,38 +91,52 @@ class Attachment:
             codec=self.codec,
             disk=self.disk,
             prepared=self.prepared,
+            grows=grows,
         )
 
-    def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1) -> AnyCache:
+    def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
         """A fresh cache for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
-        state = CacheState(
-            self.request(capacity=capacity, batch=batch), checks=Checks(self._unchecked), engine=self.engine
-        )
+        request = self.request(capacity=capacity, batch=batch, grows=grows)
+        state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine)
         return kind(start_layers(self.model_specs, state, self.method.start), state)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
         cache = self.start(LoopCache, capacity=capacity, batch=batch)
-        self._handed_out.append(ref(cache))
+        self._handed_out.append(cache.usage)
         return cache
 
     def close(self) -> None:
         """End the threads that move rows."""
         self.engine.close()
 
+    def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
+        """A fresh cache for a loop that has made none, and whose first forward brings `tokens` tokens. Without a
+        capacity of the attachment's, it grows."""
+        if self.capacity is not None:
+            return self.cache(capacity=self.capacity, batch=batch)
+        cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
+        cache.may_grow = self._check_growth
+        self._handed_out.append(cache.usage)
+        return cache
+
+    def _check_growth(self, before: int, after: int) -> None:
+        """Raise `ValueError` where layers that were made for `before` tokens cannot do with `after`."""
+        check_length(self.method, self.model_specs, after)
+        check_growth(self.model_specs, before, after)
+
     def warn_of_unsealed(self) -> None:
         """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
-        for cache in filter(None, (known() for known in self._handed_out)):
-            if not cache.was_sealed and self._limits(cache.num_tokens):
-                warnings.warn(
-                    f"A cache of {type(self.method).__name__} took in {cache.num_tokens} tokens and was never sealed, "
-                    "so nothing was read under its budget: feed the answer one token at a time, or call cache.seal() "
-                    "after the prompt.",
-                    stacklevel=4,
-                )
+        tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
+        if self._limits(tokens):
+            warnings.warn(
+                f"A cache of {type(self.method).__name__} took in {tokens} tokens and was never sealed, so nothing was "
+                "read under its budget: feed the answer one token at a time, or call cache.seal() after the prompt.",
+                stacklevel=4,
+            )
 
     def _limits(self, tokens: int) -> bool:
         """Whether the budget leaves out any of so many tokens."""
@@ -174,6 +193,7 @@ def attached(
     disk: Path | None = None,
     overlap: bool = False,
     links: Links | None = None,
+    capacity: int | None = None,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
 
@@ -182,8 +202,12 @@ def attached(
     `codec`: how a method that reads a choice of its tokens holds those (methods/tiers/codec.py). `disk`: the folder
     for a placement in files; None: the system's temporary one. `overlap`: rows that lie elsewhere come while the model
     computes, where the method knows early enough which. `links`: how fast, where the tiers share the CPU's memory.
+    `capacity`: tokens, prompts and answers of all turns together, that a cache has room for where the loop brings none;
+    None: the prompt and 1,024, growing.
     """
-    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, links)
-    with routed(model), closing(attachment):
+    attachment = Attachment(
+        model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, links, capacity
+    )
+    with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()

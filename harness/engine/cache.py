@@ -1,12 +1,13 @@
 """The cache object that a model is handed: it counts tokens and knows the phase; the layers own the storage.
 
 Our own engine says its phases, and its cache is a `KVCache`. A loop that knows none, such as `model.generate`, is given
-a `LoopCache`, which tells them by the number of tokens in a forward.
+a `LoopCache` (engine/loop/cache.py), which tells them by the number of tokens in a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -218,6 +219,13 @@ class KVCache(Cache):
         """The first layer of a forward has been reached."""
         self._arriving = tokens
 
+    def grow(self, more: int) -> None:
+        """Make room for `more` tokens beyond the capacity; what is held moves."""
+        for layer in self.layers:
+            layer.grow(more)
+        request = self.state.request
+        self.state.request = replace(request, capacity=self.layers[0].request.capacity)
+
     def _check_room(self, sequences: int, tokens: int) -> None:
         """Raise `RoomError` where more arrives than the cache was made for."""
         held, needed = self.state.request.batch, self.num_tokens + tokens
@@ -267,6 +275,12 @@ class KVCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError(
+            "Contrastive search tries several tokens on one cache, which KV methods cannot follow: search greedily, or "
+            "draw."
+        )
+
     def activate_past_recording(self) -> None:
         raise UnsupportedError(
             "Assisted generation takes tokens back, which KV methods cannot follow: decode without an assistant."
@@ -274,30 +288,3 @@ class KVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         self.activate_past_recording()
-
-
-class LoopCache(KVCache):
-    """The cache for a loop that does not say its phases, such as `model.generate`.
-
-    The first forward is prompt. After it, a forward of several tokens opens a turn or continues it, and the first
-    forward of one token seals it. Call `open_turn` before a forward of one token that is prompt: a turn of one token,
-    or the remainder of a prefill in chunks.
-    """
-
-    was_sealed = False  # in this turn or an earlier one
-    _prompt_next = False  # the next forward is prompt, whatever its length
-
-    def open_turn(self) -> None:
-        super().open_turn()
-        self._prompt_next = True
-
-    def seal(self) -> None:
-        super().seal()
-        self.was_sealed, self._prompt_next = True, False
-
-    def _arrive(self, tokens: int) -> None:
-        super()._arrive(tokens)
-        if tokens > 1 or self._prompt_next or not self.num_tokens:
-            self.sealed = self._prompt_next = False
-        elif not self.sealed:
-            self.seal()

@@ -7,7 +7,7 @@ sink logits that a layer was not told of, keywords nobody knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from harness.models.base import sliding_windows
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
+PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # the call -> its keywords
 FREQUENCIES_ONCE = ("gpt_oss",)  # their cos and sin are half as wide: not repeated for the other half of a head
 
 
@@ -83,8 +84,8 @@ def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> No
     """transformers' mask function: no mask, since the layers are causal by themselves; refuses padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError(
-            "Padded batches are not supported: use prompts of equal length, or run them side by side in a RunningBatch "
-            "(docs/method_contract.md)."
+            "This cache takes no padding: inside `with attached(...)`, leave past_key_values out, and rows that are "
+            "padded on the left get one each."
         )
 
 
@@ -92,7 +93,8 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, KVCache):
         raise UnsupportedError(
-            f"An attached model needs past_key_values from its attachment's cache(...), got {type(cache).__name__}."
+            f"An attached model needs past_key_values from its attachment's cache(...), got {type(cache).__name__}: "
+            "call the model and not a part of it, and it gets one by itself."
         )
     cache._hooked = module.layer_idx  # type: ignore[assignment]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -100,14 +102,30 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, "kv_call": _Call(cache, hidden, rotation)}
 
 
-def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if isinstance(cache := kwargs.get("past_key_values"), KVCache):
-        cache.begin()
+class _Forwards:
+    """Hooks around each forward of a model. Gradients are off in between: attention here has none, and those of the
+    rest would be wrong without a word."""
 
+    def __init__(self, prepare: PrepareCall | None) -> None:
+        self.prepare = prepare
+        self._gradients = torch.is_grad_enabled()
 
-def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if isinstance(cache := kwargs.get("past_key_values"), KVCache):
-        cache.end()
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._gradients = torch.is_grad_enabled()
+        if self.prepare is not None:
+            args, kwargs = (), self.prepare(module, args, kwargs)
+        if isinstance(cache := kwargs.get("past_key_values"), KVCache):
+            cache.begin()
+        torch.set_grad_enabled(False)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(cache := kwargs.get("past_key_values"), KVCache):
+            cache.end()
+
+    def always(self, *called: Any) -> None:
+        """Also after an error."""
+        torch.set_grad_enabled(self._gradients)
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -120,8 +138,9 @@ def is_routed(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def routed(model: PreTrainedModel) -> Iterator[None]:
-    """Route attention to the cache of each call; undone on leaving. Not reentrant: a model is routed once at a time."""
+def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterator[None]:
+    """Route attention to the cache of each call; undone on leaving. Not reentrant: a model is routed once at a time.
+    `prepare`: what each call of the model becomes, as one that brings no cache gets one."""
     if is_routed(model):
         raise UnsupportedError("This model is attached already: leave the other `with attached(...)` block first.")
     AttentionInterface.register(NAME, _attention)
@@ -131,8 +150,10 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
         undo.callback(model.set_attn_implementation, before)
         model.set_attn_implementation(NAME)
         hooks = [m.register_forward_pre_hook(_before_attention, with_kwargs=True) for m in attention_modules(model)]
-        hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
-        hooks.append(model.register_forward_hook(_after_forward, with_kwargs=True))
+        forwards = _Forwards(prepare)
+        hooks.append(model.register_forward_pre_hook(forwards.before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(forwards.after, with_kwargs=True))
+        hooks.append(model.register_forward_hook(forwards.always, always_call=True))
         for hook in hooks:
             undo.callback(hook.remove)
         yield

@@ -17,14 +17,14 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
+from harness.jobs.attaching import attach
+from harness.jobs.loading import is_loaded, load
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,
-    codec_of,
     effective,
-    links_of,
     method_of,
     with_contexts,
     with_own_limit,
@@ -34,9 +34,7 @@ from harness.jobs.planning.effective import (
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
-from harness.jobs.runner import is_loaded, load
 from harness.models.base import LoadedModel, ModelSource
-from harness.prompts.calibration import calibration_text
 from harness.results.files import canonical, writing
 from harness.results.folder.bound import read_info
 from harness.results.folder.find import akin, is_run
@@ -232,18 +230,7 @@ class Job:
         did, and that is lost: other numbers would make other answers."""
         measured = info.get("measured", {})
         method = replace(self.method, **measured)  # type: ignore[type-var]
-        attachment = Attachment(
-            loaded.model,
-            method,
-            self.budget,
-            self.settings.placement,
-            torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
-            self.settings.reuse_steps,
-            codec_of(self.settings),
-            self.settings.disk_folder(),
-            self.settings.overlap == "on",
-            links_of(self.settings),
-        )
+        attachment = attach(loaded, method, self.budget, self.settings)
         if info.get("rebuilt") and not measured:
             for key, value in method.measured(attachment.prepared).items():
                 if canonical({key: value}) != canonical({key: getattr(method, key)}):

@@ -38,6 +38,7 @@ class Transcript:
     decode: Usage
     turns: list[Generation] = field(default_factory=list)
     reuse: list[dict[str, Any]] = field(default_factory=list)  # of each turn of a conversation: fields of a reply
+    choices: list[Generation] = field(default_factory=list)  # where texts were fed behind the prompt: of each
     prefilled_by: str | None = None  # id of the example whose prefill and seal it used
 
     @property

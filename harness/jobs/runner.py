@@ -30,11 +30,12 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
+from harness.jobs import choices
 from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.questions import Asking, Transcript
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
-from harness.models.base import LoadedModel, ModelSource
+from harness.models.base import LoadedModel
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.results.measures import MEASURES
@@ -99,9 +100,17 @@ class Runner:
         """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins.
         `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
         `kept`: where conversations are between their turns, in place of the run's own."""
+        items = list(items)
         kept = kept or self.kept  # opened before a clock runs
+        return choices.together(items, self._transcripts(items, prefilled, kept))
+
+    def _transcripts(
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: Histories
+    ) -> Iterator[Transcript]:
+        """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
-        waiting = deque(by_context(items) if shared else ([item] for item in items))
+        groups = by_context(items) if shared else ([item] for item in items)
+        waiting = deque([part for item in group for part in item.parts] for group in groups)
         batch, running = RunningBatch(self.engine), dict[Slot, Asking]()
         while waiting or running:
             while waiting and len(running) < self.settings.batch:
@@ -176,7 +185,11 @@ class Runner:
 
     def _context(self, item: Item) -> int | None:
         """Tokens that are sealed before the question is read; None where it is sealed with them."""
-        return item.prompt.split if self.settings.protocol == "context" else None
+        whole = len(item.prompt.ids)
+        context = item.prompt.split if self.settings.protocol == "context" else whole
+        if item.by_steps:
+            return min(context, max(whole - 1, 1))
+        return context if self.settings.protocol == "context" else None
 
     def ending(self, item: Item) -> dict[str, Any]:
         """How the engine picks tokens for `item`, and when it stops."""
@@ -238,6 +251,8 @@ class Runner:
         for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
+            if transcript.choices:
+                output = choices.output(transcript.choices)
             score = self.task.score(example, output)
             history -= reuse.get("dropped_tokens", 0)
             yield {
@@ -263,23 +278,5 @@ class Runner:
 def _shortened(item: Item) -> Item:
     """Two turns of it at most, and a few tokens of each answer."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
-    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]))
-
-
-_loaded: dict[tuple[ModelSource, str, str], LoadedModel] = {}
-
-
-def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
-    """Whether it is there from the last run; another model is let go of, so that its memory counts as free."""
-    if (model, dtype, device) not in _loaded:
-        _loaded.clear()
-    return bool(_loaded)
-
-
-def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
-    """The model of the last run stays loaded for the next one of a sweep; never two at once."""
-    key = (model, dtype, device)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = model.load(dtype, device)
-    return _loaded[key]
+    choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
+    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)

@@ -6,6 +6,7 @@ method is measured on what it keeps of the context.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from evals.base import Example
@@ -18,10 +19,12 @@ class Forced:
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self.costs: list[Tensor] = []  # [B] each, nats
+        self.likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], whether all were what the model would say
 
     def pick(self, logits: Tensor) -> Tensor:
         ids = self.tokens[:, len(self.costs)].to(logits.device)
         self.costs.append(-logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+        self.likeliest &= (logits.argmax(-1) == ids).cpu()
         return ids
 
     def mean_nll(self) -> list[float]:
@@ -36,9 +39,19 @@ def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
         return ()
     if len(example.references) != 1 or not example.references[0]:
         raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
-    reference = example.references[0]
-    ids, ends = tokenize(tokenizer, prompt.text + reference)
+    return _following(prompt, example.references[0], tokenizer)
+
+
+def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each of the example's choices, as `forced_ids` gives those of a reference."""
+    if not all(example.choices):
+        raise PromptError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
+    return tuple(_following(prompt, choice, tokenizer) for choice in example.choices)
+
+
+def _following(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids, ends = tokenize(tokenizer, prompt.text + text)
     start = next((i for i, end in enumerate(ends) if end > len(prompt.text)), len(ids))
     if tuple(ids[:start]) == prompt.ids[prompt.bos_added :]:
         return tuple(ids[start:])
-    return tuple(tokenize(tokenizer, reference).ids)
+    return tuple(tokenize(tokenizer, text).ids)

@@ -86,7 +86,7 @@ class ServingPlan:
 
 def _check(point: TrafficPoint, job: Job) -> None:
     traffic, settings = point.traffic, job.settings
-    if any(turn.forced for item in job.items for turn in item.turns):
+    if any(turn.given for item in job.items for turn in item.turns):
         raise SettingsError(
             "A server goes on with its own answers, and those of this task are fed: choose another, as task=multiturn "
             "with task.replies=own."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -111,6 +112,11 @@ class KVLayer(ABC):
         """Return the positions since the seal that the last step read, [B G K], or [B H K] where query heads keep their
         own; None for all."""
         return None
+
+    def grow(self, more: int) -> None:
+        """Make room for `more` tokens beyond the request's capacity. Tensors move, so no step that was captured may go
+        on."""
+        self.request = self.cache.request = replace(self.request, capacity=self.request.capacity + more)
 
     def reopen(self) -> None:  # noqa: B027 (most layers hold all they have on the device)
         """Undo what the seal moved, at the beginning of a further turn, which attends to everything."""

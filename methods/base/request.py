@@ -14,6 +14,8 @@ from methods.tiers.codec import Codec
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE
 
+_ANY_LENGTH = 2**40  # tokens: more than any cache holds
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -62,6 +64,7 @@ class Request:
     codec: Codec | None = None  # what lies in a pool is written by it; None: as it is
     disk: Path | None = None  # the folder for placement=disk; None: in the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
+    grows: bool = False  # `capacity` is raised when more tokens come, as in a loop that does not say how many will
 
     @property
     def pooled(self) -> bool:
@@ -77,6 +80,10 @@ class Request:
         """Say whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then
         read whole."""
         return self.budget is None or self.budget.covers(tokens, layer)
+
+    def covers_all(self, layer: int) -> bool:
+        """Say whether the budget leaves out nothing of whatever this cache may come to hold."""
+        return self.covers(_ANY_LENGTH if self.grows else self.capacity, layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,16 @@ def check_length(method: Method, specs: Sequence[LayerSpec], tokens: int) -> Non
         )
 
 
+def check_growth(specs: Sequence[LayerSpec], before: int, after: int) -> None:
+    """Raise `ValueError` if a model that slides in every layer outgrows its window: `start_layers` makes other layers
+    for that."""
+    if _all_slide(specs, after) and not _all_slide(specs, before):
+        raise ValueError(
+            f"Every layer of this model slides over {specs[0].window} tokens, and its cache was made for {before}: say "
+            f"the room beforehand, as attached(..., capacity={after})."
+        )
+
+
 def _all_slide(specs: Sequence[LayerSpec], tokens: int) -> bool:
     return all(spec.window is not None and spec.window < tokens for spec in specs)
 

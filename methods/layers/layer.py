@@ -173,6 +173,15 @@ class Layer(Storage, capturable=True):
         if self.most_generated is not None:
             self.store.resize(self.request.capacity - self.seen)
 
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        room = self.request.capacity - self.seen
+        if self.closed and self.most_generated is not None:
+            room = min(room, self.most_generated - self.store.length + self.prompt_rows)
+        self.store.resize(room)
+        for policy in self.policies:
+            policy.grow(more)
+
     def _make_room(self, most: int) -> None:
         """Let an eighth of the generated tokens leave at once, before a token comes in, if they fill their budget."""
         count = self.store.length - self.prompt_rows

@@ -8,6 +8,7 @@ from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Request
 from methods.base.counters import undeclared
@@ -46,6 +47,7 @@ class Policy:
     capturable: ClassVar[bool] = True  # said by this very class, and not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
     of_each: ClassVar[OfEach | None] = {}  # also said by this very class; None: a step is of one sequence
+    by_room: ClassVar[Mapping[str, int]] = {}  # tensors with room for all tokens, if any: name -> that dimension
 
     layer: Storage
     method: Method
@@ -159,6 +161,13 @@ class Policy:
                 held.copy_(value[own].narrow(how.dim, 0, held.shape[how.dim]))
             elif isinstance(value, Tensor) and how is None:
                 setattr(member, name, value[own].clone())
+
+    def grow(self, more: int) -> None:
+        """Make room for `more` tokens in what is held beside the store, which has it already."""
+        self.request = self.layer.request
+        for name, dim in self.by_room.items():
+            if (held := vars(self).get(name)) is not None and held.shape[dim]:
+                setattr(self, name, pad(held, (0, 0) * (held.dim() - 1 - dim) + (0, more)))
 
     def capture_refusal(self) -> str | None:
         """Say why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or return None."""

@@ -36,6 +36,8 @@ class Pooled(Select, capturable=True):
         self.slots = (
             None if dense else size(self.capacity, self.request.capacity)
         )  # slots of each KV head; None: room for all
+        if self.slots is not None and self.request.grows:
+            raise ValueError("pool_capacity is a part of the room for all tokens: say it, as attached(..., capacity=).")
         if self.slots is not None and self.request.reuse_steps:
             raise ValueError("reuse_steps would read tokens that a limited pool has evicted: set pool_capacity=null.")
 

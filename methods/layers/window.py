@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import sink_logits
 from kernels.reference import Segment
@@ -73,6 +74,12 @@ class WindowLayer(KVLayer, capturable=True):
     def count_replayed(self, steps: int) -> None:
         self.written += steps
         self.seen += steps
+
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        if (size := min(self.window, self.request.capacity)) > self.size:  # so nothing has left the ring yet
+            self.k, self.v = (pad(ring, (0, 0, 0, size - self.size)) for ring in (self.k, self.v))
+            self.size = size
 
     def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
         """Return keys and values of the window before the chunk and of the chunk; the last of them become the ring."""

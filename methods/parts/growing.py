@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.each import Each, each
@@ -44,6 +45,10 @@ class GrowingRows:
     def append(self, rows: Tensor) -> None:
         self.cache.counters.write(rows, self.stored, 2, self.length)
         self.length += rows.shape[2]
+
+    def grow(self, more: int) -> None:
+        """Make room for `more` rows. The tensor moves, so no step that was captured may go on."""
+        self.stored = pad(self.stored, (0, 0, 0, more))
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Let all of the last `count` rows go except `rows` [B G K]."""

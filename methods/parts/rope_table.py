@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops, rope
 from kernels.each import Each
@@ -41,10 +42,13 @@ class RopeTable:
         """Write cos, sin [1 T R] from position `start` on, unless they are there."""
         if start < self.length:
             return
-        if self.length == 0:
+        self.length = start + cos.shape[1]
+        if start == 0:
             shape = (self.cache.request.capacity, cos.shape[-1])
             self.cos, self.sin = (part.new_empty(shape) for part in (cos, sin))
-        self.length = start + cos.shape[1]
+        elif self.length > len(self.cos):  # the cache has grown
+            more = max(self.cache.request.capacity, self.length) - len(self.cos)
+            self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
         self.cache.counters.write(cos[0], self.cos, 0, start)
         self.cache.counters.write(sin[0], self.sin, 0, start)
 

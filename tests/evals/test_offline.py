@@ -15,7 +15,7 @@ from evals.ruler.bench import CountedText
 from harness.config import plugins
 from harness.config.catalogue import CONF, entries
 
-TASKS = [entry.name for entry in entries("task")]
+TASKS = [entry.name for entry in entries("task") if entry.name != "lm_eval"]  # its data are lm-eval's own affair
 # what a folder has to offer beside the default, where the default asks for more than shared data holds
 SMALLER: dict[str, dict[str, Any]] = {
     "longbench": {"datasets": ["multi_news"]},

@@ -38,5 +38,6 @@ class Generation:
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
+    likeliest: list[bool] | None = None  # per sequence, whether all given tokens were what the model would say
     trace: dict[str, Any] | None = None  # of the steps it was in
     capture_s: float | None = None  # capturing its first decode step, inside the second token's time

@@ -136,7 +136,8 @@ class Slot:
         out.sealed = self.cache.sealed
         out.fallback = next((layer.fallback for layer in layers if layer.fallback), None)
         out.kv = footprint(self.cache.layers)
-        out.nll = self.sampler.mean_nll() if isinstance(self.sampler, Forced) else None
+        if isinstance(self.sampler, Forced):
+            out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
         if steps:
             attended = self._mean_prompt_reads()
             out.measured |= {

@@ -126,7 +126,7 @@ def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -
     """What changes nothing for these examples, in words."""
     usual, wanted = Settings(), settings.generation
     turns = [turn for item in items for turn in item.turns]
-    forced = all(turn.forced for turn in turns)
+    forced = all(turn.given for turn in turns)
     if forced:
         picking = [name for name in PICKING if getattr(wanted, name) != getattr(usual.generation, name)]
         names = [*(f"generation.{name}" for name in picking), *["triage"] * (settings.triage == "on")]
@@ -146,7 +146,7 @@ def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
     turns = [turn for item in items for turn in item.example.turns]
     if asked is None or any(turn.max_new_tokens != asked for turn in turns):
         return settings
-    if any(turn.forced for item in items for turn in item.turns):
+    if any(turn.given for item in items for turn in item.turns):
         return settings
     return replace(settings, generation=replace(settings.generation, max_new_tokens=None))
 

@@ -14,7 +14,7 @@ from harness.models.base import ModelSource
 from harness.models.embedded import cache_root
 from harness.prompts.prompt import Prompt, Tokenizer, Tools, render, render_turn
 from harness.prompts.prompt_lint import Finding, lint
-from harness.prompts.teacher import forced_ids
+from harness.prompts.teacher import choices_ids, forced_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,34 @@ class Item:
     new_tokens: int
     findings: tuple[Finding, ...]
     forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
+    choices: tuple[tuple[int, ...], ...] = ()  # what is fed one by one, each behind the same prompt
     further: tuple[Item, ...] = ()  # user turns behind the first
+    by_steps: bool = False  # the prompt's last token is read behind the seal: what follows is the method's
     most: int | None = None  # tokens that a cache holds, where what is more leaves it
 
     @property
     def turns(self) -> tuple[Item, ...]:
         return (self, *self.further)
+
+    @property
+    def given(self) -> bool:
+        """Whether all that is answered is given."""
+        return bool(self.forced or self.choices)
+
+    @property
+    def parts(self) -> tuple[Item, ...]:
+        """What is asked of it on one cache, one after the other: itself, or its choices as texts that are forced."""
+        return tuple(
+            replace(
+                self,
+                example=replace(self.example, id=f"{self.example.id}/choice {number}" if number else self.example.id),
+                new_tokens=len(choice),
+                forced=choice,
+                choices=(),
+                by_steps=True,
+            )
+            for number, choice in enumerate(self.choices)
+        ) or (self,)
 
     @property
     def tokens(self) -> int:
@@ -56,7 +78,8 @@ class Item:
     def sha256(self) -> str:
         """Of all that is fed."""
         ids = ",".join(map(str, self.prompt.ids))
-        forced = f":{','.join(map(str, self.forced))}" if self.forced else ""
+        given = [self.forced] if self.forced else self.choices
+        forced = "".join(f":{','.join(map(str, text))}" for text in given)
         later = "".join(f"/{turn.sha256}" for turn in self.further)
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
 
@@ -124,9 +147,10 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
         prompt = (render_turn if made else render)(turn, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
-        new_tokens = len(forced) or limit or turn.max_new_tokens
+        choices = choices_ids(turn, prompt, tokenizer)
+        new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
         findings = lint(turn, prompt, tokenizer, window, new_tokens, 0 if most else sum(one.room for one in made))
-        made.append(Item(turn, prompt, new_tokens, tuple(findings), forced))
+        made.append(Item(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
     return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)
 

@@ -49,7 +49,7 @@ class Speed(NamedTuple):
     def seconds(self, job: Job, prompt_tokens: int) -> float:
         turns = [turn for item in job.items for turn in item.turns]
         whole = job.settings.generation.force_length
-        tokens = (turn.new_tokens if whole or turn.forced else min(self.answer, turn.new_tokens) for turn in turns)
+        tokens = (turn.new_tokens if whole or turn.given else min(self.answer, turn.new_tokens) for turn in turns)
         return prompt_tokens / self.prompt_tok_s + sum(max(0.0, count - 2) for count in tokens) * self.step_s
 
 

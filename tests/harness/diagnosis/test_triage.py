@@ -16,7 +16,7 @@ from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.diagnosis.ladder import cause
 from harness.engine import attach
-from harness.jobs import runner
+from harness.jobs import loading
 from harness.jobs import triage as triage_job
 from harness.jobs.evaluate import evaluate
 from harness.jobs.planning.items import prepare
@@ -204,11 +204,11 @@ def test_a_method_that_prepares_itself_is_followed_in_a_fresh_process(tmp_path: 
 
 def test_fulls_answers_are_known_as_long_as_their_model_is_there(tmp_path: Path) -> None:
     """A model that is loaded later may lie where this one lay."""
-    runner._loaded.clear()
+    loading._loaded.clear()
     gc.collect()
     run(tmp_path, PQ, Planted(right="no such answer"), triage="on")
     assert [len(answers) for answers in triage_job._full_answers.values()] == [1]
-    runner._loaded.clear()
+    loading._loaded.clear()
     gc.collect()
     assert not triage_job._full_answers
 

@@ -89,14 +89,14 @@ def test_refusals() -> None:
 
         padded = torch.ones_like(ids)
         padded[0, 0] = 0
-        with pytest.raises(UnsupportedError, match="Padded"):
+        with pytest.raises(UnsupportedError, match="the mask pads some"):
             forward(attention_mask=padded)
         with pytest.raises(UnsupportedError, match="custom attention mask"):
             forward(attention_mask=torch.zeros(1, 1, 12, 12))
         with pytest.raises(UnsupportedError, match="num_logits_to_keep"):
             forward(num_logits_to_keep=1)
         with pytest.raises(UnsupportedError, match="DynamicCache"):
-            model(ids, past_key_values=DynamicCache())
+            model.model(ids, past_key_values=DynamicCache())
         with pytest.raises(UnsupportedError, match="attached already"), routed(model):
             pass
         filled = kv.cache(capacity=20)

@@ -1,0 +1,238 @@
+"""Runs a task of EleutherAI's lm-evaluation-harness (0.4.13), or a yaml in its form: its documents are the examples,
+its filters and metrics the scores.
+
+A task that generates gives prompts with its stop strings; one with choices gives texts that are fed behind one prompt,
+and its metrics see their likelihoods (`Example.choices`). Prompts are those of its own command without a chat template;
+few shots are drawn with its seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version as installed
+from importlib.util import find_spec
+from numbers import Real
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
+
+SHOTS_SEED = 1234  # by which its command draws few shots
+SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
+ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
+
+
+class Leaf(NamedTuple):
+    """Holds one task of its, with the documents that it asks about."""
+
+    name: str
+    task: Any
+    docs: Any
+
+
+@dataclass(frozen=True)
+class LmEval(Task):
+    """Asks every document of a task, or of all tasks of a group, and scores with the first of its metrics that grows
+    with quality, unless `score_by` names another."""
+
+    seeded: ClassVar[bool] = False
+    metric: ClassVar[str] = "lm-eval's metric"
+    chance: ClassVar[float | None] = None
+
+    name: str = "gsm8k"
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    samples: int | None = None
+    score_by: str | None = None
+    chat: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for key, least in {"samples": 1, "num_fewshot": 0}.items():
+            if (value := getattr(self, key)) is not None and value < least:
+                raise TaskError(f"{key}={value} makes no sense: give {least} or more, or null for what the task says")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise TaskError(f"include_path={self.include_path} is no folder: name the one that holds your yaml files")
+
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        """Return our version, that of lm-eval, and a hash of what scores in the tasks' own yaml files."""
+        own = {leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING} for leaf in self._leaves()}
+        scoring = sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
+        return f"1, lm-eval {installed('lm_eval')}, {scoring[:12]}"
+
+    def require(self, data_root: Path | None) -> None:
+        if find_spec("lm_eval") is None:
+            raise TaskError("lm-evaluation-harness is not installed: run `pip install 'kv-harness[lm-eval]'`")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        self.require(env.data_root)
+        for leaf in self._leaves():
+            config = leaf.task.config
+            self._opened[leaf.name] = {"version": leaf.task.VERSION, "data": config.dataset_path}
+            leaf.task.set_fewshot_seed(SHOTS_SEED)
+            for number, doc in leaf.task.doc_iterator(limit=self.samples, rank=0, world_size=1):
+                yield self._example(leaf, number, doc)
+
+    def score(self, example: Example, output: str) -> Score:
+        (leaf,) = (leaf for leaf in self._leaves() if leaf.name == example.group)
+        doc = leaf.docs[example.data["doc"]]
+        resps = [tuple(choice) for choice in read_choices(output)] if example.choices else [output]
+        numbers = dict(_metrics(leaf, doc, resps))
+        return Score(self._main(leaf, numbers), numbers)
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return `mean`, and the mean of each of the task's metrics, named with its filter."""
+        return super().averages(groups) | dict(details or {})
+
+    def provenance(self) -> dict[str, Any]:
+        return {"lm_eval": installed("lm_eval"), "tasks": dict(self._opened)}
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        return _leaves(self.name, self.include_path, self.num_fewshot, json.dumps(self.metadata, sort_keys=True))
+
+    def _example(self, leaf: Leaf, number: int, doc: Any) -> Example:
+        task = leaf.task
+        prefix = task.doc_to_prefix(doc) or ""
+        shots = task.config.num_fewshot or 0
+        text = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=prefix)
+        made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf.name, number, 1))
+        requests = made if isinstance(made, list) else [made]
+        _refuse(leaf, requests, text)
+        choices, text = self._choices(task, requests, text)
+        ending = {"max_new_tokens": 1} if choices else _ending(leaf, requests[0].args[1])
+        context, question, prefix = _split(text, task.doc_to_text(doc), prefix)
+        return Example(
+            id=f"{leaf.name}-{number}",
+            group=leaf.name,
+            context=context,
+            question=question,
+            prefix=prefix,
+            references=_references(task, doc),
+            choices=choices,
+            chat=self.chat,
+            data={"doc": number},
+            **ending,
+        )
+
+    def _choices(self, task: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
+        """Return the texts that are fed, and the prompt; white space at its end goes to the choices, as in lm-eval. In
+        a chat nothing stands between the assistant's header and a choice."""
+        if requests[0].request_type != "loglikelihood":
+            return (), text
+        told = [request.args[1] for request in requests]
+        if self.chat:
+            return tuple(choice.removeprefix(task.config.target_delimiter) for choice in told), text
+        stripped = text.rstrip()
+        return tuple(text[len(stripped) :] + choice for choice in told), stripped
+
+    def _main(self, leaf: Leaf, numbers: Mapping[str, float]) -> float:
+        grows = leaf.task.higher_is_better()
+        named = [name for name in numbers if grows.get(name.rpartition(",")[0], True)]
+        if self.score_by is not None and self.score_by not in numbers:
+            raise TaskError(f"score_by={self.score_by} is no metric of {leaf.name}: choose one of {'; '.join(numbers)}")
+        if self.score_by is None and not named:
+            raise TaskError(f"{leaf.name} has no metric that is a number for each document: {ELSEWHERE}")
+        name = self.score_by or named[0]
+        if not 0 <= numbers[name] <= 1:
+            raise TaskError(f"{name} of {leaf.name} is {numbers[name]}, not between 0 and 1: set score_by to another")
+        return numbers[name]
+
+
+@cache
+def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metadata: str) -> tuple[Leaf, ...]:
+    """Return what `name` stands for. Its own tasks are listed, which takes long, only where the folder has none of that
+    name."""
+    from lm_eval.tasks import TaskManager
+
+    for own in (True, False) if include_path is None else (False, True):
+        manager = TaskManager(include_path=include_path, include_defaults=own, metadata=json.loads(metadata))
+        if name in {*manager.all_tasks, *manager.all_tags}:
+            break
+    else:
+        raise TaskError(f"lm-eval has no task {name!r}: `kv-harness lm-eval ls tasks` lists them")
+    try:
+        found = manager.load([name])["tasks"]
+    except ImportError as error:
+        raise TaskError(f"{name} wants a package more ({error}): docs/tasks.md names lm-eval's extras") from error
+    except OSError as error:
+        raise TaskError(
+            f"lm-eval found no data of {name} ({error}): run once with a network, or name files in a yaml of your own"
+        ) from error
+    return tuple(_leaf(leaf, task, num_fewshot) for leaf, task in found.items())
+
+
+def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
+    config = task.config
+    if config.output_type == "loglikelihood_rolling":
+        raise TaskError(f"{name} scores whole texts by rolling likelihoods: {ELSEWHERE}")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise TaskError(f"{name} runs code that the model has written: {ELSEWHERE}, with --confirm_run_unsafe_code")
+    if (config.repeats or 1) > 1:
+        raise TaskError(f"{name} asks each question {config.repeats} times: {ELSEWHERE}")
+    if num_fewshot and config.num_fewshot == 0:
+        raise TaskError(
+            f"num_fewshot={num_fewshot} suits no {name}, which says itself that it takes none: leave it out"
+        )
+    if num_fewshot is not None:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    return Leaf(name, task, task.eval_docs)
+
+
+def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:
+    if any(len(request.args) > 2 for request in requests):
+        raise TaskError(f"{leaf.name} asks about images or sound, which no model here takes: choose another task")
+    if not isinstance(text, str) or any(request.args[0] != text for request in requests):
+        raise TaskError(f"{leaf.name} puts its choices behind different prompts: {ELSEWHERE}")
+
+
+def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ends an answer."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    wanted: Any = normalize_gen_kwargs(dict(keywords))
+    if wanted["do_sample"]:
+        raise TaskError(f"{leaf.name} draws its answers (do_sample): {ELSEWHERE}")
+    return {"max_new_tokens": wanted["max_gen_toks"], "stop": tuple(filter(None, wanted["until"]))}
+
+
+def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
+    """Return context, question and the answer's first words: what a document asks is the question where something
+    stands before it, as few shots or a description."""
+    prefix = prefix if text.endswith(prefix) else ""
+    body = text.removesuffix(prefix)
+    if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
+        return body.removesuffix(asked), asked, prefix
+    return body, "", prefix
+
+
+def _references(task: Any, doc: Any) -> tuple[str, ...]:
+    """Return the right answers as texts."""
+    target = task.doc_to_target(doc)
+    if isinstance(target, int) and task.config.doc_to_choice is not None:
+        target = task.doc_to_choice(doc)[target]
+    return tuple(map(str, target)) if isinstance(target, (list, tuple)) else (str(target),)
+
+
+def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers that the task makes of what its requests for one document were answered."""
+    from lm_eval.api.instance import Instance
+
+    kind = leaf.task.config.output_type
+    requests = [
+        Instance(kind, doc, ("",), number, metadata=(leaf.name, 0, 1), resps=[resp])
+        for number, resp in enumerate(resps)
+    ]
+    for ensemble in leaf.task._filters:
+        ensemble.apply(requests)
+    for key in requests[0].filtered_resps:
+        answers = [request.filtered_resps[key] for request in requests]
+        for name, value in leaf.task.process_results(doc, answers).items():
+            if isinstance(value, Real) and math.isfinite(value):
+                yield f"{name},{key}", float(value)

@@ -1,0 +1,1 @@
+"""Our engine as a model of EleutherAI's lm-evaluation-harness, which asks and scores by itself."""

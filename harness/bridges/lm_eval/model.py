@@ -1,0 +1,214 @@
+"""A model under a KV method, as lm-evaluation-harness asks for one: `--model kv_harness`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from harness.bridges.lm_eval.setup import ready
+from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
+from harness.config.settings import SettingsError
+from harness.engine.hf import routed
+from harness.engine.sampling import Greedy, Sampled, Sampler
+from harness.prompts.stops import StopRule
+from methods.full import Full
+
+EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
+ITS_DEVICE = "cuda:0"  # lm-eval's command passes it where nothing was said, also on machines without one
+DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
+
+
+class KVHarnessLM(TemplateLM):
+    """Answers and scores as our own loop does. A batch is so many sequences side by side, each with a cache of its own,
+    so an answer does not depend on the batch."""
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        rolling_context: float = 0.5,
+        add_bos_token: bool | None = None,
+        seed: int = 42,
+        **words: Any,
+    ) -> None:
+        """`rolling_context`: the share of each window of a rolling likelihood that is the prompt. `add_bos_token`: as
+        in lm-eval's `hf`. `seed`: of drawn tokens. `words`: keys of a run's, as model=, method=, budget=."""
+        super().__init__()
+        self.batch_size = _whole("batch_size", batch_size)
+        if max_batch_size is not None:
+            raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
+        chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
+        self.loaded, self.engine = ready(words | chosen)
+        self.tokenizer = self.loaded.tokenizer
+        self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
+        self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
+        self.add_bos_token, self.seed = add_bos_token, seed
+        self.rolling_context = self._share(rolling_context)
+        self._device = self.loaded.model.device
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers = [""] * len(requests)
+        texts = (self._answer(number, *request.args) for number, request in enumerate(requests))
+        for text, slot in self._run(texts, "answers", len(requests), disable_tqdm):
+            context, keywords = requests[text.number].args
+            answers[text.number] = self._text(slot.out.tokens[0], keywords)
+            self.cache_hook.add_partial("generate_until", (context, keywords), answers[text.number])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        sums = [0.0] * len(requests)
+        windows = [window for number, request in enumerate(requests) for window in self._windows(number, *request.args)]
+        for window, slot in self._run(iter(windows), "windows", len(windows), disable_tqdm):
+            sums[window.number] += window.log_likelihood(slot)
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: list[EncodedPair], disable_tqdm: bool = False, **more: Any
+    ) -> list[tuple[float, bool]]:
+        scores = [(0.0, False)] * len(requests)
+        for question, slot in self._run(self._questions(requests), "continuations", len(requests), disable_tqdm):
+            number, said = question.number, slot.out.likeliest or [False]
+            scores[number] = log_likelihood(slot), said[0]
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], scores[number])
+        return scores
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **more: Any
+    ) -> list[int]:
+        adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
+            adds = False
+        asked = {} if adds is None else {"add_special_tokens": adds}
+        ids: list[int] = self.tokenizer.encode(string, **asked)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    @property
+    def eot_token_id(self) -> int:
+        eos: int = self.tokenizer.eos_token_id
+        return eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text: BOS, where there is one."""
+        bos: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.loaded.name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes down of the model, beside the words of `--model_args`."""
+        model, attachment = self.loaded.model, self.engine.attachment
+        return {
+            "model_num_parameters": model.num_parameters(),
+            "model_dtype": str(model.dtype),
+            "model_revision": self.loaded.revision,
+            "kv_method": repr(attachment.method),
+            "kv_budget": None if attachment.budget is None else str(attachment.budget),
+        }
+
+    def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
+        with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
+            for ended in side_by_side(self.engine, texts, self.batch_size):
+                yield ended
+                bar.update()
+
+    def _answer(self, number: int, context: str, keywords: dict[str, Any]) -> FreeAnswer:
+        wanted = normalize_gen_kwargs(keywords, self.max_gen_toks)
+        new = wanted["max_gen_toks"]
+        if new >= self.max_length:
+            raise SettingsError(f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} tokens.")
+        if unknown := sorted(wanted.keys() - {*DRAWN, "max_gen_toks", "until"}):
+            raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
+        ids = self.tok_encode(context, left_truncate_len=self.max_length - new)
+        rule = StopRule(self.tokenizer, self.loaded.eos_ids, [stop for stop in self._until(keywords) if stop], 0)
+        ending = {"max_new_tokens": new, "stops": [rule], "sampler": self._sampler(wanted, number, context)}
+        return FreeAnswer(self.engine, number, ids, ending)
+
+    def _sampler(self, wanted: dict[str, Any], number: int, context: str) -> Sampler:
+        if not wanted["do_sample"]:
+            return Greedy()
+        digest = hashlib.sha256(f"{self.seed}/{number}/{context}".encode()).digest()
+        generator = torch.Generator(self.loaded.model.device).manual_seed(int.from_bytes(digest[:4]))
+        return Sampled(wanted["temperature"] or 1.0, wanted.get("top_k") or 0, wanted.get("top_p") or 1.0, generator)
+
+    def _until(self, keywords: dict[str, Any]) -> list[str]:
+        until = keywords.get("until")
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        return handle_stop_sequences(list(until) if isinstance(until, (list, tuple)) else until, eos=eos)
+
+    def _text(self, tokens: Sequence[int], keywords: dict[str, Any]) -> str:
+        """Decoded and cut as by lm-eval's own models."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=None)
+
+    def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
+        """A context that is too long for its continuation is cut on the left."""
+        by_context = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)
+        for number, (_, context, continuation) in enumerate(requests):
+            room = self.max_length + 1 - len(continuation)
+            if room < 1:
+                raise SettingsError(
+                    f"A continuation has {len(continuation)} tokens: max_length={self.max_length} is less."
+                )
+            by_context[tuple(context[-room:])][number] = continuation
+        return (ScoredQuestion(self.engine, context, asked) for context, asked in by_context.items())
+
+    def _windows(self, number: int, string: str) -> Iterator[ScoredWindow]:
+        ids, most = self.tok_encode(string), self.max_length
+        for window in get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=most, context_len=1):
+            context, scored = make_disjoint_window(window)
+            fed = len(context) + len(scored) - 1
+            sealed = fed if self._full else max(1, int(self.rolling_context * fed))
+            yield ScoredWindow(self.engine, number, [*context, *scored], len(scored), sealed)
+
+    @property
+    def _full(self) -> bool:
+        return isinstance(self.engine.attachment.method, Full)
+
+    def _share(self, rolling_context: object) -> float:
+        if not isinstance(rolling_context, (int, float)) or isinstance(rolling_context, bool):
+            raise SettingsError(f"rolling_context={rolling_context!r} is no share: give a number like 0.5.")
+        if not 0 <= rolling_context < 1:
+            raise SettingsError(f"rolling_context={rolling_context} is no share below 1: give a number like 0.5.")
+        if not rolling_context and not self._full:
+            raise SettingsError(
+                f"rolling_context=0 seals nothing of a window, so {type(self.engine.attachment.method).__name__} would "
+                "score as Full: give a share like 0.5, or method=full."
+            )
+        return rolling_context
+
+
+def _whole(key: str, number: int | str) -> int:
+    if str(number).startswith("auto"):
+        raise SettingsError(f"{key}={number} is refused: it is how many sequences step together, so give a number.")
+    if not str(number).isdigit() or not int(number):
+        raise SettingsError(f"{key}={number} should be a whole number from 1.")
+    return int(number)

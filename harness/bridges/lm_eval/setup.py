@@ -1,0 +1,71 @@
+"""From the words of `--model_args` to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from harness.config.catalogue import plain
+from harness.config.compose import built, composed
+from harness.config.settings import SettingsError
+from harness.engine.engine import Engine
+from harness.engine.graph import CudaGraphs
+from harness.jobs.attaching import attach
+from harness.jobs.loading import load
+from harness.jobs.planning.checks import check_fit
+from harness.jobs.planning.effective import budget_of, effective, method_of, without_effect
+from harness.jobs.planning.machine import check_machine
+from harness.models.base import LoadedModel
+from harness.terminal.notices import say_once
+
+READ = (
+    "model",
+    "method",
+    "budget",
+    "budget_rule",
+    "comm",
+    "windows",
+    "dense_layers",
+    "layer_budgets",
+    "reuse_steps",
+    "budget_generated",
+    "placement",
+    "codec",
+    "disk",
+    "dtype",
+    "device",
+    "prefill_chunk",
+    "threads",
+    "graphs",
+)  # fmt: skip; of a run's keys
+
+
+class Ready(NamedTuple):
+    """What answers requests."""
+
+    loaded: LoadedModel
+    engine: Engine
+
+
+def ready(words: Mapping[str, Any]) -> Ready:
+    """The model with its method attached, as `python -m harness KEY=VALUE ...` takes these `words`. Raises
+    `SettingsError` for a key that would change nothing here."""
+    for key in words:
+        if key.partition(".")[0] not in READ:
+            raise SettingsError(f"{key} is none of the keys that lm-eval's model takes: {', '.join(READ)}.")
+    given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()]))
+    check_machine(wanted)
+    info = source.describe()
+    method = method_of(wanted, given, info)
+    check_fit(wanted, method, info)
+    for words_of_it in without_effect(wanted, given):
+        say_once(words_of_it)
+    settings = effective(wanted, method, info)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    loaded = load(source, settings.dtype, settings.device)
+    attachment = attach(loaded, method, budget_of(settings, method, info), settings)
+    graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
+    return Ready(loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs))

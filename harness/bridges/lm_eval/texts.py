@@ -1,0 +1,166 @@
+"""What lm-evaluation-harness asks of a model, as sequences of a running batch: answers, likelihoods, whole windows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from harness.engine.batch.generation import after
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.slot import Slot
+from harness.engine.engine import Engine
+from harness.engine.saved_state import Snapshot
+from harness.prompts.teacher import Forced
+
+CHUNK = 512  # tokens of a window whose logits over the vocabulary are there at once
+
+
+class InBatch(Protocol):
+    """Runs in a batch, as one sequence after the other."""
+
+    def next(self, batch: RunningBatch) -> Slot | None:
+        """Let the next one run; None where there is none."""
+
+
+AnyInBatch = TypeVar("AnyInBatch", bound=InBatch)
+
+
+def side_by_side(engine: Engine, texts: Iterator[AnyInBatch], size: int) -> Iterator[tuple[AnyInBatch, Slot]]:
+    """Run `size` of `texts` together. -> each with a slot of its that has ended"""
+    batch, running = RunningBatch(engine), dict[Slot, AnyInBatch]()
+    while True:
+        while len(running) < size and (text := next(texts, None)) is not None:
+            _go_on(text, batch, running)
+        if not running:
+            return
+        for slot in batch.step():
+            text = running.pop(slot)
+            yield text, slot
+            _go_on(text, batch, running)
+
+
+def _go_on(text: AnyInBatch, batch: RunningBatch, running: dict[Slot, AnyInBatch]) -> None:
+    if (slot := text.next(batch)) is not None:
+        running[slot] = text
+
+
+class FreeAnswer:
+    """An answer that the model makes up itself."""
+
+    def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
+        """`number`: of the request. `ending`: how tokens are picked and when it stops, as `Engine.join` takes it."""
+        self.engine, self.number, self._ending = engine, number, ending
+        self._ids: Sequence[int] | None = ids
+
+    def next(self, batch: RunningBatch) -> Slot | None:
+        ids, self._ids = self._ids, None
+        return None if ids is None else self.engine.join(batch, torch.tensor([ids]), **self._ending)
+
+
+def log_likelihood(slot: Slot, uncounted: int = 0) -> float:
+    """Of the tokens that were fed to `slot`, but for the first `uncounted`, in nats."""
+    assert isinstance(slot.sampler, Forced)
+    return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
+
+
+class ScoredQuestion:
+    """A context and its continuations, which are scored on one cache.
+
+    All of the context but its last token is the prompt that the method seals. That token and the continuations are read
+    by decode steps: the likelihood of a continuation's first token would else be the prefill's, and Full's under every
+    method.
+    """
+
+    def __init__(self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> None:
+        """`continuations`: by the numbers of their requests."""
+        self.engine, self.context = engine, context
+        self._waiting = deque(continuations.items())
+        self._room = max(map(len, continuations.values()))
+        self._logits: Tensor | None = None  # [1 V], of the context's last token
+        self.number = -1  # of the request that runs
+
+    @torch.inference_mode()
+    def next(self, batch: RunningBatch) -> Slot | None:
+        if not self._waiting:
+            return None
+        self.number, continuation = self._waiting.popleft()
+        if self._logits is None:
+            self._logits = self._read()
+        else:
+            self._snapshot.restore()
+        return _forced(batch, self._cache, self._logits, continuation)
+
+    def _read(self) -> Tensor:
+        """-> logits of the context's last token [1 V]"""
+        ids = torch.tensor([self.context], device=self.engine.model.device)
+        self._cache = self.engine.cache(ids, self._room)
+        prompt, last = ids[:, :-1], ids[:, -1:]
+        if prompt.shape[1]:
+            self.engine.prefill(self._cache, prompt)
+            self._cache.seal()
+            logits = self.engine.decode(last, self._cache, None)
+        else:  # nothing to leave out
+            logits = self.engine.prefill(self._cache, last)
+            self._cache.seal()
+        if self._waiting:
+            self._snapshot = Snapshot(self._cache)
+        return logits
+
+
+class ScoredWindow:
+    """A text whose last tokens are scored, each given all before it.
+
+    Its first `sealed` tokens are the prompt, whose likelihoods are the prefill's; the method seals them and the others
+    are read by decode steps.
+    """
+
+    def __init__(self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int) -> None:
+        """`number`: of the request. The last `scored` of `tokens` count, and the last is not fed."""
+        self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
+        self._tokens: Sequence[int] | None = tokens
+        self._of_prompt = 0.0  # the log-likelihood of what counts of the prompt
+
+    @torch.inference_mode()
+    def next(self, batch: RunningBatch) -> Slot | None:
+        if self._tokens is None:
+            return None
+        tokens, self._tokens = torch.tensor([self._tokens], device=self.engine.model.device), None
+        cache = self.engine.cache(tokens[:, :-1], 0)
+        first = tokens.shape[1] - self.scored  # place of the first token that counts
+        for start in range(0, self.sealed, CHUNK):
+            end = min(start + CHUNK, self.sealed)
+            logits = self._logits(cache, tokens[:, start:end])
+            nexts = tokens[:, start + 1 : end + 1] if end < self.sealed else tokens[:, start + 1 : end]
+            chances = logits[:, : nexts.shape[1]].float().log_softmax(-1).gather(-1, nexts.unsqueeze(-1))[0, :, 0]
+            self._of_prompt += float(chances[max(0, first - start - 1) :].double().sum())
+        cache.seal()
+        self._uncounted = max(0, first - self.sealed)
+        return _forced(batch, cache, logits[:, -1], tokens[0, self.sealed :].tolist())
+
+    def log_likelihood(self, slot: Slot) -> float:
+        """Of what counts, in nats. `slot`: the one that has ended"""
+        return self._of_prompt + log_likelihood(slot, self._uncounted)
+
+    def _logits(self, cache: Any, ids: Tensor) -> Tensor:
+        """Of all of ids [1 T], where the engine gives the last one's alone. -> [1 T V]"""
+        places = cache.positions(ids.shape[1], ids.device)
+        logits: Tensor = self.engine.model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits
+        return logits
+
+
+def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> Slot:
+    """Feed `tokens` behind the seal of `cache`. logits [1 V]: of the token before them"""
+    return batch.join(
+        cache,
+        logits,
+        torch.empty(1, 0, dtype=torch.long),
+        began=perf_counter(),
+        max_new_tokens=len(tokens),
+        stops=[after(len(tokens))],
+        sampler=Forced(torch.tensor([tokens])),
+    )

@@ -1,0 +1,231 @@
+"""Tasks of lm-evaluation-harness as ours: its documents, filters and metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.base import Example, TaskEnv, TaskError
+from evals.lm_eval import LmEval, _leaves
+from evals.ruler.bench import CountedText
+from tests.evals.test_scores import NASTY
+
+ENV = TaskEnv(text=CountedText(), seed=42)
+
+
+def test_without_it_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.lm_eval.find_spec", lambda name: None)
+    with pytest.raises(TaskError, match=r"not installed: run `pip install 'kv-harness\[lm-eval\]'`"):
+        LmEval().require(None)
+    with pytest.raises(TaskError, match="not installed"):
+        next(LmEval().examples(ENV))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"samples": 0}, "samples=0 makes no sense: give 1 or more"),
+        ({"num_fewshot": -1}, "num_fewshot=-1 makes no sense: give 0 or more"),
+        ({"include_path": "/nowhere/at/all"}, "include_path=/nowhere/at/all is no folder"),
+    ],
+)
+def test_wrong_parameters_get_a_sentence(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        LmEval(**wrong)
+
+
+ROWS = [
+    {"q": "2 + 3?", "options": ["5", "6 apples", "7"], "right": 0, "a": "Two and three.\n#### 5"},
+    {"q": "4 + 4?", "options": ["7", "8", "9"], "right": 1, "a": "Twice four.\n#### 8"},
+    {"q": "1 + 1?", "options": ["2", "3", "4"], "right": 0, "a": "One more.\n#### 2"},
+]
+SUMS = """
+task: sums
+output_type: generate_until
+doc_to_text: "Q: {{q}}\\nA:"
+doc_to_target: "{{a}}"
+generation_kwargs: {until: ["Q:", ""], max_gen_toks: 7}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, regexes_to_ignore: ["(?s).*#### "]}]
+filter_list:
+  - {name: last, filter: [{function: regex, group_select: -1, regex_pattern: "(-?[0-9]+)"}, {function: take_first}]}
+  - {name: whole, filter: [{function: take_first}]}
+"""
+PICK = """
+task: pick
+output_type: multiple_choice
+doc_to_text: "{{q}}\\nAnswer: "
+doc_to_target: right
+doc_to_choice: "{{options}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+DRAWN = SUMS.replace("task: sums", "task: drawn").replace("max_gen_toks: 7", "do_sample: true, temperature: 0.7")
+ROLLING = """
+task: rolling
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{a}}"
+metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+"""
+SURE = """
+task: sure
+output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: " {{options[right]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc, aggregation: mean, higher_is_better: true}]
+"""  # noqa: E501
+OFTEN = SUMS.replace("task: sums", "task: often\nrepeats: 4")
+BOTH = "group: both\ntask: [sums, pick]\n"
+YAMLS = {"sums": SUMS, "pick": PICK, "drawn": DRAWN, "rolling": ROLLING, "sure": SURE, "often": OFTEN, "both": BOTH}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A user's own yaml files over a local file."""
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
+    root = tmp_path_factory.mktemp("lm_eval")
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = (
+        "dataset_path: json\ntest_split: test\nfewshot_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {root}/rows.jsonl}}, cache_dir: {root}/cache}}\n"
+    )
+    for name, text in YAMLS.items():
+        (root / f"{name}.yaml").write_text(text if name == "both" else text + data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "HF_DATASETS_OFFLINE", "1")
+        yield str(root)
+    _leaves.cache_clear()
+
+
+def examples(folder: str, name: str, **changes: Any) -> tuple[LmEval, list[Example]]:
+    task = LmEval(name=name, include_path=folder, **changes)
+    return task, list(task.examples(ENV))
+
+
+def test_prompts_stops_and_references_are_the_tasks(folder: str) -> None:
+    task, found = examples(folder, "sums", num_fewshot=1)
+    assert [example.id for example in found] == ["sums-0", "sums-1", "sums-2"]
+    for example, row in zip(found, ROWS, strict=True):
+        assert example.question == f"Q: {row['q']}\nA:"
+        assert example.context.startswith("Q: ")
+        assert example.context.count("####") == 1
+        assert (example.stop, example.max_new_tokens, example.references) == (("Q:",), 7, (row["a"],))
+    assert [one.context for one in examples(folder, "sums", num_fewshot=1)[1]] == [one.context for one in found]
+    assert task.provenance()["tasks"] == {"sums": {"version": "Yaml", "data": "json"}}
+    assert [one.id for one in examples(folder, "sums", samples=2)[1]] == ["sums-0", "sums-1"]
+    assert not examples(folder, "sums")[1][0].question  # nothing stands before it
+
+
+def test_another_filter_is_another_version(folder: str, tmp_path: Path) -> None:
+    """So that a run under it is not continued."""
+    (tmp_path / "sums.yaml").write_text((Path(folder) / "sums.yaml").read_text().replace("(-?[0-9]+)", "([0-9]+)"))
+    versions = [LmEval(name="sums", include_path=place).version for place in (folder, folder, str(tmp_path))]
+    assert versions[0] == versions[1] != versions[2]
+    assert versions[0].startswith("1, lm-eval 0.4.")
+
+
+def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
+    task, found = examples(folder, "sums")
+    right = task.score(found[0], "It is 4, no, 5")
+    assert right.value == 1.0
+    assert right.details == {"exact_match,last": 1.0, "exact_match,whole": 0.0}
+    assert task.score(found[0], "5 or 6").value == 0.0
+    whole = LmEval(name="sums", include_path=folder, score_by="exact_match,whole")
+    assert (whole.score(found[0], "5").value, whole.score(found[0], "It is 5").value) == (1.0, 0.0)
+    with pytest.raises(TaskError, match="score_by=acc is no metric of sums: choose one of exact_match,last; exact_ma"):
+        LmEval(name="sums", include_path=folder, score_by="acc").score(found[0], "5")
+    assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
+
+
+@pytest.mark.parametrize("output", NASTY)
+def test_any_output_has_a_score(folder: str, output: str) -> None:
+    task = LmEval(name="sums", include_path=folder)
+    example = Example(id="e", group="sums", context="c", references=(), max_new_tokens=9, data={"doc": 1})
+    assert task.score(example, output).value in (0.0, 1.0)
+
+
+def test_data_that_are_not_there_get_a_sentence(folder: str, tmp_path: Path) -> None:
+    lost = (Path(folder) / "sums.yaml").read_text().replace("rows.jsonl", "lost.jsonl")
+    (tmp_path / "sums.yaml").write_text(lost)
+    with pytest.raises(TaskError, match=r"lm-eval found no data of sums .*: run once with a network, or name files"):
+        next(LmEval(name="sums", include_path=str(tmp_path)).examples(ENV))
+
+
+def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
+    task, found = examples(folder, "pick")
+    assert found[0].context == "2 + 3?\nAnswer:"  # white space at the end is the choices'
+    assert found[0].choices == ("  5", "  6 apples", "  7")
+    assert found[1].references == ("8",)
+    told = json.dumps([[-3.0, False], [-4.0, False], [-5.0, False]])
+    assert task.score(found[0], told).details == {"acc,none": 1.0, "acc_norm,none": 0.0}  # 8 letters for 4 nats
+    assert task.score(found[1], told).value == 0.0
+    chat = examples(folder, "pick", chat=True)[1][0]
+    assert (chat.chat, chat.choices) == (True, ("5", "6 apples", "7"))
+
+
+def test_a_single_continuation_is_one_choice(folder: str) -> None:
+    task, found = examples(folder, "sure")
+    assert found[0].choices == (" 5",)
+    score = task.score(found[0], json.dumps([[-0.5, True]]))
+    assert (score.value, score.details) == (1.0, {"perplexity,none": -0.5, "acc,none": 1.0})
+    with pytest.raises(TaskError, match=r"perplexity,none of sure is -0.5, not between 0 and 1"):
+        LmEval(name="sure", include_path=folder, score_by="perplexity,none").score(found[0], json.dumps([[-0.5, True]]))
+
+
+def test_a_group_is_all_its_tasks(folder: str) -> None:
+    _, found = examples(folder, "both")
+    assert sorted({example.group for example in found}) == ["pick", "sums"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("drawn", "drawn draws its answers"),
+        ("rolling", "rolling scores whole texts by rolling likelihoods: ask it by `kv-harness lm-eval run`"),
+        ("often", "often asks each question 4 times"),
+    ],
+)
+def test_what_our_loop_does_not_ask_is_refused(folder: str, name: str, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        examples(folder, name)
+
+
+@pytest.mark.slow  # it lists all its tasks, which takes many seconds
+def test_an_unknown_name_is_refused(folder: str) -> None:
+    with pytest.raises(TaskError, match="lm-eval has no task 'summs'"):
+        examples(folder, "summs")
+
+
+def test_a_run_scores_as_their_own_evaluation_of_our_model(folder: str, tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from harness.bridges.lm_eval.model import KVHarnessLM
+    from tests.fast import PQ, run
+
+    words = {"model": "random", "model.shape": "tiny", "model.layers": 2, "model.tokenizer_name": "bytes", "threads": 1}
+    of_the_method = {f"method.{key}": getattr(PQ, key) for key in ("b", "iterations", "seed", "sinks")}
+    lm = KVHarnessLM(**words, **of_the_method, method="pqcache", budget=0.8)
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    for name in ("sums", "pick"):
+        theirs = simple_evaluate(lm, tasks=[name], task_manager=manager, num_fewshot=1, bootstrap_iters=0)
+        ours = run(tmp_path, PQ, LmEval(name=name, include_path=folder, num_fewshot=1), budget=0.8, batch=2)
+        by_id = {record.id: record for record in ours.records}
+        assert len(by_id) == len(ROWS)
+        for sample in theirs["samples"][name]:
+            record = by_id[f"{name}-{sample['doc_id']}"]
+            if name == "sums":
+                assert record.output == sample["resps"][0][0]
+            else:
+                told = [likelihood for likelihood, _ in json.loads(record.output)]
+                assert told == pytest.approx([resp[0][0] for resp in sample["resps"]], abs=1e-4)
+        means = {key: value for key, value in theirs["results"][name].items() if key in by_id[f"{name}-0"].details}
+        found = {key: sum(record.details[key] for record in ours.records) / len(ROWS) for key in means}
+        assert means
+        assert found == pytest.approx(means)

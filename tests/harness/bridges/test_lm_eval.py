@@ -1,0 +1,229 @@
+"""Our engine as a model of lm-evaluation-harness, beside that project's own `hf` and our own loop."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.settings import SettingsError
+from harness.engine.engine import Engine
+from harness.engine.hf import routed
+from harness.engine.saved_state import Snapshot
+from harness.prompts.stops import StopRule
+from tests.forks import Forked, module
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model, model_registry
+
+from harness.bridges.lm_eval.model import KVHarnessLM
+from harness.commands.lm_eval import MODEL
+
+TEXT = "A fact stands in a long text, and the text goes on. " * 3
+SHARED = dict.fromkeys(("model.shape",), "tiny") | {"model": "random", "model.layers": 2, "threads": 1}
+
+
+@cache
+def ours(method: str = "full", **more: Any) -> KVHarnessLM:
+    return KVHarnessLM(**SHARED, method=method, **more)
+
+
+@cache
+def theirs() -> Any:
+    """lm-eval's own on the same weights."""
+    for name in ("accelerate", "peft"):
+        pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
+    from lm_eval.models.huggingface import HFLM
+
+    loaded = ours().loaded
+    loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
+    return HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=200, batch_size=2)
+
+
+def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+CHOICES = asked(
+    "loglikelihood",
+    *((TEXT[start:], f" {word}") for start in (0, 17) for word in ("no", "a longer word", "text")),
+    ("", "begins"),
+    (TEXT * 2, " is cut on the left"),
+)
+UNTIL = ["long", "!"]
+QUESTIONS = asked(
+    "generate_until",
+    *((TEXT[start:], {"until": UNTIL, "max_gen_toks": 12, "do_sample": False}) for start in (0, 30, 9)),
+)
+
+
+def test_full_scores_as_their_own_model() -> None:
+    lm = ours(batch_size=3, max_length=200)
+    for (own, same), (value, greedy) in zip(lm.loglikelihood(CHOICES), theirs().loglikelihood(CHOICES), strict=True):
+        assert own == pytest.approx(value, abs=1e-4)
+        assert same == greedy
+    whole = asked("loglikelihood_rolling", (TEXT,), (TEXT * 3,), ("short",))
+    assert lm.loglikelihood_rolling(whole) == pytest.approx(theirs().loglikelihood_rolling(whole), rel=1e-6)
+
+
+@pytest.mark.tokens
+def test_full_answers_as_their_own_model() -> None:
+    assert ours(batch_size=2, max_length=200).generate_until(QUESTIONS) == theirs().generate_until(QUESTIONS)
+
+
+@pytest.mark.tokens
+def test_a_methods_answers_are_our_loops_on_long_prompts() -> None:
+    lm, texts = ours("pqcache", budget=0.2, batch_size=2), (TEXT * 7, TEXT[9:] * 8)
+    questions = asked("generate_until", *((text, {"until": UNTIL, "max_gen_toks": 9}) for text in texts))
+    answers, engine = lm.generate_until(questions), Engine(lm.engine.attachment)
+    with routed(lm.loaded.model):
+        for text, answer in zip(texts, answers, strict=True):
+            ids = torch.tensor([lm.tok_encode(text)])
+            assert ids.shape[1] >= 1000
+            made = engine.generate(ids, max_new_tokens=9, stops=[StopRule(lm.tokenizer, (), UNTIL, 0)])
+            assert answer == lm.tokenizer.decode(made.tokens[0], skip_special_tokens=True).split("long")[0]
+
+
+def by_hand(lm: KVHarnessLM, context: str, continuation: str) -> float:
+    """One choice by itself: all but the last token sealed, the rest read by steps."""
+    ids, told = lm._encode_pair(context, continuation)
+    engine, total = lm.engine, 0.0
+    with routed(lm.loaded.model), torch.inference_mode():
+        prompt = torch.tensor([ids])
+        cache = engine.cache(prompt, len(told))
+        engine.prefill(cache, prompt[:, :-1])
+        cache.seal()
+        for before, token in zip([ids[-1], *told], told, strict=False):
+            logits = engine.decode(torch.tensor([[before]]), cache, None)
+            total += float(logits.log_softmax(-1)[0, token])
+    return total
+
+
+@pytest.mark.parametrize("method", ["pqcache", "h2o", "snapkv", "shadowkv"])
+def test_a_likelihood_is_the_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first token as well; choices share a prefill and see nothing of each other."""
+    snapshots: list[Snapshot] = []
+    monkeypatch.setattr(
+        "harness.bridges.lm_eval.texts.Snapshot", lambda cache: snapshots.append(Snapshot(cache)) or snapshots[-1]
+    )
+    lm, choices = ours(method, budget=0.6, batch_size=2), CHOICES[:6]
+    scores = [value for value, _ in lm.loglikelihood(choices)]
+    assert len(snapshots) == 2
+    assert scores == pytest.approx([by_hand(lm, *choice.args) for choice in choices], abs=1e-4)
+    full = [value for value, _ in ours().loglikelihood(choices)]
+    assert all(abs(value - other) > 1e-4 for value, other in zip(scores, full, strict=True))
+
+
+def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
+    whole = asked("loglikelihood_rolling", (TEXT * 2,))
+    limited = ours("streaming", budget=0.6, max_length=200)
+    (value,), (other,) = (lm.loglikelihood_rolling(whole) for lm in (limited, ours(max_length=200)))
+    assert abs(value - other) > 1e-3
+    all_of_it = ours("streaming", budget=1.0, max_length=200)
+    assert all_of_it.loglikelihood_rolling(whole) == pytest.approx([other], abs=1e-3)
+    with pytest.raises(SettingsError, match="rolling_context=0 seals nothing of a window, so Streaming would"):
+        ours("streaming", budget=0.6, rolling_context=0)
+
+
+def test_drawn_answers_are_the_same_again() -> None:
+    drawn = {"do_sample": True, "temperature": 1.5, "top_k": 50, "max_gen_toks": 8, "until": []}
+    lm, questions = ours(), asked("generate_until", (TEXT, drawn), (TEXT, drawn))
+    first = lm.generate_until(questions)
+    assert first == lm.generate_until(questions)
+    assert first[0] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"batch_size": "auto"}, "batch_size=auto is refused: it is how many sequences step together"),
+        ({"batch_size": "auto:4"}, "batch_size=auto:4 is refused"),
+        ({"batch_size": 0}, "batch_size=0 should be a whole number from 1"),
+        ({"max_batch_size": 8}, "max_batch_size goes with batch_size=auto"),
+        ({"max_length": "long"}, "max_length=long should be a whole number"),
+        ({"rolling_context": 1}, "rolling_context=1 is no share below 1"),
+        ({"rolling_context": "half"}, "rolling_context='half' is no share"),
+        ({"task": "niah"}, "task is none of the keys that lm-eval's model takes: model, method, budget"),
+        ({"method": "snapvk"}, "There is no method 'snapvk'; did you mean snapkv?"),
+        ({"device": "cuda:7"}, "device=cuda:7 is not available"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError if "cuda" not in says else ValueError, match=says):
+        KVHarnessLM(**SHARED | {"method": "full"} | words)
+
+
+def test_wrong_requests_get_a_sentence() -> None:
+    lm = ours(max_length=200)
+    with pytest.raises(SettingsError, match="num_beams of a request are unknown here: leave them out of gen_kwargs"):
+        lm.generate_until(asked("generate_until", (TEXT, {"num_beams": 2, "max_gen_toks": 9})))
+    with pytest.raises(SettingsError, match="max_gen_toks=200 leaves no room for a prompt in 200 tokens"):
+        lm.generate_until(asked("generate_until", (TEXT, {"max_gen_toks": 200})))
+    with pytest.raises(SettingsError, match="tokens: max_length=200 is less"):
+        lm.loglikelihood(asked("loglikelihood", ("x", TEXT * 2)))
+
+
+def own_task(folder: Path) -> Path:
+    """A folder with a task of a user's: a multiple choice on the rows of a file, with shots."""
+    row = '{"q": "What stands in text %d?", "choices": ["a fact", "nothing"], "label": 0}\n'
+    rows = "".join(row % number for number in range(5))
+    (folder / "rows.jsonl").write_text(rows)
+    (folder / "own.yaml").write_text(
+        "task: own\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\nfewshot_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}\n"
+        'doc_to_text: "{{q}}"\ndoc_to_target: label\ndoc_to_choice: "{{choices}}"\nnum_fewshot: 2\n'
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return folder
+
+
+def test_tasks_with_few_shots_and_chat_templates(tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    lm = ours("pqcache", budget=0.9)
+    lm.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    manager = TaskManager(include_path=str(own_task(tmp_path)), include_defaults=False)
+    try:
+        made = simple_evaluate(lm, tasks=["own"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0)
+    finally:
+        lm.tokenizer.chat_template = None
+    asked_for = made["samples"]["own"][0]["arguments"][0][0]
+    assert asked_for.count("<assistant>a fact<user>What stands in text ") == 2
+    assert made["results"]["own"]["acc,none"] in (0.0, 1.0)
+    assert made["config"]["kv_budget"] == "0.9"
+
+
+@pytest.mark.slow  # it lists all its tasks, which takes many seconds
+def test_their_command_knows_our_model(tmp_path: Path) -> None:
+    arguments = ",".join(f"{key}={value}" for key, value in SHARED.items())
+    ran = Forked(
+        module, "harness", "lm-eval", "run", "--model", MODEL, "--model_args", f"{arguments},method=pqcache,budget=0.9",
+        "--tasks", "own", "--include_path", str(own_task(tmp_path)), "--limit", "2",
+    )  # fmt: skip
+    assert ran.wait() == 0, ran.err
+    assert "|own" in ran.out
+    assert "|acc" in ran.out
+
+
+def test_the_class_stands_where_coming_releases_look() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'{MODEL} = "{KVHarnessLM.__module__}:{KVHarnessLM.__name__}"' in text
+    if MODEL not in model_registry:
+        model_registry.register(MODEL, target=f"{KVHarnessLM.__module__}:{KVHarnessLM.__name__}")
+    assert get_model(MODEL) is KVHarnessLM
+
+
+def test_chat_templates_are_the_tokenizers() -> None:
+    lm, talk = ours(), [{"role": "user", "content": "Hello"}]
+    lm.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    try:
+        assert lm.apply_chat_template(talk) == "<user>Hello<assistant>"
+        assert lm.chat_template(True) == lm.tokenizer.chat_template
+    finally:
+        lm.tokenizer.chat_template = None
+    assert lm.tokenizer_name == "random__tiny"

