@@ -88,6 +88,11 @@ class Entry:
         declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
         return frozenset(self.values()).union(declared)
 
+    @property
+    def bridged(self) -> bool:
+        """Whether the plug-in runs another project's code, which must be installed."""
+        return str(self.target).startswith("harness.bridges.")
+
     def card(self) -> str:
         """Docstring of the module that defines the plug-in, read without importing it."""
         return ast.get_docstring(self._module()) or ""
