@@ -177,7 +177,9 @@ def test_the_harness_knows_contracts_not_plugins() -> None:
             if name.startswith("evals"):
                 assert name in EVALS_KNOWN_TO_THE_HARNESS, f"{place} imports {name}"
             if name.partition(".")[0] == "transformers":
-                known = place in TRANSFORMERS or place.startswith(("harness/models/", "harness/bench/", "harness/bridges/"))
+                known = place in TRANSFORMERS or place.startswith(
+                    ("harness/models/", "harness/bench/", "harness/bridges/")
+                )
                 assert known, f"{place} imports {name}"
             if name.partition(".")[0] in ("hydra", "omegaconf"):
                 assert place in HYDRA, f"{place} imports {name}"

@@ -201,7 +201,7 @@ def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 class QueryProjection:
-    """[B T E] -> q [B H T D] before the rotation: projection, bias and query norm of one attention module of `model`."""
+    """[B T E] -> q [B H T D] before the rotation: projection, bias and query norm of an attention module of `model`."""
 
     def __init__(self, module: nn.Module, model: PreTrainedModel) -> None:
         self.module: Any = module

@@ -21,8 +21,8 @@ class Evict(Policy, ABC, capturable=True):
 
     @abstractmethod
     def evict(self, size: int) -> None:
-        """Choose `size` tokens, and let the others go: by `layer.retain`, or by `layer.retain_per_head` where heads keep
-        different numbers of them."""
+        """Choose `size` tokens, and let the others go: by `layer.retain`, or by `layer.retain_per_head` where heads
+        keep different numbers of them."""
 
     def close(self, evicted: int) -> None:
         """Finish, now that the choice is made: so many tokens have left by it, and the store holds the others."""

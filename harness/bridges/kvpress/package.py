@@ -24,7 +24,7 @@ class KVPressError(ValueError):
 def package() -> Any:
     """Return the module `kvpress`. Raises `KVPressError` where it is not installed."""
     try:
-        with unpatched(), _without_data_sets():
+        with unpatched(), without_data_sets():
             return import_module("kvpress")
     except ImportError as error:
         raise KVPressError(
@@ -48,9 +48,9 @@ def unpatched() -> Iterator[None]:
 
 
 @contextmanager
-def _without_data_sets() -> Iterator[None]:
-    """Lend kvpress a module `datasets` where there is none: it imports that for statistics which it would make from data
-    sets of a hub, and these presses are refused here."""
+def without_data_sets() -> Iterator[None]:
+    """Lend kvpress a module `datasets` where there is none: it imports that for statistics which it would make from
+    data sets of a hub, and these presses are refused here."""
     if find_spec("datasets") is not None:
         yield
         return

@@ -28,8 +28,12 @@ def _hashes(rows: Rows) -> Tensor:
     """Return a number for every row that depends on all its bits. -> int64 [B G S]"""
     factors = torch.randint(2**62, (2, rows[0].shape[-1]), generator=torch.Generator().manual_seed(0))
     both = list(zip(map(_bits, rows), factors.to(rows[0].device), strict=True))
-    parts = [sum((bits[:, :, part].long() * factor).sum(-1) for bits, factor in both) for part in pieces(rows[0].shape[2])]
-    return torch.cat(parts, -1)  # type: ignore[arg-type]
+
+    def of(part: slice) -> Tensor:
+        keys, values = ((bits[:, :, part].long() * factor).sum(-1) for bits, factor in both)
+        return keys + values
+
+    return torch.cat([of(part) for part in pieces(rows[0].shape[2])], -1)
 
 
 def _equal_at(x: Tensor, places: Tensor, wanted: Tensor) -> bool:

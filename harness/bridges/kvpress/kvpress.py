@@ -2,13 +2,13 @@
 
 `press` names a class of kvpress, or the import path of a user's own, and its parameters; presses that take another
 press take a mapping of the same form:
-`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for every
-cache. When a layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with all
-keys and values of the prompt, and what it has left of them is stored. Its ratio is set so that it keeps the budget.
+`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for
+every cache. When a layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with
+all keys and values of the prompt, and what it leaves of them is stored. Its ratio is set so that it keeps the budget.
 
-Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a press changes (ThinKPress,
-KeyRerotationPress, MergingPress) are stored as it leaves them. A press compresses the first prompt of a conversation;
-later turns stay whole. Random numbers are drawn from a seed of each layer's own.
+Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a press changes
+(ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press compresses the first prompt of a
+conversation; later turns stay whole. Random numbers are drawn from a seed of each layer's own.
 
 kvpress is installed without its dependencies, for it asks for another transformers:
 `pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor`.
@@ -45,7 +45,7 @@ class KVPress(Method):
     tunable: ClassVar[Grids] = {}
     card: ClassVar[Card | None] = Card(
         prefill="dense",
-        rule="evicts, once at the seal of the first turn: what the press {press} leaves stays",
+        rule="evicts, once at the seal of the first turn: what the press leaves stays",
         unit="as the press chooses: tokens, chunks, channels",
         group_rule="as the press has it",
         dense_layers="none",
@@ -77,8 +77,8 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: Case, chunk: int) -> Transient:
-        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and keys and
-        values for the press to change. What the press computes comes on top and is not known."""
+        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and keys
+        and values for the press to change. What the press computes comes on top and is not known."""
         kept = Transient(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
