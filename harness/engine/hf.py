@@ -150,7 +150,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
-            rope=Rope(rotary, module, next(model.parameters()).device),
+            rope=Rotary(rotary, module, next(model.parameters()).device),
             device=next(module.parameters()).device,
             project_query=QueryProjection(module, model),
             window=window,
@@ -165,7 +165,7 @@ def _sink_logits(module: Any) -> Tensor | None:
     return None if sinks is None else sinks.detach().float()
 
 
-class Rope:
+class Rotary:
     """Positions [P] -> cos, sin of one attention module, [1 P D] fp32.
 
     Angles of dynamic scaling depend on how far earlier calls reached. Here they follow from `positions` alone: `rotary`

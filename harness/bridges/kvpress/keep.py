@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.bridges.kvpress.building import set_ratio
 from harness.bridges.kvpress.package import KVPressError, package
 from harness.bridges.kvpress.rows import Rows, places_of
-from harness.engine.hf import QueryProjection, Rope
+from harness.engine.hf import QueryProjection, Rotary
 from kernels.rope import rotate_by
 from methods.base import AttnInput, LayerSpec
 from methods.layers import Evict
@@ -129,7 +129,7 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
     """Yield the layer's attention module with the rotation that presses look for on it; both it and what a press leaves
     there are taken away again."""
     assert isinstance(spec.project_query, QueryProjection)
-    assert isinstance(spec.rope, Rope)
+    assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module
     before = {name: getattr(module, name) for name in ("rotary_emb", MASKED) if hasattr(module, name)}
     module.rotary_emb = spec.rope.rotary
