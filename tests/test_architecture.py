@@ -56,7 +56,9 @@ ROOMS: dict[str, set[str] | None] = {
         "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
     },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
-    "bench": {"terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations"},
+    "bench": {
+        "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations", "bridges",
+    },
 }  # fmt: skip
 TRANSFORMERS = {f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf")}
 HYDRA = {
