@@ -29,7 +29,7 @@ from harness.bridges.kvpress.keep import ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
 from harness.config import plugins
 from harness.config.catalogue import CONF
-from harness.config.settings import Data, Settings
+from harness.config.settings import Data, GenerationSettings, Settings
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -45,6 +45,7 @@ CHUNK = 300
 SNAP, EXPECTED = {"name": "SnapKVPress"}, {"name": "ExpectedAttentionPress"}
 PRESSES: dict[str, Mapping[str, Any]] = {
     "SnapKV": SNAP,
+    "SnapKV(16, 31)": {"name": "SnapKVPress", "window_size": 16, "kernel_size": 31},
     "ExpectedAttention": EXPECTED,
     "TOVA": {"name": "TOVAPress"},
     "StreamingLLM": {"name": "StreamingLLMPress"},
@@ -61,6 +62,7 @@ PRESSES: dict[str, Mapping[str, Any]] = {
 }
 OURS = {  # a method of ours with the parameters of a press
     "snapkv:window=64,kernel=5,pooling=avg": "SnapKV",
+    "snapkv:window=16,kernel=31,pooling=avg": "SnapKV(16, 31)",
     "streaming:sinks=4,positions=original": "StreamingLLM",
 }
 Kept = list[list[list[int]]]  # positions by layer and KV head, ascending
@@ -199,17 +201,16 @@ def ruler(options: argparse.Namespace) -> Task:
 
 def parser() -> argparse.ArgumentParser:
     presses = {"nargs": "+", "default": list(PRESSES), "choices": PRESSES}
-    tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 1024, "samples": 1}
-    budget = {"type": arguments.share, "default": 0.2}
-    return arguments.parser(
-        "kvpress", __doc__, python=None, presses=presses, **tasks, budget=budget, data_root=None, **arguments.OUT
-    )
+    tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 512, "samples": 1}
+    runs = {"budget": {"type": arguments.share, "default": 0.5}, "new": 16, "data_root": None}
+    return arguments.parser("kvpress", __doc__, python=None, presses=presses, **tasks, **runs, **arguments.OUT)
 
 
 def main(options: argparse.Namespace) -> None:
     source, task = SmolLM2(), ruler(options)
     loaded = source.load("fp32", "cpu")
-    items = Job.plan(methods.load("full"), task, source, Settings(data=Data(root=options.data_root))).items
+    settings = Settings(data=Data(root=options.data_root), generation=GenerationSettings(max_new_tokens=options.new))
+    items = Job.plan(methods.load("full"), task, source, settings).items
     title = (
         f"What presses keep beside kvpress 0.5.5: {len(items)} prompts of RULER ({', '.join(options.tasks)}) with "
         f"{options.length} tokens, {source.identity().name}, fp32, budget {options.budget}"

@@ -119,6 +119,7 @@ def test_our_methods_take_the_parameters_of_their_presses() -> None:
     """Those of kvpress 0.5.5: a window of 64, votes averaged over 5, 4 sinks."""
     assert {name: spec for spec, name in kvpress.OURS.items()} == {
         "SnapKV": "snapkv:window=64,kernel=5,pooling=avg",
+        "SnapKV(16, 31)": "snapkv:window=16,kernel=31,pooling=avg",
         "StreamingLLM": "streaming:sinks=4,positions=original",
     }
     for spec in kvpress.OURS:
