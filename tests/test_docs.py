@@ -45,14 +45,6 @@ ELSEWHERE = {  # what nothing here can check, and why
     "python -m harness -m --config-dir results/tuning": "reads a preset that a search wrote (test_tune.py does so)",
 }
 NEWCOMERS = ("spread", "unlike", "blocks", "ledger", "my-llama", "tiny-granite", "fp8")  # test_extending.py runs them
-    "spread",
-    "unlike",
-    "blocks",
-    "ledger",
-    "my-llama",
-    "tiny-granite",
-    "fp8",
-)  # tests/harness/test_extending.py runs them
 
 
 class CodeBlock(NamedTuple):
