@@ -129,7 +129,7 @@ def ours(kv: Attachment, item: Item, loaded: LoadedModel, chunk: int | None = No
     answer = engine.complete(
         cache, logits, prompt[:, -1:], began=began, max_new_tokens=item.new_tokens, stops=[_ending(loaded.eos_ids)]
     )
-    return Side(kept, loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True))
+    return Side(kept, str(loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True)))
 
 
 def positions(cache: KVCache, tokens: int) -> Kept:

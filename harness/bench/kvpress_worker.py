@@ -66,7 +66,7 @@ def positions(folder: str, context: tuple[int, ...], kept: Any) -> list[list[lis
 @cache
 def rows(folder: str, context: tuple[int, ...]) -> list[list[dict[bytes, int]]]:
     """Return the place of every key of an uncompressed prompt, by its bytes, for every layer and KV head."""
-    whole = DynamicCache()
+    whole: Any = DynamicCache()
     with torch.inference_mode():
         pipeline(folder).model.model(input_ids=torch.tensor([context]), past_key_values=whole)
     return [
