@@ -24,7 +24,7 @@ from harness.bridges.kvpress.building import build, check_mapping, set_ratio
 from harness.bridges.kvpress.keep import PressEvict
 from harness.bridges.kvpress.package import KVPressError
 from harness.engine.hf import QueryProjection
-from methods.base import CacheState, Card, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method
+from methods.base import CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
 from methods.layers import Layer
 from methods.parts import costs
@@ -43,21 +43,6 @@ class KVPress(Method):
 
     selects: ClassVar[bool] = False
     tunable: ClassVar[Grids] = {}
-    card: ClassVar[Card | None] = Card(
-        prefill="dense",
-        rule="evicts, once at the seal of the first turn: what the press leaves stays",
-        unit="as the press chooses: tokens, chunks, channels",
-        group_rule="as the press has it",
-        dense_layers="none",
-        sinks="as the press has them",
-        window="as the press has it",
-        on_device="kept K and V, generated tokens; a store per KV head where the press masks",
-        on_host="nothing",
-        index_cost="the layer's input until its seal, and what the press computes there",
-        budget="the press's ratio is set to it; a press that keeps another number is stamped",
-        deviations="kvpress's own code; masked keys leave the cache",
-        later_turns="what a later turn adds stays whole",
-    )
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
 
