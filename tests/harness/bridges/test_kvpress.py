@@ -242,12 +242,6 @@ def test_what_cannot_run_here_is_refused_by_name(press: dict[str, Any], said: st
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("press", [{}, {"window_size": 3}, "SnapKVPress", {"name": "AdaKVPress", "press": {"n": 1}}])
-def test_a_mapping_without_a_name_is_refused_even_where_kvpress_is_absent(press: Any) -> None:
-    with pytest.raises(KVPressError, match="names no press"):
-        KVPress(press=press)
-
-
 def test_a_failing_press_is_named() -> None:
     with (
         attached(tiny("llama"), KVPress(press={"name": "SnapKVPress", "window_size": 300}), budget=60) as kv,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +78,9 @@ def test_where_it_is_absent_the_error_says_how_to_install_it(monkeypatch: pytest
     with pytest.raises(KVPressError) as raised:
         package()
     assert INSTALL in str(raised.value)
+
+
+@pytest.mark.parametrize("press", [{}, {"window_size": 3}, "SnapKVPress", {"name": "AdaKVPress", "press": {"n": 1}}])
+def test_a_mapping_without_a_name_is_refused_even_where_kvpress_is_absent(press: Any) -> None:
+    with pytest.raises(KVPressError, match="names no press"):
+        KVPress(press=press)
