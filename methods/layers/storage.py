@@ -117,15 +117,12 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def rewrite(self, k: Tensor, v: Tensor) -> None:
-        """Put these rows [B G K D] in the place of all that is stored. As many rows as there were stand where those
-        stood; fewer are no tokens of the prompt any more, and stand at no position."""
-        whole, room = self.store, self.request.capacity - self.seen
-        if k.shape[2] != whole.length:
+        """Put rows [B G K D] in the place of all that is stored: where those stood if as many, else nowhere."""
+        if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
-        self.evicted += whole.length - k.shape[2]
-        self.store = KVStore(self.spec, self.cache, k.shape[2] + room)
+        self.evicted += self.store.length - k.shape[2]
+        self.store = KVStore(self.spec, self.cache, k.shape[2] + self.request.capacity - self.seen)
         self.store.append(k, v)
-        self.sealed = k.shape[2]
 
     def let_go(self, count: int, rows: Tensor) -> None:
         """Let all of the last `count` tokens go except `rows` [B heads K], ascending."""

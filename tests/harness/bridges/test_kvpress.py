@@ -53,6 +53,13 @@ CHOOSING = {
     "two": {"name": "ComposedPress", "presses": [SNAP]},
 }
 REWRITING = {
+    "think_adakv": {
+        "name": "ComposedPress",
+        "presses": [
+            {"name": "ThinKPress", "key_channel_compression_ratio": 0.5},
+            {"name": "CriticalAdaKVPress", "press": SNAP},
+        ],
+    },
     "think": {"name": "ThinKPress", "key_channel_compression_ratio": 0.5},
     "merging": {"name": "MergingPress", "press": SNAP},
     "snapkv_think": {
