@@ -1,9 +1,10 @@
-"""`python -m harness.bench kvpress --python VENV/bin/python`: whole samples beside NVIDIA's kvpress.
+"""`python -m harness.bench kvpress --python VENV/bin/python`: is what presses keep here what they keep in kvpress?
 
-The same examples, token ids, weights, budget and dtype go through our runner and through kvpress, which runs in its own
-environment (`pip install kvpress`, no release of which takes our transformers). Both take every example in turn, one
-waiting while the other works. kvpress compresses all but the last token of a prompt, since it must be asked something.
-Answers end as they will, so a wrong one may take long; `--new` makes them all of one length, to compare speed alone.
+Every prompt goes, as token ids, through a press here and through the same press in kvpress, which runs in its own
+environment (`pip install kvpress`) with the same weights, in fp32 and at the same ratio. All but the prompt's last
+token is compressed, since kvpress must be asked something. Compared are the positions that each KV head of each layer
+keeps, those that it keeps here when the prompt comes in chunks of 300 tokens, and the greedy answers. The last rows do
+the same for methods of ours that choose as a press does.
 """
 
 from __future__ import annotations
@@ -11,81 +12,82 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from statistics import fmean
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import yaml
+from torch import Tensor
 
 from evals.base import Task
 from harness.bench.common import arguments, methods, output
-from harness.bench.common.load import LoadWatch, MarkedSeconds
-from harness.bench.common.measure import estimate, marks, ratios, turned
 from harness.bench.common.output import Cell
+from harness.bridges.kvpress.keep import ratio_for
+from harness.bridges.kvpress.kvpress import KVPress
 from harness.config import plugins
 from harness.config.catalogue import CONF
 from harness.config.settings import Data, GenerationSettings, Settings
-from harness.engine.attach import Attachment
-from harness.engine.hf import routed
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
 from harness.jobs.job import Job
 from harness.jobs.planning.items import Item
-from harness.jobs.runner import Runner
-from harness.models.base import DTYPES, LoadedModel
+from harness.models.base import LoadedModel
 from harness.models.embedded import SmolLM2
 from harness.terminal.numbers import share
 from kernels.temporary import TemporaryFolder
+from methods.base import Method
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
-SIDES = ("ours", "kvpress")
-
-
-class Press(NamedTuple):
-    """A class of kvpress, and our method with the same parameters."""
-
-    method: str
-    name: str | None
-    attention: str = "sdpa"
-    options: dict[str, Any] = {}  # noqa: RUF012 (read only)
-
-
-PRESSES = {
-    "full": Press("full", None),
-    "snapkv": Press("snapkv:window=64,kernel=5,pooling=avg", "SnapKVPress", options={"window_size": 64}),
-    "streaming": Press("streaming:sinks=4,positions=original", "StreamingLLMPress", options={"n_sink": 4}),
-    "h2o": Press("h2o", "ObservedAttentionPress", "eager"),
+CHUNK = 300
+SNAP, EXPECTED = {"name": "SnapKVPress"}, {"name": "ExpectedAttentionPress"}
+PRESSES: dict[str, Mapping[str, Any]] = {
+    "SnapKV": SNAP,
+    "SnapKV(16, 31)": {"name": "SnapKVPress", "window_size": 16, "kernel_size": 31},
+    "ExpectedAttention": EXPECTED,
+    "TOVA": {"name": "TOVAPress"},
+    "StreamingLLM": {"name": "StreamingLLMPress"},
+    "KeyDiff": {"name": "KeyDiffPress"},
+    "LagKV": {"name": "LagKVPress"},
+    "PyramidKV": {"name": "PyramidKVPress"},
+    "ChunkKV(SnapKV)": {"name": "ChunkKVPress", "press": SNAP},
+    "AdaKV(ExpectedAttention)": {"name": "AdaKVPress", "press": EXPECTED},
+    "CriticalKV(SnapKV)": {"name": "CriticalKVPress", "press": SNAP},
+    "CriticalAdaKV(SnapKV)": {"name": "CriticalAdaKVPress", "press": SNAP},
+    "CUR": {"name": "CURPress"},
+    "NonCausalAttn": {"name": "NonCausalAttnPress"},
+    "SimLayerKV": {"name": "SimLayerKVPress", "lazy_threshold": 0.9, "n_recent": 256},
 }
+OURS = {  # a method of ours with the parameters of a press
+    "snapkv:window=64,kernel=5,pooling=avg": "SnapKV",
+    "snapkv:window=16,kernel=31,pooling=avg": "SnapKV(16, 31)",
+    "streaming:sinks=4,positions=original": "StreamingLLM",
+}
+Kept = list[list[list[int]]]  # positions by layer and KV head, ascending
 
 
-class Sample(NamedTuple):
-    seconds: MarkedSeconds
-    score: float
-    tokens: int
+class Side(NamedTuple):
+    """What one side kept of a prompt, and answered."""
 
-
-PressKey = tuple[str, str]  # press, dtype
-Answering = Callable[[Item, int], Sample]  # an example and its new tokens
+    kept: Kept
+    text: str
 
 
 class Peer:
-    """The other environment, with the model in `folder`."""
+    """kvpress in its own environment."""
 
-    def __init__(self, process: subprocess.Popen[str], task: Task, budget: float, eos: Sequence[int]) -> None:
-        self.process, self.task, self.budget, self.eos = process, task, budget, list(eos)
+    def __init__(self, process: subprocess.Popen[str], eos: Sequence[int]) -> None:
+        self.process, self.eos = process, list(eos)
 
-    def run(self, key: PressKey, item: Item, new: int) -> Sample:
-        press, ids = PRESSES[key[0]], list(item.prompt.ids)
-        options = press.options | ({"compression_ratio": 1 - self.budget} if press.name else {})
-        asked = {"press": press.name, "options": options, "attention": press.attention, "dtype": DTYPES[key[1]]}
-        watch = LoadWatch(self.process.pid)
-        made = self._answer(asked | {"context": ids[:-1], "rest": ids[-1:], "new": new, "eos": self.eos})
-        seconds = MarkedSeconds(made["seconds"], watch.disturbed())
-        return Sample(seconds, self.task.score(item.example, made["text"]).value, made["tokens"])
+    def run(self, press: Mapping[str, Any], item: Item, kept: int) -> Side:
+        """Let it keep about `kept` tokens of a prompt."""
+        ids = list(item.prompt.ids)
+        asked = {"press": press, "ratio": ratio_for(len(ids) - 1, kept), "new": item.new_tokens, "eos": self.eos}
+        answer = self._answer(asked | {"context": ids[:-1], "rest": ids[-1:]})
+        return Side(answer["kept"], answer["text"])
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -95,13 +97,13 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError("kvpress has ended: its error stands above. Is it installed beside that --python?")
-        made: dict[str, Any] = json.loads(line)
-        return made
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager
-def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Started in an empty folder: transformers would take ours, `kernels`, for a package of that name."""
+def peer(python: str, folder: Path, eos: Sequence[int]) -> Iterator[Peer]:
+    """Start it in an empty folder: transformers would take ours, `kernels`, for a package of that name."""
     words = [python, "-c", WORKER.read_text(), str(folder), str(torch.get_num_threads())]
     with TemporaryFolder("kv-kvpress-") as empty:
         try:
@@ -111,97 +113,83 @@ def peer(python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
                 f"--python {python} cannot be started ({error.strerror}): name one beside kvpress."
             ) from error
         with process:
-            yield process
+            yield Peer(process, eos)
             assert process.stdin is not None
             process.stdin.close()
 
 
-def ours(job: Job, loaded: LoadedModel) -> Answering:
-    attachment = Attachment(loaded.model, job.method, job.budget)
-    runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
-
-    def run(item: Item, new: int) -> Sample:
-        watch = LoadWatch()
-        with routed(loaded.model):
-            record = runner.record(*runner.answers([replace(item, new_tokens=new)]))
-        return Sample(watch.seconds(), record.score, len(record.tokens))
-
-    return run
-
-
-def runs_of(
-    options: argparse.Namespace, loaded: dict[str, LoadedModel], full: Job, other: Peer
-) -> dict[tuple[str, PressKey], Answering]:
-    runs: dict[tuple[str, PressKey], Answering] = {}
-    for name in options.presses:
-        method = methods.parsed(PRESSES[name].method)[1]
-        for dtype, model in loaded.items():
-            wanted = replace(full.settings, budget=options.budget, dtype=dtype)
-            job = Job.plan(method, full.task, full.model, wanted, full.items)
-            runs["ours", (name, dtype)] = ours(job, model)
-            runs["kvpress", (name, dtype)] = partial(other.run, (name, dtype))
-    return runs
+def ours(kv: Attachment, item: Item, loaded: LoadedModel, chunk: int | None = None) -> Side:
+    """Keep and answer here; in chunks the answer is left out."""
+    engine, prompt = Engine(kv, prefill_chunk=chunk), torch.tensor([item.prompt.ids])
+    began, cache = perf_counter(), engine.cache(prompt, item.new_tokens)
+    logits = engine.prefill(cache, prompt[:, :-1])
+    cache.seal()
+    kept = positions(cache, prompt.shape[1] - 1)
+    if chunk is not None:
+        return Side(kept, "")
+    answer = engine.complete(
+        cache, logits, prompt[:, -1:], began=began, max_new_tokens=item.new_tokens, stops=[_ending(loaded.eos_ids)]
+    )
+    return Side(kept, str(loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True)))
 
 
-Samples = dict[tuple[str, PressKey], list[Sample]]
+def positions(cache: KVCache, tokens: int) -> Kept:
+    """Return where the prompt tokens stood that the layers of a sealed cache hold."""
+    return [[[place for place in head if place >= 0] for head in _places(layer, tokens)] for layer in cache.layers]
 
 
-def interleaved(runs: dict[tuple[str, PressKey], Answering], items: Sequence[Item]) -> Iterator[tuple[Item, Samples]]:
-    """Every example through everything, in an order that turns round; one short warm-up each. After each example: all
-    samples so far."""
-    for run in runs.values():
-        run(items[0], 4)
-    samples: Samples = defaultdict(list)
-    for place, item in enumerate(items):
-        for key in turned(runs, place):
-            samples[key].append(runs[key](item, item.new_tokens))
-        yield item, samples
+def _places(layer: Any, tokens: int) -> list[list[int]]:
+    kept: Tensor | None = layer.kept_positions()
+    return [list(range(tokens))] * layer.spec.num_kv_heads if kept is None else kept[0].tolist()
 
 
-def _progress(item: Item, samples: Samples) -> str:
-    times = (f"{name} {dtype} {side} {done[-1].seconds:.2f} s" for (side, (name, dtype)), done in samples.items())
-    return f"{item.example.id}: {', '.join(times)}"
+def _ending(eos: Sequence[int]) -> Any:
+    return lambda tokens: "eos" if tokens[-1] in eos else None
 
 
-def rows_of(samples: Samples) -> list[dict[str, Any]]:
-    """One per press and dtype, then each side's best dtype against the other's."""
-    keys = list(dict.fromkeys(key for _, key in samples))
-    rows = [_row(name, dtype, *(samples[side, (name, dtype)] for side in SIDES)) for name, dtype in keys]
-    for name in dict.fromkeys(name for name, _ in keys):
-        best = [min((samples[side, key] for key in keys if key[0] == name), key=_mean) for side in SIDES]
-        rows.append(_row(name, "best", *best))
-    return rows
+def differing(first: Kept, second: Kept) -> int:
+    """Count the positions that one of both keeps and the other does not; one in the place of another counts once."""
+    pairs = [pair for layers in zip(first, second, strict=True) for pair in zip(*layers, strict=True)]
+    return sum(max(len({*one} - {*other}), len({*other} - {*one})) for one, other in pairs)
 
 
-def _mean(samples: Sequence[Sample]) -> float:
-    return fmean(sample.seconds for sample in samples)
+def compared(task: Task, item: Item, here: Side, chunked: Side, there: Side) -> dict[str, float]:
+    """Hold both sides against each other on one prompt."""
+    return {
+        "positions": sum(len(head) for layer in there.kept for head in layer),
+        "differ": differing(here.kept, there.kept),
+        "differ_in_chunks": differing(chunked.kept, there.kept),
+        "equal_answers": float(here.text == there.text),
+        "ours": task.score(item.example, here.text).value,
+        "kvpress": task.score(item.example, there.text).value,
+        "n": 1,
+    }
 
 
-def _row(name: str, dtype: str, own: list[Sample], theirs: list[Sample]) -> dict[str, Any]:
-    times = [[sample.seconds for sample in side] for side in (own, theirs)]
-    row: dict[str, Any] = {"press": name, "dtype": dtype, "label": f"{name}, {dtype}", "n": len(own)}
-    for side, samples, seconds in zip(SIDES, (own, theirs), times, strict=True):
-        row[side] = {
-            "seconds": estimate(seconds),
-            "per_minute": 60 / fmean(seconds),
-            "score": fmean(sample.score for sample in samples),
-            "tokens": fmean(sample.tokens for sample in samples),
-        }
-    return row | {"ratio": ratios(times[1], times[0])} | marks(*times)
+def row_of(label: str, parts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Add prompts up; scores are means."""
+    sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {"press": label, **sums} | {side: sums[side] / len(parts) for side in ("ours", "kvpress")}
 
 
 TABLE = output.table(
     Cell("press", "press", left=True),
-    Cell("dtype", "dtype", left=True),
-    *(Cell(side, f"{side}.seconds", "s") for side in SIDES),
-    Cell("kvpress / ours", "ratio"),
-    *(
-        Cell(side, f"{side}.{key}", unit, factor)
-        for key, unit, factor in (("per_minute", "samples/min", 1), ("score", "score", 100), ("tokens", "tokens", 1))
-        for side in SIDES
-    ),
-    Cell("n", "n"),
+    Cell("positions", "positions"),
+    Cell("other ones", "differ"),
+    Cell("other ones in chunks", "differ_in_chunks"),
+    Cell("equal answers", lambda row: f"{row['equal_answers']:.0f} of {row['n']}"),
+    Cell("ours", "ours", "score", 100),
+    Cell("kvpress", "kvpress", "score", 100),
 )
+
+
+def sides(chosen: Sequence[str]) -> Iterator[tuple[str, Method, Mapping[str, Any]]]:
+    """Yield a label, our method and kvpress's press of each row."""
+    for name in chosen:
+        yield name, KVPress(press=dict(PRESSES[name])), PRESSES[name]
+    for spec, name in OURS.items():
+        if name in chosen:
+            yield f"{name}, our method", methods.parsed(spec)[1], PRESSES[name]
 
 
 def ruler(options: argparse.Namespace) -> Task:
@@ -214,27 +202,35 @@ def ruler(options: argparse.Namespace) -> Task:
 
 def parser() -> argparse.ArgumentParser:
     presses = {"nargs": "+", "default": list(PRESSES), "choices": PRESSES}
-    tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 2048, "samples": 3}
-    runs = {"budget": {"type": share, "default": 0.2}, "dtypes": ["fp32", "bf16"], "new": None}
-    shared = tasks | runs | {"data_root": None} | arguments.OUT
-    return arguments.parser("kvpress", __doc__, python=None, presses=presses, **shared)
+    tasks = {"tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1"], "length": 512, "samples": 1}
+    runs = {"budget": {"type": share, "default": 0.5}, "new": 16, "data_root": None}
+    return arguments.parser("kvpress", __doc__, python=None, presses=presses, **tasks, **runs, **arguments.OUT)
 
 
 def main(options: argparse.Namespace) -> None:
     source, task = SmolLM2(), ruler(options)
-    loaded = {dtype: source.load(dtype, "cpu") for dtype in options.dtypes}
-    length = GenerationSettings(max_new_tokens=options.new, force_length=options.new is not None)
-    plain = Settings(data=Data(root=options.data_root), generation=length)
-    job = Job.plan(methods.load("full"), task, source, plain)
-    task_names, model = ", ".join(options.tasks), source.identity().name
-    title = f"Samples beside kvpress: RULER {task_names} at {options.length} tokens, {model}, budget {options.budget}"
-    title += f", {options.new} new tokens each" if options.new else ""
-    with peer(options.python, source.folder()) as process:
-        ends = () if options.new else next(iter(loaded.values())).eos_ids
-        runs = runs_of(options, loaded, job, Peer(process, task, options.budget, ends))
-        report = output.Report("kvpress", title, options, TABLE)
-        for item, samples in interleaved(runs, job.items):
-            report.show(rows_of(samples), _progress(item, samples))
-            if report.out_of_time(f"the examples behind {item.example.id}"):
-                break
-    report.finish(partial(output.bars, label="label", y="ratio", unit="times kvpress's speed"))
+    loaded = source.load("fp32", "cpu")
+    settings = Settings(data=Data(root=options.data_root), generation=GenerationSettings(max_new_tokens=options.new))
+    items = Job.plan(methods.load("full"), task, source, settings).items
+    title = (
+        f"What presses keep beside kvpress 0.5.5: {len(items)} prompts of RULER ({', '.join(options.tasks)}) with "
+        f"{options.length} tokens, {source.identity().name}, fp32, budget {options.budget}"
+    )
+    report = output.Report("kvpress", title, options, TABLE)
+    with peer(options.python, source.folder(), loaded.eos_ids) as there:
+        for label, method, press in sides(options.presses):
+            if not report.out_of_time(label):
+                row = row_of(label, [*_parts(options.budget, task, items, loaded, method, press, there)])
+                report.add(row, f"{label}: {row['differ']} of {row['positions']} positions differ")
+    report.finish()
+
+
+def _parts(
+    budget: float, task: Task, items: Sequence[Item], loaded: LoadedModel, method: Method, press: Any, there: Peer
+) -> Iterator[dict[str, float]]:
+    with attached(loaded.model, method, budget=budget) as kv:
+        assert kv.budget is not None
+        for item in items:
+            kept = kv.budget.tokens(len(item.prompt.ids) - 1, 0)
+            here, chunked = ours(kv, item, loaded), ours(kv, item, loaded, CHUNK)
+            yield compared(task, item, here, chunked, there.run(press, item, kept))

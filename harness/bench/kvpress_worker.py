@@ -9,37 +9,70 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import cache
-from time import perf_counter
 from typing import Any
 
 import kvpress
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 
 @cache
-def pipeline(folder: str, dtype: str, attention: str) -> Any:
+def pipeline(folder: str) -> Any:
     auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     return kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
 
 
 def answer(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """`context` is compressed; `rest`, at least one token, follows uncompressed."""
-    pipe = pipeline(folder, asked["dtype"], asked["attention"])
+    """`context` is compressed by `press` at `ratio`; `rest`, at least one token, follows uncompressed."""
+    pipe = pipeline(folder)
     pipe.model.generation_config.eos_token_id = asked["eos"]
-    press = getattr(kvpress, asked["press"])(**asked["options"]) if asked["press"] else None
+    press = made(asked["press"])
+    with suppress(AttributeError):  # one that takes no ratio
+        press.compression_ratio = asked["ratio"]
     ids = {"context_ids": torch.tensor([asked["context"]]), "questions_ids": [torch.tensor([asked["rest"]])]}
-    forwards: list[None] = []
-    counting = pipe.model.register_forward_hook(lambda *_: forwards.append(None))  # one per token
-    began = perf_counter()
+    kept = DynamicCache()
     with torch.inference_mode():
-        [text] = pipe._forward(ids, max_new_tokens=asked["new"], press=press)
-    seconds = perf_counter() - began
-    counting.remove()
-    return {"text": text, "seconds": seconds, "tokens": len(forwards)}
+        [text] = pipe._forward(ids, max_new_tokens=asked["new"], press=press, cache=kept)
+    return {"text": text, "kept": positions(folder, tuple(asked["context"]), kept)}
+
+
+def made(mapping: dict[str, Any]) -> Any:
+    """Return the press that `mapping` names, with those in it."""
+    inner = {name: made(value) if isinstance(value, dict) else value for name, value in mapping.items()}
+    return getattr(kvpress, inner.pop("name"))(**inner)
+
+
+def positions(folder: str, context: tuple[int, ...], kept: Any) -> list[list[list[int]]]:
+    """Return where the kept tokens stood, by layer and KV head: looked up by their keys among all keys."""
+    found = []
+    for known, layer, decoder in zip(
+        rows(folder, context), kept.layers, pipeline(folder).model.model.layers, strict=True
+    ):
+        masked = getattr(decoder.self_attn, "masked_key_indices", None)
+        if masked is not None:  # all keys are there, and those that are masked are not read
+            hidden = torch.zeros(layer.keys.shape[1:3], dtype=torch.bool)
+            hidden[masked[1], masked[2]] = True
+            found.append([(~head).nonzero()[:, 0].tolist() for head in hidden])
+        else:
+            heads = zip(known, layer.keys[0], strict=True)
+            found.append([sorted(places[row.tobytes()] for row in keys.numpy()) for places, keys in heads])
+    return found
+
+
+@cache
+def rows(folder: str, context: tuple[int, ...]) -> list[list[dict[bytes, int]]]:
+    """Return the place of every key of an uncompressed prompt, by its bytes, for every layer and KV head."""
+    whole: Any = DynamicCache()
+    with torch.inference_mode():
+        pipeline(folder).model.model(input_ids=torch.tensor([context]), past_key_values=whole)
+    return [
+        [{row.tobytes(): place for place, row in enumerate(head.numpy())} for head in layer.keys[0]]
+        for layer in whole.layers
+    ]
 
 
 def main(folder: str, threads: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -87,6 +87,11 @@ class Entry:
         own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
         declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
         return frozenset(self.values()).union(declared)
+
+    @property
+    def bridged(self) -> bool:
+        """Whether the plug-in runs another project's code, which must be installed."""
+        return str(self.target).startswith("harness.bridges.")
 
     def card(self) -> str:
         """Docstring of the module that defines the plug-in, read without importing it."""
@@ -210,6 +215,8 @@ def plain(value: object) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(plain, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {plain(inner)}' for name, inner in value.items())}}}"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
 

@@ -39,10 +39,10 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # by its place where kvpress has wrapped this function
     *,
     kv_call: _Call | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     output_router_logits: bool | None = None,
@@ -171,9 +171,9 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
-            rope=_Rope(rotary, module, next(model.parameters()).device),
+            rope=Rotary(rotary, module, next(model.parameters()).device),
             device=next(module.parameters()).device,
-            project_query=_QueryProjection(module, model.config.num_attention_heads),
+            project_query=QueryProjection(module, model),
             window=window,
             sink_logits=_sink_logits(module),
         )
@@ -186,7 +186,7 @@ def _sink_logits(module: Any) -> Tensor | None:
     return None if sinks is None else sinks.detach().float()
 
 
-class _Rope:
+class Rotary:
     """Positions [P] -> cos, sin of one attention module, [1 P D] fp32.
 
     Angles of dynamic scaling depend on how far earlier calls reached. Here they follow from `positions` alone: `rotary`
@@ -221,12 +221,13 @@ def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
     return cos, sin
 
 
-class _QueryProjection:
-    """[B T E] -> q [B H T D] before the rotation: projection, bias and query norm of one attention module."""
+class QueryProjection:
+    """[B T E] -> q [B H T D] before the rotation: projection, bias and query norm of an attention module of `model`."""
 
-    def __init__(self, module: nn.Module, num_heads: int) -> None:
+    def __init__(self, module: nn.Module, model: PreTrainedModel) -> None:
         self.module: Any = module
-        self.num_heads = num_heads
+        self.model = model
+        self.num_heads: int = model.config.num_attention_heads
 
     def __call__(self, hidden: Tensor) -> Tensor:
         width = self.num_heads * self.module.head_dim

@@ -8,7 +8,7 @@ pool. A layer may have both.
 from __future__ import annotations
 
 from methods.layers.indices import between_ends, ends, gather_per_head, sinks_and_recent, union_per_kv_head
-from methods.layers.keep import Keep
+from methods.layers.keep import Evict, Keep
 from methods.layers.layer import Layer
 from methods.layers.policy import Padded, Policy
 from methods.layers.pooled import Pooled
@@ -17,6 +17,7 @@ from methods.layers.select import Select
 from methods.layers.storage import Storage
 
 __all__ = [
+    "Evict",
     "Keep",
     "Layer",
     "Padded",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method
 from methods.layers.indices import read_together
-from methods.layers.keep import Keep
+from methods.layers.keep import Evict
 from methods.layers.policy import Policy
 from methods.layers.read import Read
 from methods.layers.storage import Storage
@@ -20,10 +20,10 @@ class Layer(Storage, capturable=True):
     by choice alone may leave the store for another place. Without policies everything is kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
-        """Bind the policies: at most one `Keep` and one `Read`, and any number that only observe."""
+        """Bind the policies: at most one `Evict` and one `Read`, and any number that only observe."""
         super().__init__(spec, cache, method)
         self.policies = policies or (Policy(),)
-        self.keeps = next((policy for policy in policies if isinstance(policy, Keep)), None)
+        self.keeps = next((policy for policy in policies if isinstance(policy, Evict)), None)
         self.reads = next((policy for policy in policies if isinstance(policy, Read)), None)
         self.attends = self.reads or self.keeps or self.policies[0]
         for policy in self.policies:
@@ -194,7 +194,7 @@ class Layer(Storage, capturable=True):
             policy.forget(count, rows)
         self.let_go(count, rows)
 
-    def _evict(self, keeps: Keep, limit: int | None) -> None:
+    def _evict(self, keeps: Evict, limit: int | None) -> None:
         before, size = self.evicted, None if limit is None else keeps.size(limit)
         if size is not None and size < self.store.length:
             keeps.evict(size)

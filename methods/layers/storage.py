@@ -118,6 +118,14 @@ class Storage(KVLayer):
         self.evicted += whole.length - self.store.length
         self.sealed = self.store.length
 
+    def rewrite(self, k: Tensor, v: Tensor) -> None:
+        """Put rows [B G K D] in the place of all that is stored: where those stood if as many, else nowhere."""
+        if k.shape[2] != self.store.length:
+            self.positions = torch.full(k.shape[:3], -1, device=k.device)
+        self.evicted += self.store.length - k.shape[2]
+        self.store = KVStore(self.spec, self.cache, k.shape[2] + self.request.capacity - self.seen)
+        self.store.append(k, v)
+
     def let_go(self, count: int, rows: Tensor) -> None:
         """Let all of the last `count` tokens go except `rows` [B heads K], ascending."""
         places = self.stored_positions()[..., -count:].gather(2, rows)

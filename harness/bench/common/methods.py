@@ -18,8 +18,8 @@ MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 
 def names() -> list[str]:
-    """Every method; its presets are left to those who name them."""
-    return [entry.name for entry in entries("method") if entry.base is None]
+    """Every method of ours; its presets, and what another project brings, are left to those who name them."""
+    return [entry.name for entry in entries("method") if entry.base is None and not entry.bridged]
 
 
 def load(name: str, **changes: Any) -> Method:

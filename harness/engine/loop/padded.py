@@ -45,6 +45,7 @@ class PaddedCache(LoopCache):
             mask = torch.cat([self._mask, self._mask.new_ones(len(self._members), tokens)], 1)
         self._check_room(len(mask), tokens)
         mask = mask.bool().cpu()
+        self._catch_up()
         before, new = mask.split([mask.shape[1] - tokens, tokens], 1)
         if not torch.equal(before, self._mask):
             raise UnsupportedError(
@@ -117,18 +118,23 @@ class PaddedCache(LoopCache):
             member.open_turn()
 
     def _begin_step(self) -> None:
+        self._catch_up()
         if any([member.make_room(1) for member in self._members]):
-            self._part()
+            self._slots = None
         if self._slots is None:
             self._slots = SlotsCache(self._members)
         self._slots.begin()
 
     def _part(self) -> None:
-        """Give each member back what the last step chose for it."""
+        """Let the members go on one by one."""
+        self._catch_up()
+        self._slots = None
+
+    def _catch_up(self) -> None:
+        """Tell each member of the steps that were counted for all at once, and what the last of them chose for it."""
         if self._slots is not None:
             for number in range(len(self._members)):
-                self._slots.hand_back(number)
-            self._slots = None
+                self._slots.catch_up(number)
 
 
 def _refuse_holes(mask: Tensor) -> None:

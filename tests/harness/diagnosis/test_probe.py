@@ -28,8 +28,9 @@ LENGTH, NEW = 240, 6
 IDS = prompt(LENGTH)[0].tolist()
 CALIBRATION = prompt(2048, seed=3)
 MIDDLE = range(60, 70)
-METHODS = [build(entry.values(), "method") for entry in entries("method")]
-names = [entry.name for entry in entries("method")]
+OURS = [entry for entry in entries("method") if not entry.bridged]
+METHODS = [build(entry.values(), "method") for entry in OURS]
+names = [entry.name for entry in OURS]
 
 
 def replayed(

@@ -1,0 +1,116 @@
+"""Makes a press of nested mappings, as yaml and command line give them, and refuses by name what cannot run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+from harness.bridges.kvpress.package import KVPressError, package
+from harness.config.plugins import suggestion
+
+RATIO = "compression_ratio"
+FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
+OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder in their place
+
+
+def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
+    """Return the press that `mapping` describes: `name`, a class of kvpress or the import path of one derived from
+    `BasePress`, and its parameters, of which any may be a press again, or a list of them. `key` says in errors where
+    the mapping stands."""
+    press_class, parameters = _class(mapping["name"], key), {k: v for k, v in mapping.items() if k != "name"}
+    known = {name: field for name, field in signature(press_class).parameters.items() if name != RATIO}
+    for name in parameters:
+        if name == RATIO:
+            raise KVPressError(f"{key}.{RATIO} is what budget says: leave it out and set budget.")
+        if name not in known:
+            raise KVPressError(f"{key}.{name} is not a parameter of {press_class.__name__}{suggestion(name, known)}")
+    for name, field in known.items():
+        if field.default is Parameter.empty and name not in parameters:
+            raise KVPressError(f"{key}.{name} has no default in kvpress: set it, as in {key}.{name}=VALUE.")
+    made = {name: _built(value, f"{key}.{name}") for name, value in parameters.items()}
+    try:
+        press = press_class(**made)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise KVPressError(f"{key}: {press_class.__name__} refuses these parameters: {error or made}.") from error
+    _refuse(press, key)
+    return press
+
+
+def check_mapping(mapping: object, key: str = "press") -> None:
+    """Raise `KVPressError` unless `mapping` has the form that `build` takes; kvpress need not be installed."""
+    if not isinstance(mapping, Mapping) or not isinstance(mapping.get("name"), str):
+        raise KVPressError(f"{key}={mapping} names no press: give one, as in {key}={{name: SnapKVPress}}.")
+    for name, value in mapping.items():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, Mapping):
+                check_mapping(inner, f"{key}.{name}")
+
+
+def set_ratio(press: Any, ratio: float) -> bool:
+    """Let `press` remove the share `ratio` of the tokens; say whether that can be set. In presses that follow one
+    another it is the one that can be set."""
+    members = getattr(press, "presses", None)
+    if members is not None:
+        return any([set_ratio(member, ratio) for member in members])
+    try:
+        setattr(press, RATIO, ratio)
+    except AttributeError:
+        return False
+    return True
+
+
+def nested(press: Any) -> Iterator[Any]:
+    """Yield the press and all presses in it."""
+    yield press
+    for value in vars(press).values():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, package().BasePress):
+                yield from nested(inner)
+
+
+def _built(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return build(value, key)
+    if isinstance(value, (list, tuple)):
+        return [_built(item, key) for item in value]
+    return value
+
+
+def _class(name: str, key: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    try:
+        press_class = getattr(import_module(module) if module else package(), attribute)
+    except ImportError as error:
+        raise KVPressError(f"{key}.name={name} cannot be imported ({error}): is its folder on PYTHONPATH?") from error
+    except AttributeError as error:
+        near = suggestion(attribute, [each for each in package().__all__ if each.endswith("Press")])
+        raise KVPressError(f"{key}.name={name}: {module or 'kvpress'} has no {attribute}{near}") from error
+    base = package().BasePress
+    if not isinstance(press_class, type) or not issubclass(press_class, base):
+        raise KVPressError(f"{key}.name={name} is no press: name a class that is derived from kvpress's BasePress.")
+    if press_class.__call__ is not base.__call__:
+        raise KVPressError(
+            f"{key}.name={name} runs the model by a __call__ of its own (KVzip, Finch, presses for decoding), and here "
+            "a press is asked once, when a prompt is complete: choose another."
+        )
+    return press_class
+
+
+def _refuse(press: Any, key: str) -> None:
+    name = type(press).__name__
+    if isinstance(press, package().ObservedAttentionPress):
+        raise KVPressError(f"{key}: {name} needs the weights of eager attention, which are never formed here: use h2o.")
+    if isinstance(press, package().DMSPress):
+        raise KVPressError(
+            f"{key}: {name} evicts what is below a threshold, so that layers differ in how much they keep in all: no "
+            "budget holds."
+        )
+    folder = OWN_WEIGHTS.get(name)
+    if name in FROM_A_HUB or (folder and getattr(press, folder) is None):
+        instead = f"set {key}.{folder}" if folder else "choose another"
+        raise KVPressError(f"{key}: {name} loads weights that only a hub has: {instead}.")
+    members = getattr(press, "presses", [])
+    if sum(set_ratio(member, 0.0) for member in members) > 1:
+        raise KVPressError(f"{key}: budget can set the ratio of one press, and {name} has several that take one.")

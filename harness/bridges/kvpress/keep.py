@@ -1,0 +1,165 @@
+"""Calls a press when a layer's prompt is complete, and carries out what it has done to keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import nextafter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from harness.bridges.kvpress.building import set_ratio
+from harness.bridges.kvpress.package import KVPressError, package
+from harness.bridges.kvpress.rows import Rows, places_of
+from harness.engine.hf import QueryProjection, Rotary
+from kernels.rope import rotate_by
+from methods.base import AttnInput, LayerSpec
+from methods.layers import Evict
+
+MASKED = "masked_key_indices"  # where a press leaves the keys that it wants hidden, on the attention module
+
+
+class Pressed(NamedTuple):
+    """What a press has made of the rows it was given."""
+
+    rows: Rows  # keys and values [B G K D]
+    visible: Tensor  # [B G K], which of these it has not masked
+
+
+class PressEvict(Evict, capturable=True, of_each={}):
+    """Holds the layer's input until its first seal, and then lets a press choose.
+
+    `presses`: one for each sequence. The layers of a cache share it, for a press may remember what it did in earlier
+    layers.
+    """
+
+    waiting = True  # for the first seal
+
+    def __init__(self, presses: Sequence[Any]) -> None:
+        self.presses = list(presses)
+        self.hidden: list[Tensor] = []  # [B T E] of each chunk
+
+    def observe(self, x: AttnInput) -> None:
+        if self.waiting:
+            self.hidden.append(x.hidden.clone())
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.waiting = False
+
+    def size(self, budget: int) -> int:
+        if self.waiting:
+            return budget
+        self.layer.fallback = "a press compresses the first prompt alone: what later turns add stays whole"
+        return self.store.length
+
+    def evict(self, size: int) -> None:
+        name, given = type(self.presses[0]).__name__, (self.store.k, self.store.v)
+        pressed = self._pressed(size, given, torch.cat(self.hidden, 1))
+        places = places_of(given, pressed.rows)
+        if places is None:
+            if pressed.rows[0].shape[2] < self.store.length and not bool(pressed.visible.all()):
+                raise KVPressError(f"{name} both masks tokens and puts rows in the place of others: choose another.")
+            self.layer.rewrite(*pressed.rows)
+            places = torch.arange(self.store.length, device=given[0].device).expand(pressed.visible.shape)
+        self._retain(name, places, pressed.visible)
+        changes = "puts other rows in the place of the prompt's" * (places_of(given, pressed.rows) is None)
+        number = f"keeps {self.store.length} prompt tokens where the budget is {size}" * (self.store.length != size)
+        self.layer.fallback = f"{name} {' and '.join(filter(None, (changes, number)))}" if changes or number else None
+
+    def close(self, evicted: int) -> None:
+        self.waiting, self.hidden, self.presses = False, [], []
+
+    def _retain(self, name: str, places: Tensor, visible: Tensor) -> None:
+        """Let only the visible of the rows at `places` stay; both are [B G K]."""
+        if bool(visible.all()):
+            if places.shape[2] < self.store.length:
+                self.layer.retain(places.sort(-1).values)
+            return
+        if int(visible.sum()) % (visible.shape[0] * visible.shape[1]):
+            raise KVPressError(
+                f"In layer {self.spec.index}, {name} keeps {int(visible.sum())} tokens in all heads together, which is "
+                "no whole number for each on average: no budget says that, so choose another press."
+            )
+        heads = zip(places.flatten(0, 1), visible.flatten(0, 1), strict=True)
+        self.layer.retain_per_head([rows[seen].sort().values for rows, seen in heads])
+
+    def _pressed(self, size: int, given: Rows, hidden: Tensor) -> Pressed:
+        parts = [
+            press_one(press, self.spec, hidden[row : row + 1], [x[row : row + 1] for x in given], size)
+            for row, press in enumerate(self.presses)
+        ]
+        if len({part.visible.shape for part in parts}) > 1:
+            raise KVPressError("The press keeps different numbers in sequences of one batch: run them one by one.")
+        keys, values = (torch.cat([part.rows[place] for part in parts]) for place in (0, 1))
+        return Pressed((keys, values), torch.cat([part.visible for part in parts]))
+
+
+@torch.no_grad()
+def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
+    """Let a press do to one sequence what it does behind its attention module. hidden [1 S E], given: keys and values
+    [1 G S D]; `size` of the S tokens are to stay."""
+    tokens, device = hidden.shape[1], hidden.device
+    set_ratio(press, ratio_for(tokens, size))
+    layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them
+    positions = torch.arange(tokens, device=device)
+    cos, sin = (x.to(device, hidden.dtype) for x in spec.rope(positions))
+    with lent_module(spec) as module, torch.random.fork_rng([device] if hidden.is_cuda else []), _naming(press, spec):
+        torch.manual_seed(spec.index)  # a press that draws has to draw the same again
+        call = {
+            "hidden_states": hidden,
+            "past_key_values": SimpleNamespace(layers={module.layer_idx: layer}),
+            "cache_position": positions,
+            "position_embeddings": (cos, sin),
+        }
+        press.forward_hook(module, [], call, [None, None])
+        masked = getattr(module, MASKED, None)
+    visible = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=device)
+    if masked is not None:
+        visible[tuple(index.to(device) for index in masked)] = False
+    if isinstance(press, package().KeyRerotationPress):  # it counts on a next token at the place behind its last row
+        layer.keys = rotate_by(layer.keys, tokens - layer.keys.shape[2], spec.rope)
+    return Pressed((layer.keys, layer.values), visible)
+
+
+@contextmanager
+def lent_module(spec: LayerSpec) -> Iterator[Any]:
+    """Yield the layer's attention module with the rotation that presses look for on it; both it and what a press leaves
+    there are taken away again."""
+    assert isinstance(spec.project_query, QueryProjection)
+    assert isinstance(spec.rope, Rotary)
+    module: nn.Module = spec.project_query.module
+    before = {name: getattr(module, name) for name in ("rotary_emb", MASKED) if hasattr(module, name)}
+    module.rotary_emb = spec.rope.rotary
+    try:
+        yield module
+    finally:
+        for name in ("rotary_emb", MASKED):
+            if name in before:
+                setattr(module, name, before[name])
+            elif hasattr(module, name):
+                delattr(module, name)
+
+
+@contextmanager
+def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
+    """Say whose error it is that a press raises."""
+    try:
+        yield
+    except Exception as error:
+        name = type(press).__name__
+        raise KVPressError(
+            f"{name} of kvpress fails in layer {spec.index} ({type(error).__name__}: {error}): change its parameters, "
+            "the budget or the prompt."
+        ) from error
+
+
+def ratio_for(tokens: int, kept: int) -> float:
+    """Return the ratio under which a press keeps exactly `kept` of `tokens`, as it computes that: int(tokens * (1 -
+    ratio)). The next number below 1 - kept / tokens may be needed."""
+    ratio = 1 - kept / tokens
+    while int(tokens * (1 - ratio)) < kept:
+        ratio = nextafter(ratio, 0)
+    return ratio

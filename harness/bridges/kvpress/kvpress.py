@@ -1,0 +1,87 @@
+"""kvpress: a press of NVIDIA's kvpress 0.5.5 chooses what stays of the prompt (github.com/NVIDIA/kvpress).
+
+`press` names a class of kvpress, or the import path of a user's own, and its parameters; presses that take another
+press take a mapping of the same form:
+`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for
+every cache. When a layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with
+all keys and values of the prompt, and what it leaves of them is stored. Its ratio is set so that it keeps the budget.
+
+Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a press changes
+(ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press compresses the first prompt of a
+conversation; later turns stay whole. Random numbers are drawn from a seed of each layer's own.
+
+kvpress is installed without its dependencies, for it asks for another transformers:
+`pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from harness.bridges.kvpress.building import build, check_mapping, set_ratio
+from harness.bridges.kvpress.keep import PressEvict
+from harness.bridges.kvpress.package import KVPressError
+from harness.engine.hf import QueryProjection
+from methods.base import CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method
+from methods.base.cost import Transient
+from methods.layers import Layer
+from methods.parts import costs
+
+
+class Mapped(dict[str, Any]):
+    """A mapping that does not change and has a hash, as methods must."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted((name, hash(value)) for name, value in self.items())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPress(Method):
+    """Holds which press, as the mapping that the module describes."""
+
+    selects: ClassVar[bool] = False
+    tunable: ClassVar[Grids] = {}
+
+    press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
+
+    def __post_init__(self) -> None:
+        check_mapping(self.press)
+        object.__setattr__(self, "press", _unchanging(self.press))
+
+    def check_model(self, spec: LayerSpec) -> None:
+        """Raise `KVPressError` for a press that cannot be made or cannot run here."""
+        build(self.press)
+
+    def cost(self, case: Case) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        if not set_ratio(build(self.press), 0.5):
+            raise CostError(f"{self.press['name']} takes no ratio, so align=tokens is all it can do.")
+        return costs.evict(case, case.budget)
+
+    def transient(self, case: Case, chunk: int) -> Transient:
+        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and keys
+        and values for the press to change. What the press computes comes on top and is not known."""
+        kept = Transient(kept=case.sealed * case.query_bytes)
+        if self.reads_whole(case):
+            return kept
+        given = case.sealed * (case.query_bytes + 2 * case.row_bytes)
+        return kept + Transient(seal=given + costs.evicting(case, case.budget))
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        """Make a press for each sequence, which all layers share."""
+        projection = specs[0].project_query
+        if not isinstance(projection, QueryProjection):
+            raise KVPressError("A press needs the attention modules of a model: it cannot run on a layer alone.")
+        presses = [build(self.press) for _ in range(cache.request.batch)]
+        for press in presses:
+            press.post_init_from_model(projection.model)
+        return [Layer(spec, cache, self, PressEvict(presses)) for spec in specs]
+
+
+def _unchanging(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Mapped({str(name): _unchanging(inner) for name, inner in value.items()})
+    return tuple(map(_unchanging, value)) if isinstance(value, (list, tuple)) else value

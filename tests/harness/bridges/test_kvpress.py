@@ -1,0 +1,267 @@
+"""Presses of kvpress keep here what they keep behind a model's own attention, which runs beside it as the reference."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+from harness import Engine, attached
+from harness.bridges.kvpress.building import build, set_ratio
+from harness.bridges.kvpress.keep import ratio_for
+from harness.bridges.kvpress.kvpress import KVPress
+from harness.bridges.kvpress.package import KVPressError
+from harness.engine.attach import Attachment
+from harness.engine.cache import KVCache
+from harness.engine.footprint import footprint
+from harness.jobs.planning.alignment import shapes
+from harness.models.random import Random
+from kernels.rope import rotate
+from methods.full import Full
+from methods.pools import KVStore, PerHeadStore
+from tests.tiny import prompt, tiny
+
+pytestmark = pytest.mark.skipif(
+    find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it, and its error says how"
+)
+LENGTH, BUDGET = 201, 0.3
+IDS = prompt(LENGTH)
+SNAP = {"name": "SnapKVPress", "window_size": 16}
+EXPECTED = {"name": "ExpectedAttentionPress"}
+CHOOSING = {
+    "snapkv": SNAP,
+    "expected_attention": EXPECTED,
+    "tova": {"name": "TOVAPress"},
+    "streaming": {"name": "StreamingLLMPress"},
+    "keydiff": {"name": "KeyDiffPress"},
+    "knorm": {"name": "KnormPress"},
+    "lagkv": {"name": "LagKVPress", "lag_size": 16},
+    "pyramidkv": {"name": "PyramidKVPress", "window_size": 8},
+    "chunkkv": {"name": "ChunkKVPress", "press": SNAP},
+    "adakv": {"name": "AdaKVPress", "press": EXPECTED},
+    "criticalkv": {"name": "CriticalKVPress", "press": SNAP},
+    "critical_adakv": {"name": "CriticalAdaKVPress", "press": SNAP},
+    "cur": {"name": "CURPress"},
+    "non_causal": {"name": "NonCausalAttnPress"},
+    "simlayer": {"name": "SimLayerKVPress", "lazy_threshold": 0.3, "n_recent": 40},
+    "two": {"name": "ComposedPress", "presses": [SNAP]},
+}
+REWRITING = {
+    "think_adakv": {
+        "name": "ComposedPress",
+        "presses": [
+            {"name": "ThinKPress", "key_channel_compression_ratio": 0.5},
+            {"name": "CriticalAdaKVPress", "press": SNAP},
+        ],
+    },
+    "think": {"name": "ThinKPress", "key_channel_compression_ratio": 0.5},
+    "merging": {"name": "MergingPress", "press": SNAP},
+    "snapkv_think": {
+        "name": "ComposedPress",
+        "presses": [SNAP, {"name": "ThinKPress", "key_channel_compression_ratio": 0.5}],
+    },
+}
+
+
+PRESSES: dict[str, dict[str, Any]] = CHOOSING | REWRITING | {"rerotated": {"name": "KeyRerotationPress", "press": SNAP}}
+
+
+@cache
+def theirs(name: str, ratio: float) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Keys, values and masked places in every layer, after a press has hooked into transformers' own forward."""
+    press, model = build(PRESSES[name]), tiny("llama")
+    set_ratio(press, ratio)
+
+    def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "cache_position": torch.arange(LENGTH)}  # transformers of today does not pass it
+
+    layers: Any = model.model.layers
+    hooks = [layer.self_attn.register_forward_pre_hook(with_positions, with_kwargs=True) for layer in layers]
+    kept = DynamicCache()
+    try:
+        with torch.inference_mode(), press(model):
+            model.model(IDS, past_key_values=kept)
+        return [
+            (stored.keys, stored.values, getattr(layer.self_attn, "masked_key_indices", None))
+            for stored, layer in zip(kept.layers, layers, strict=True)
+        ]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            del layer.self_attn.rotary_emb
+            vars(layer.self_attn).pop("masked_key_indices", None)
+
+
+def sealed(kv: Attachment, *, chunk: int | None = None, ids: Tensor = IDS) -> KVCache:
+    engine = Engine(kv, prefill_chunk=chunk)
+    made = engine.cache(ids, 16)
+    engine.prefill(made, ids)
+    made.seal()
+    return made
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """In an order of their own, by which two sets of rows can be compared."""
+    return rows[rows[:, 0].argsort()]
+
+
+def by_head(store: KVStore) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(store.k[0], store.v[0], strict=True))
+
+
+def rows_of(keys: Tensor, values: Tensor, masked: Any) -> list[Tensor]:
+    """Keys and values of each head that are not masked."""
+    visible = torch.ones(keys.shape[:3], dtype=torch.bool)
+    if masked is not None:
+        visible[tuple(masked)] = False
+    return [in_order(rows[seen]) for rows, seen in zip(torch.cat([keys, values], -1)[0], visible[0], strict=True)]
+
+
+@pytest.mark.parametrize("name", CHOOSING | REWRITING)
+def test_a_press_keeps_what_it_keeps_behind_the_models_own_attention(name: str) -> None:
+    wanted = theirs(name, ratio_for(LENGTH, round(BUDGET * LENGTH)))
+    with attached(tiny("llama"), KVPress(press=PRESSES[name]), budget=BUDGET) as kv:
+        for ours in (sealed(kv), sealed(kv, chunk=64)):
+            for layer, kept in zip(ours.layers, wanted, strict=True):
+                held = layer.store.per_head() if isinstance(layer.store, PerHeadStore) else by_head(layer.store)
+                for both, rows in zip(held, rows_of(*kept), strict=True):
+                    assert_close(in_order(torch.cat(both, -1)), rows, atol=2e-4, rtol=1e-3)
+
+
+def test_the_ratio_keeps_the_budget_to_the_token() -> None:
+    for tokens in range(2, 400, 7):
+        for kept in range(1, tokens):
+            ratio = ratio_for(tokens, kept)
+            assert int(tokens * (1 - ratio)) == kept
+            assert ratio == pytest.approx(1 - kept / tokens, abs=1e-12)
+
+
+def test_masked_keys_leave_and_free_memory() -> None:
+    with attached(tiny("llama"), Full()) as kv:
+        whole = footprint(sealed(kv).layers)["device"]
+    with attached(tiny("llama"), KVPress(press=PRESSES["adakv"]), budget=BUDGET) as kv:
+        layers = sealed(kv).layers
+    counts = {tuple(len(k) for k, _ in layer.store.per_head()) for layer in layers}
+    assert any(first != second for first, second in counts)
+    assert {sum(count) for count in counts} == {2 * 60}
+    assert footprint(layers)["device"] / whole == pytest.approx((60 + 16) / (LENGTH + 16))
+    assert not any(hasattr(layer.self_attn, "masked_key_indices") for layer in tiny("llama").model.layers)
+    assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in tiny("llama").model.layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "positions"),
+    [
+        ("snapkv", None, "kept"),
+        ("chunkkv", "ChunkKVPress keeps 41 prompt tokens where the budget is 70", "kept"),
+        ("think", "ThinKPress puts other rows in the place of the prompt's and keeps 201 prompt", "all"),
+        ("merging", "MergingPress puts other rows in the place of the prompt's", "none"),
+        ("rerotated", "KeyRerotationPress puts other rows in the place of the prompt's", "none"),
+    ],
+)
+def test_what_a_press_does_otherwise_is_said(name: str, said: str | None, positions: str) -> None:
+    with attached(tiny("llama"), KVPress(press=PRESSES[name]), budget=70) as kv:
+        out = Engine(kv).generate(IDS, max_new_tokens=3)
+        layer = sealed(kv).layers[0]
+    assert out.fallback == said or (said and out.fallback.startswith(said))
+    where = layer.kept_positions()
+    shown = (
+        "all" if where is None else "kept" if bool((where >= 0).all()) else "none" if bool((where < 0).all()) else ""
+    )
+    assert shown == positions
+
+
+def test_rotated_keys_are_as_far_from_what_follows_as_kvpress_puts_them() -> None:
+    """Its pipeline goes on at the place behind the last row, ours behind the whole prompt."""
+    with attached(tiny("llama"), KVPress(press=PRESSES["rerotated"]), budget=60) as kv:
+        layer = sealed(kv).layers[1]
+    kept = theirs("rerotated", ratio_for(LENGTH, 60))[1][0]
+    q = torch.randn(1, 8, 1, 16, generator=torch.Generator().manual_seed(1))
+    near, far = (rotate(q, *layer.spec.rope(torch.tensor([place]))) for place in (60 + 5, LENGTH + 5))
+    logits = [(x.view(1, 2, 4, 16) @ keys.mT) for x, keys in ((near, kept), (far, layer.store.k))]
+    assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
+def test_later_turns_stay_whole_and_say_so() -> None:
+    further = prompt(40, seed=3)
+    with attached(tiny("llama"), KVPress(press=SNAP), budget=60) as kv:
+        engine, cache = Engine(kv), kv.start(KVCache, capacity=400)
+        for ids, stored, said in ((IDS, 60, False), (further, 100, True)):
+            engine.prefill(cache, ids)
+            cache.seal()
+            assert cache.layers[0].store.length == stored
+            assert bool(cache.layers[0].fallback) == said
+            cache.open_turn()
+        again = kv.start(KVCache, capacity=400)
+        again.refill(cache.contents())
+        engine.prefill(again, further)
+        again.seal()
+        assert again.layers[0].store.length == 140
+        assert "later turns add stays whole" in str(again.layers[0].fallback)
+
+
+def test_a_press_of_ones_own_is_named_by_its_path() -> None:
+    with attached(tiny("llama"), KVPress(press={"name": "tests.own_press.EvenPress"}), budget=60) as kv:
+        assert not (sealed(kv).layers[2].kept_positions() % 2).any()
+
+
+@pytest.mark.parametrize(
+    ("press", "said"),
+    [
+        ({"name": "KVzipPress"}, "a __call__ of its own"),
+        ({"name": "FinchPress"}, "a __call__ of its own"),
+        ({"name": "KVComposePress"}, "a __call__ of its own"),
+        ({"name": "DecodingPress", "base_press": SNAP}, "a __call__ of its own"),
+        ({"name": "DMSPress", "press": SNAP}, "no budget holds"),
+        ({"name": "ObservedAttentionPress"}, "weights of eager attention"),
+        ({"name": "QFilterPress"}, "only a hub has: choose another"),
+        ({"name": "LUKVPress"}, "only a hub has"),
+        ({"name": "DuoAttentionPress"}, "only a hub has"),
+        ({"name": "ExpectedAttentionStatsPress"}, "set press.stats_folder"),
+        ({"name": "SnapKVPres"}, "did you mean SnapKVPress?"),
+        ({"name": "tests.own_press.Nothing"}, "tests.own_press has no Nothing"),
+        ({"name": "no_such_folder.Press"}, "is its folder on PYTHONPATH?"),
+        ({"name": "torch.nn.Linear"}, "derived from kvpress's BasePress"),
+        (
+            {"name": "SnapKVPress", "window": 8},
+            "press.window is not a parameter of SnapKVPress; did you mean window_size?",
+        ),
+        ({"name": "SnapKVPress", "compression_ratio": 0.5}, "leave it out and set budget"),
+        ({"name": "AdaKVPress"}, "press.press has no default in kvpress"),
+        ({"name": "AdaKVPress", "press": {"name": "TOVAPres"}}, "press.press.name=TOVAPres"),
+        (
+            {"name": "ChunkKVPress", "press": {"name": "AdaKVPress", "press": SNAP}},
+            "ChunkKVPress requires a ScorerPress",
+        ),
+        ({"name": "ComposedPress", "presses": [SNAP, EXPECTED]}, "the ratio of one press"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_by_name(press: dict[str, Any], said: str) -> None:
+    with pytest.raises(KVPressError) as raised:
+        KVPress(press=press).check_model(shapes(Random(shape="tiny").describe())[0])
+    assert said in str(raised.value)
+
+
+def test_a_failing_press_is_named() -> None:
+    with (
+        attached(tiny("llama"), KVPress(press={"name": "SnapKVPress", "window_size": 300}), budget=60) as kv,
+        pytest.raises(KVPressError, match="SnapKVPress of kvpress fails in layer 0"),
+    ):
+        sealed(kv)
+
+
+def test_a_press_that_draws_draws_the_same_again_and_leaves_torchs_numbers_alone() -> None:
+    with attached(tiny("llama"), KVPress(press={"name": "RandomPress"}), budget=60) as kv:
+        torch.manual_seed(5)
+        first = sealed(kv).layers[1].kept_positions()
+        after = torch.rand(3)
+        assert torch.equal(sealed(kv).layers[1].kept_positions(), first)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), after)
