@@ -14,6 +14,7 @@ from harness.reports import turns
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
+from harness.reports.likelihoods import cost_difference
 from harness.reports.stamps import legend, stamps
 from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
@@ -74,6 +75,7 @@ def _scores(comparison: Comparison) -> list[Column]:
         Column("score", "95% CI", [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
         Column("vs full", "95% CI", [difference(one) for one in beside], values=[one["diff"] for one in beside]),
         Column("p", "", ps, values=[one["p"] for one in beside]),
+        cost_difference(comparison),
     ]
 
 
@@ -203,8 +205,10 @@ def notes(comparison: Comparison) -> Iterator[str]:
     )
     if any(entry.summary["throughput_tok_s"] is not None for entry in comparison.entries):
         yield "decode: tokens behind the second over the time of their steps; sequences of a batch share a step's time"
-    if comparison.significant or any(entry.significant_groups for entry in comparison.entries):
-        yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
+    stars = comparison.significant or comparison.significant_costs
+    if stars or any(entry.significant_groups for entry in comparison.entries):
+        measures = ", scores and likelihoods together" if comparison.costed else ""
+        yield f"*: differs from Full after Holm's correction, over this table{measures}, or over the groups of one run"
     yield from _power(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield (
@@ -241,8 +245,8 @@ def notes(comparison: Comparison) -> Iterator[str]:
 
 def _power(comparison: Comparison) -> Iterator[str]:
     """Which differences the tests of this table could find at all."""
-    found, count = comparison.detectable, len(comparison.tested)
-    over = f"after Holm's correction over {count} rows" if count > 1 else "in this one comparison"
+    found, count = comparison.detectable, comparison.num_tests
+    over = f"after Holm's correction over {count} tests" if count > 1 else "in this one comparison"
     if sizes := [100 * size for _, size in found if size is not None]:
         span = " to ".join(dict.fromkeys((f"{min(sizes):.1f}", f"{max(sizes):.1f}")))
         yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"

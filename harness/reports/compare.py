@@ -84,16 +84,42 @@ class Comparison:
         """Rows that are held against Full."""
         return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
 
+    @property
+    def costed(self) -> list[int]:
+        """Rows whose likelihoods of the right answers are held against Full's."""
+        return [i for i, entry in enumerate(self.entries) if (entry.summary["likelihood"] or {}).get("full")]
+
+    @property
+    def num_tests(self) -> int:
+        """Tests that Holm's correction is over: those of all scores and of all likelihoods of this table."""
+        return len(self.tested) + len(self.costed)
+
     @cached_property
+    def _corrected(self) -> list[float]:
+        """p after Holm's correction over this table: of the scores first, then of the likelihoods."""
+        rows = [entry.summary for entry in self.entries]
+        scores = [rows[i]["full"]["p"] for i in self.tested]
+        return stats.holm([*scores, *(rows[i]["likelihood"]["full"]["p"] for i in self.costed)])
+
+    @property
     def adjusted(self) -> dict[int, float]:
-        """Per row that is held against Full, p after Holm's correction over this table."""
-        corrected = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
-        return dict(zip(self.tested, corrected, strict=True))
+        """Per row that is held against Full, the corrected p of its score."""
+        return dict(zip(self.tested, self._corrected, strict=False))
+
+    @property
+    def adjusted_costs(self) -> dict[int, float]:
+        """Per row whose likelihood is held against Full's, the corrected p of that."""
+        return dict(zip(self.costed, self._corrected[len(self.tested) :], strict=True))
 
     @property
     def significant(self) -> set[int]:
-        """Rows whose difference to Full holds after this correction."""
+        """Rows whose difference to Full in the score holds after this correction."""
         return {i for i, p in self.adjusted.items() if p < ALPHA}
+
+    @property
+    def significant_costs(self) -> set[int]:
+        """Rows whose difference to Full in the likelihood holds after this correction."""
+        return {i for i, p in self.adjusted_costs.items() if p < ALPHA}
 
     @cached_property
     def alarms(self) -> list[Alarm]:
@@ -105,8 +131,10 @@ class Comparison:
     @cached_property
     def detectable(self) -> list[tuple[ReportRow, float | None]]:
         """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
-        rows, count = [self.entries[i] for i in self.tested], len(self.tested)
-        return [(row, detectable(row.run.records, row.full.records, count)) for row in rows if row.full is not None]
+        rows = [self.entries[i] for i in self.tested]
+        return [
+            (row, detectable(row.run.records, row.full.records, self.num_tests)) for row in rows if row.full is not None
+        ]
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:

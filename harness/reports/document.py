@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import costs, needles, noise
+from harness.reports import costs, likelihoods, needles, noise
 from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
@@ -50,6 +50,14 @@ class TableKind:
 
 SCORES = TableKind("scores", "Scores, times and bytes", score_table, 2, "rows")
 OTHER_TABLES = (
+    TableKind(
+        "likelihood",
+        likelihoods.CAPTION,
+        likelihoods.likelihood_table,
+        2,
+        "rows",
+        lambda _: likelihoods.MEANING,
+    ),
     TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),

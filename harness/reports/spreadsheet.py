@@ -28,6 +28,7 @@ def _row(place: int, entry: ReportRow, table: Comparison) -> dict[str, Any]:
         "label": entry.label,
         "stamps": stamps(entry, table),
         "full.p_holm": table.adjusted.get(place),
+        "likelihood.full.p_holm": table.adjusted_costs.get(place),
         "folder": entry.run.folder.name,
         "started": info.get("started"),
         "ended": info.get("ended"),

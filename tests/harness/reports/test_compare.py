@@ -80,7 +80,7 @@ def test_a_table_says_what_it_could_find(tmp_path: Path) -> None:
         write_run(tmp_path, records([0.0] * 2 + [1.0] * 28, **SPARSE), method)
     [told] = [note for note in notes(table_of(tmp_path)) if "80 % power" in note]
     assert told.startswith("a difference to Full must be about 28.7 points")
-    assert told.endswith("Holm's correction over 3 rows")
+    assert told.endswith("Holm's correction over 3 tests")
 
 
 def test_a_table_of_too_few_examples_says_so(tmp_path: Path) -> None:
