@@ -11,10 +11,10 @@ from typing import Any
 
 from evals.base import AVERAGES
 from harness.reports import turns
-from harness.reports.compare import Comparison, ReportRow, asked
+from harness.reports.compare import PERPLEXITY, Comparison, ReportRow, asked
 from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
-from harness.reports.likelihoods import cost_difference
+from harness.reports.likelihoods import cost_difference, perplexities, perplexity_notes, perplexity_of_groups
 from harness.reports.stamps import legend, stamps
 from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
@@ -67,6 +67,8 @@ def names(entries: Sequence[ReportRow]) -> list[Column]:
 
 
 def _scores(comparison: Comparison) -> list[Column]:
+    if comparison.of_perplexity:
+        return perplexities(comparison)
     rows, holds = [entry.summary for entry in comparison.entries], comparison.significant
     scores = [row["score"] for row in rows]
     beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
@@ -162,12 +164,15 @@ def group_table(comparison: Comparison) -> list[Column]:
     if len(groups) < 2:
         return []
     sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
+    heads = [Column("group", "", groups, left=True), counts("n", list(sizes.values()))]
+    if comparison.of_perplexity:
+        found = [[run.get(group) for group in groups] for run in perplexity_of_groups(comparison)]
+        return [*heads, *comparison.under_runs([number("", "", values) for values in found])]
     columns = []
     for entry, run in zip(comparison.entries, scores, strict=True):
         holds = entry.significant_groups
         cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
         columns.append(Column("", "", cells, values=[run.get(group, {}).get("mean") for group in groups]))
-    heads = [Column("group", "", groups, left=True), counts("n", list(sizes.values()))]
     return [*heads, *comparison.under_runs(columns)]
 
 
@@ -179,7 +184,8 @@ def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
 def average_table(comparison: Comparison) -> list[Column]:
     """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
     runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
-    listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
+    shown_above = {"mean", PERPLEXITY} if comparison.of_perplexity else {"mean"}
+    listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name not in shown_above]
     if not listed:
         return []
     raw = {name for name in listed if any(run.get(name, 0) > 1 for run in runs)}
@@ -199,10 +205,13 @@ def average_meanings(comparison: Comparison) -> str:
 
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
-    yield (
-        f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
-        "example, bytes of a step the mean"
-    )
+    if comparison.of_perplexity:
+        yield from perplexity_notes(comparison)
+    else:
+        yield (
+            f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
+            "example, bytes of a step the mean"
+        )
     if any(entry.summary["throughput_tok_s"] is not None for entry in comparison.entries):
         yield "decode: tokens behind the second over the time of their steps; sequences of a batch share a step's time"
     stars = comparison.significant or comparison.significant_costs

@@ -30,6 +30,8 @@ from harness.results.summary_file import (
 )
 from harness.terminal.tables import Column
 
+PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of answers
+
 
 @dataclass(frozen=True)
 class ReportRow:
@@ -80,14 +82,31 @@ class Comparison:
         ]
 
     @property
+    def of_perplexity(self) -> bool:
+        """Whether texts were fed in place of answers, so that likelihoods are all there is to compare."""
+        return self.metric == PERPLEXITY
+
+    @property
     def tested(self) -> list[int]:
-        """Rows that are held against Full."""
-        return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
+        """Rows whose scores are held against Full's."""
+        return [] if self.of_perplexity else [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
 
     @property
     def costed(self) -> list[int]:
         """Rows whose likelihoods of the right answers are held against Full's."""
-        return [i for i, entry in enumerate(self.entries) if (entry.summary["likelihood"] or {}).get("full")]
+        return [i for i, entry in enumerate(self.entries) if beside_full(entry.summary).get("p") is not None]
+
+    def beside(self, entry: ReportRow) -> Mapping[str, Any] | None:
+        """A row's difference to Full, which pictures show: of its score, 0-1, or where texts were fed in nats per
+        token, with a sign that makes more the better as well; None where there is none with an interval."""
+        if not self.of_perplexity:
+            beside: Mapping[str, Any] | None = entry.summary["full"]
+            return beside
+        cost = beside_full(entry.summary)
+        if cost.get("ci95") is None:
+            return None
+        low, high = cost["ci95"]
+        return {"diff": -cost["diff"], "ci95": [-high, -low], "p": cost["p"]}
 
     @property
     def num_tests(self) -> int:
@@ -124,7 +143,7 @@ class Comparison:
     @cached_property
     def alarms(self) -> list[Alarm]:
         """What a reader must see before the table, red ones first."""
-        p = self.adjusted
+        p = self.adjusted_costs if self.of_perplexity else self.adjusted
         rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
 
@@ -165,7 +184,13 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
-    return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
+    metric = str(runs[0].info.get("task_info", {}).get("metric", "score"))
+    return Comparison(title, metric.removeprefix("1/"), entries)  # older runs say 1/perplexity
+
+
+def beside_full(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a summary says of a run's likelihoods beside Full's; empty where it says nothing."""
+    return (summary["likelihood"] or {}).get("full") or {}
 
 
 def asked(summary: Mapping[str, Any]) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import exp
 from typing import Any
 
-from harness.reports.compare import Comparison
+from harness.reports.compare import Comparison, beside_full
 from harness.reports.labels import budget
+from harness.results.likelihood import MIN_WINDOWS
 from harness.terminal.tables import Column, counts, digits, number, probability
 
 CAPTION = "Likelihood of the right answer"
@@ -19,18 +21,17 @@ MEANING = (
 
 def cost_difference(table: Comparison) -> Column:
     """Return the main table's column: by how much more a right answer costs than under Full, with its interval."""
-    found = [_beside(entry.summary) for entry in table.entries]
+    found = [beside_full(entry.summary) for entry in table.entries]
     cells = [f"{_with_ci(one)}{'*' * (i in table.significant_costs)}" for i, one in enumerate(found)]
     return Column("NLL vs full", "nats, 95% CI", cells, values=[one.get("diff") for one in found])
 
 
 def likelihood_table(table: Comparison) -> list[Column]:
-    """Return a row for each run; empty where no likelihood was measured."""
+    """Return a row for each run; empty where no likelihood was measured, or where it is the main table's own number."""
     rows = [entry.summary for entry in table.entries]
-    own, found = [row["likelihood"] or {} for row in rows], [_beside(row) for row in rows]
-    if not any(own):
+    own, found = [row["likelihood"] or {} for row in rows], [beside_full(row) for row in rows]
+    if not any(own) or table.of_perplexity:
         return []
-    ps = [f"{probability(one.get('p'))}{'*' * (i in table.significant_costs)}" for i, one in enumerate(found)]
     means = [one.get("mean_diff") for one in found]
     return [
         Column("method", "", [entry.label for entry in table.entries], left=True),
@@ -38,13 +39,45 @@ def likelihood_table(table: Comparison) -> list[Column]:
         number("NLL", "nats/token", [one.get("mean") for one in own]),
         cost_difference(table),
         Column("mean", "nats", [_signed(mean) for mean in means], values=means),
-        Column("p", "", ps, values=[one.get("p") for one in found]),
+        _p(table),
         counts("n", [one.get("n") for one in own]),
     ]
 
 
-def _beside(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (summary["likelihood"] or {}).get("full") or {}
+def perplexities(table: Comparison) -> list[Column]:
+    """Return what stands in place of scores where texts were fed: perplexity, and the difference to Full with its p."""
+    means = [(entry.summary["likelihood"] or {}).get("mean") for entry in table.entries]
+    values = [None if mean is None else exp(mean) for mean in means]
+    return [number("perplexity", "", values), cost_difference(table), _p(table)]
+
+
+def perplexity_of_groups(table: Comparison) -> list[dict[str, float]]:
+    """Return the perplexity of each group of texts, by run."""
+    found = [(entry.summary["likelihood"] or {}).get("groups", {}) for entry in table.entries]
+    return [{name: exp(group["mean"]) for name, group in groups.items()} for groups in found]
+
+
+def perplexity_notes(table: Comparison) -> list[str]:
+    """Return what a reader of such a table must know of its numbers."""
+    few = [entry.title for entry in table.entries if beside_full(entry.summary) and not _has_p(entry.summary)]
+    told = [
+        "perplexity: exp of the mean cost per token, mean over groups, the smaller the better; NLL vs full: paired "
+        "difference per token over windows, by the signed-rank test; bytes held are the largest of any example, bytes "
+        "of a step the mean"
+    ]
+    if few:
+        told.append(f"fewer than {MIN_WINDOWS} windows, so no interval says how sure a difference is: {', '.join(few)}")
+    return told
+
+
+def _has_p(summary: Mapping[str, Any]) -> bool:
+    return beside_full(summary)["p"] is not None
+
+
+def _p(table: Comparison) -> Column:
+    values = [beside_full(entry.summary).get("p") for entry in table.entries]
+    cells = [f"{probability(p)}{'*' * (i in table.significant_costs)}" for i, p in enumerate(values)]
+    return Column("p", "", cells, values=values)
 
 
 def _with_ci(beside: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ function section(table, i) {
   const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
-    el("ul", { class: "conditions" }, [...table.conditions, `score: ${table.metric}, 0 to 100`].map((line) => el("li", {}, line))),
+    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
     ...table.alarms.map(banner),
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),

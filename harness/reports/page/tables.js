@@ -5,15 +5,15 @@ const GLYPHS = [..."●■◆▲▼✚✖⬟◀▶⬢"]; // as SYMBOLS of the ch
 /** One of a table's blocks, with its heading. */
 function blockSection(table, block) {
   const body = el("div");
-  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores", open: new Set() };
+  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores" && table.points, open: new Set() };
   const redraw = () => body.replaceChildren(drawn(table, block, order, redraw));
   whenChanged(redraw);
   return body;
 }
 
-/** The ranking begins with the best score. */
+/** The ranking begins with the best score, or the smallest perplexity. */
 function startColumn(block) {
-  const place = block.columns.findIndex((column) => column.head === "score");
+  const place = block.columns.findIndex((column) => column.head === "score" || column.head === "perplexity");
   return place < 0 ? null : place;
 }
 
