@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from evals.base import AVERAGES
-from harness.reports import turns
+from harness.reports import power, turns
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow, asked
 from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
@@ -218,7 +218,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if stars or any(entry.significant_groups for entry in comparison.entries):
         measures = ", scores and likelihoods together" if comparison.costed else ""
         yield f"*: differs from Full after Holm's correction, over this table{measures}, or over the groups of one run"
-    yield from _power(comparison)
+    yield from power.notes(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield (
             "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
@@ -250,17 +250,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from dict.fromkeys(f"! {text}" for entry in comparison.entries for text in entry.damage)
     yield from _merged_warnings(comparison.entries)
-
-
-def _power(comparison: Comparison) -> Iterator[str]:
-    """Which differences the tests of this table could find at all."""
-    found, count = comparison.detectable, comparison.num_tests
-    over = f"after Holm's correction over {count} tests" if count > 1 else "in this one comparison"
-    if sizes := [100 * size for _, size in found if size is not None]:
-        span = " to ".join(dict.fromkeys((f"{min(sizes):.1f}", f"{max(sizes):.1f}")))
-        yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
-    if few := ", ".join(entry.title for entry, size in found if size is None):
-        yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
 
 
 def _copies(entry: ReportRow) -> str:

@@ -17,7 +17,7 @@ from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms as table_alarms
 from harness.results.compared import FULL, merged, paired
 from harness.results.run_folder import StoredRun
-from harness.results.summary import detectable
+from harness.results.summary import detectable, needed
 from harness.results.summary_file import (
     ONE_TABLE,
     Neighbours,
@@ -30,6 +30,7 @@ from harness.results.summary_file import (
 )
 from harness.terminal.tables import Column
 
+LOSSES = (0.1, 0.05)  # of scores, 0-1: 10 and 5 points
 PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of answers
 
 
@@ -153,6 +154,15 @@ class Comparison:
         rows = [self.entries[i] for i in self.tested]
         return [
             (row, detectable(row.run.records, row.full.records, self.num_tests)) for row in rows if row.full is not None
+        ]
+
+    @cached_property
+    def needed(self) -> list[dict[float, int | None]]:
+        """For the same rows, how many examples would show each of `LOSSES`, None beyond 100,000."""
+        return [
+            {loss: needed(row.run.records, row.full.records, loss, self.num_tests) for loss in LOSSES}
+            for row, _ in self.detectable
+            if row.full is not None
         ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import costs, likelihoods, needles, noise
+from harness.reports import costs, likelihoods, needles, noise, power
 from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
@@ -30,7 +30,7 @@ class TableKind:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
+    of: Literal["rows", "compared rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
     brief: bool = True
@@ -43,7 +43,8 @@ class TableKind:
         """Which run of the table each row is; empty where rows are no runs."""
         if self.of == "turn rows":
             return [place for place, *_ in reuse_rows(table)]
-        section = {"traced rows": "trace", "triaged rows": "triage"}.get(self.of)  # of a summary
+        sections = {"compared rows": "full", "traced rows": "trace", "triaged rows": "triage"}  # of a summary
+        section = sections.get(self.of)
         found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
 
@@ -59,6 +60,7 @@ OTHER_TABLES = (
         lambda _: likelihoods.MEANING,
     ),
     TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
+    TableKind("power", power.CAPTION, power.power_table, 2, "compared rows", lambda _: power.MEANING, brief=False),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     TableKind("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),

@@ -95,6 +95,12 @@ def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: i
     return stats.detectable(*for_statistics(pairs), comparisons=comparisons) if pairs else None
 
 
+def needed(records: Sequence[Record], full: Sequence[Record], loss: float, comparisons: int) -> int | None:
+    """How many examples would show such a loss against Full with 80 % power, as one of so many comparisons."""
+    pairs = paired(records, full)
+    return stats.needed(*for_statistics(pairs), loss=loss, comparisons=comparisons) if pairs else None
+
+
 def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
     return {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None
 

@@ -211,6 +211,8 @@ _MEANINGS = {
     "vs full": "difference to Full on the same prompts, in points",
     "p": "paired test against Full, uncorrected; * holds after Holm's correction",
     "n": "examples",
+    "found": "smallest loss that these examples show with 80 % power",
+    "examples for": "examples that would show a loss of so many points with 80 % power",
     "perplexity": "exp of the mean cost per token, the smaller the better",
     "NLL": "cost of the right answer, in nats per token behind the seal",
     "NLL vs full": "how much more the right answer costs than under Full, in nats per token, by the signed-rank test",
