@@ -16,6 +16,7 @@ from harness.config.settings import GenerationSettings, Settings
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.runner import load
 from harness.prompts.teacher import answer_ids
+from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply
 from harness.results.run_folder import StoredRun
 from methods.base import Method
@@ -37,7 +38,7 @@ def run(root: Path, method: Method, task: Task | None = None, **changes: Any) ->
 def seen(reply: Reply) -> dict[str, Any]:
     """What a record holds of an answer, but for clocks, the process' peaks and what is new."""
     plain = {name: value for name, value in vars_of(reply).items() if name not in TIMES | MEMORY}
-    measured = {name: value for name, value in reply.measured.items() if name != "answer_nll"}
+    measured = {name: value for name, value in reply.measured.items() if MEASURES[name].unit not in ("nats", "seconds")}
     turns = [seen(turn) for turn in reply.turns or ()] if isinstance(reply, Record) else []
     return plain | measured | {"turns": turns}
 
