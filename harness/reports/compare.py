@@ -74,6 +74,9 @@ class Comparison:
     title: str
     metric: str
     entries: list[ReportRow]
+    heads: tuple[
+        str, ...
+    ] = ()  # of the main table's columns that are shown, but for the two that name a row; empty: all
 
     def under_runs(self, columns: Sequence[Column]) -> list[Column]:
         """Columns, one for each run, with its name and budget above them."""

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import costs, likelihoods, needles, noise, power
-from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
+from harness.reports import against_tables, by_task, costs, likelihoods, needles, noise, power
+from harness.reports.against import Contrasts
+from harness.reports.by_task import TaskColumns
+from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
+from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
 from harness.reports.stamps import caution
 from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.results.alarms.alarm import Alarm
@@ -105,6 +108,50 @@ def as_latex(tables: Sequence[Comparison]) -> str:
             parts += latex_table(block.columns(table), caption, label, below)
         if table.tested and not noise.pairs(table):
             parts.append(f"% {noise.sentence([])}")
+    return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherTable:
+    """A table over several of those of runs: methods against methods, or tasks as columns."""
+
+    title: str
+    columns: list[Column]
+    notes: list[str]
+
+
+def further_tables(held: Sequence[Contrasts], joined: Sequence[TaskColumns]) -> list[FurtherTable]:
+    """What was asked for beside the tables of runs."""
+    return [
+        *(FurtherTable(f"Scores by task: {one.title}", one.columns, [by_task.MEANING]) for one in joined),
+        *(
+            FurtherTable(
+                f"{against_tables.caption(one)}: {one.title}",
+                against_tables.columns(one),
+                list(against_tables.notes(one)),
+            )
+            for one in held
+        ),
+    ]
+
+
+def further_as_text(tables: Sequence[FurtherTable], *, markdown: bool = False) -> str:
+    """These tables below the others."""
+    parts = list[str]()
+    for one in tables:
+        parts += [f"### {one.title}\n"] if markdown else [visible(one.title)]
+        for columns in [one.columns] if markdown else pieces(one.columns, 2):
+            parts += [(markdown_table if markdown else text_table)(columns), ""]
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in one.notes]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def further_as_latex(tables: Sequence[FurtherTable]) -> str:
+    """The same as floats."""
+    parts = list[str]()
+    for one in tables:
+        parts += latex_table(one.columns, one.title, f"tab:{_slug(one.title)}", [_sentences(one.notes)])
     return "\n".join(parts) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import exp
 from typing import Any
 
@@ -22,7 +22,8 @@ MEANING = (
 def cost_difference(table: Comparison) -> Column:
     """Return the main table's column: by how much more a right answer costs than under Full, with its interval."""
     found = [beside_full(entry.summary) for entry in table.entries]
-    cells = [f"{_with_ci(one)}{'*' * (i in table.significant_costs)}" for i, one in enumerate(found)]
+    shown = [nats_with_ci(one.get("diff"), one.get("ci95")) for one in found]
+    cells = [f"{text}{'*' * (i in table.significant_costs)}" for i, text in enumerate(shown)]
     return Column("NLL vs full", "nats, 95% CI", cells, values=[one.get("diff") for one in found])
 
 
@@ -80,10 +81,10 @@ def _p(table: Comparison) -> Column:
     return Column("p", "", cells, values=values)
 
 
-def _with_ci(beside: Mapping[str, Any]) -> str:
-    low, high = beside.get("ci95") or (None, None)
-    span = f" [{_signed(low)}, {_signed(high)}]" if low is not None else ""
-    return f"{_signed(beside.get('diff'))}{span}"
+def nats_with_ci(diff: float | None, ci: Sequence[float] | None) -> str:
+    """Write a difference in nats with the interval behind it."""
+    span = f" [{_signed(ci[0])}, {_signed(ci[1])}]" if ci else ""
+    return f"{_signed(diff)}{span}"
 
 
 def _signed(nats: float | None) -> str:

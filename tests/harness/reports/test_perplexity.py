@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.reports.columns import average_table, group_table, notes, score_table
+from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.costs import within_table
 from harness.reports.document import as_text
+from harness.reports.groups import average_table, group_table
 from harness.reports.page.data import page_data
 from harness.reports.pictures.draw import draw
 from harness.reports.spreadsheet import table_rows
