@@ -77,9 +77,9 @@ def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[
     return Paired(sample.mean, sample.interval(ALPHA / 2, pivot=0.0), sample.p)
 
 
-def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None) -> float:
-    """Return the p of `paired` for one group, without its interval."""
-    return _differences(scores, baseline, [""] * len(scores), units).p
+def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None) -> float:
+    """Return the p of `paired` without its interval, for one group unless several are given."""
+    return _differences(scores, baseline, groups or [""] * len(scores), units).p
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ from harness.reports import costs, needles, noise
 from harness.reports.columns import notes
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
+from harness.reports.conclusions import conclusions
 from harness.reports.conditions import conditions
 from harness.reports.costs import COLOURS, PANELS, Panel
 from harness.reports.document import OTHER_TABLES, SCORES, TableKind
@@ -51,6 +52,7 @@ def _table(table: Comparison, room: Room) -> dict[str, Any]:
         "title": table.title,
         "metric": table.metric,
         "conditions": list(conditions(table)),
+        "conclusions": list(conclusions(table)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],
         "notes": [note for note in said if not note.startswith(WARNING)],
