@@ -9,9 +9,7 @@ The prompt's outputs are therefore not Full's, and no shared prefill serves. The
 of blocks: first tokens, window, the tokens between window and last block, and the blocks read are within it. A prefill
 in several chunks spends the budget of what has come so far.
 
-The released code's mask, as it stands, lets keys at the border of the window be read twice; here each is read once,
-which is the released code with that mask corrected. The paper's window is 4096 tokens whatever the prompt; here window
-and blocks shrink with the budget, so that a small one has a shorter reach than the paper's ever has.
+The released code's mask reads keys at the window's border twice, ours once. Its window does not shrink with a budget.
 """
 
 from __future__ import annotations
