@@ -21,28 +21,32 @@ _UNDECODED = "\ufffd"
 
 @dataclass(frozen=True)
 class WikiText2(Task):
-    """Scores windows of WikiText-2's test split (arXiv:1609.07843), raw, by their geometric mean probability, 1 /
-    perplexity.
+    """Measures the perplexity of windows of WikiText-2's test split (arXiv:1609.07843), raw.
 
-    Windows start every `stride` tokens, and the last `stride` of a window's `window` tokens are scored. So each token
-    after the first `window - stride` is scored once, with at least that many before it. A rest that fills no window is
-    left out.
+    The last `scored` of a window's `window` tokens are predicted. Windows lie end to end, so that statistics may count
+    each as one; with a shorter `stride` they overlap, and those that begin within one window's length count as one. A
+    rest that fills no window is left out. A score must lie between 0 and 1, and is exp(-nll); tables show perplexity.
     """
 
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "1/perplexity"
+    metric: ClassVar[str] = "perplexity"
     chance: ClassVar[float | None] = None
 
     window: int = 2048
-    stride: int = 512
+    scored: int = 512
+    stride: int | None = None
     samples: int | None = None
     revision: str = "b08601e04326c79dfdd32d625aee71d232d685c3"
     _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stride < self.window:
-            raise TaskError(f"stride={self.stride} must be at least 1 and below window={self.window}: part of a window")
+        if not 1 <= self.scored < self.window:
+            raise TaskError(f"scored={self.scored} must be at least 1 and below window={self.window}: part of a window")
+        if self.stride is not None and self.stride < self.scored:
+            raise TaskError(
+                f"stride={self.stride} scores tokens twice: set it to scored={self.scored} or more, or null"
+            )
         if self.samples is not None and self.samples < 1:
             raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text")
 
@@ -57,21 +61,22 @@ class WikiText2(Task):
         ids = env.text.encode(_text(content))
         if len(ids) < self.window:
             raise TaskError(f"the text has {len(ids)} tokens, fewer than window={self.window}: choose a smaller window")
-        starts = range(0, len(ids) - self.window + 1, self.stride)
+        starts = range(0, len(ids) - self.window + 1, self.stride or self.window)
         for start in starts[: self.samples]:
             first, middle, last = (
                 _character_start(ids, at, env.text)
-                for at in (start, start + self.window - self.stride, start + self.window)
+                for at in (start, start + self.window - self.scored, start + self.window)
             )
             yield Example(
                 id=f"wikitext2-{start}",
                 group="wikitext2",
                 context=env.text.decode(ids[first:middle]),
                 references=(env.text.decode(ids[middle:last]),),
-                max_new_tokens=self.stride,
+                max_new_tokens=self.scored,
                 chat=False,
                 teacher_forced=True,
                 data={"start": start},
+                unit=f"wikitext2-{start // self.window}",
             )
 
     def score(self, example: Example, output: str) -> Score:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from evals import bounded
 
@@ -28,6 +29,8 @@ POWER = 0.8
 # How many scores of which no two are alike, as perplexities are, must be seen before an unseen one is taken to be near
 # them.
 DENSE = 20
+_SIZES = np.unique((10 ** np.linspace(0.5, 5, 91)).round().astype(int))  # numbers of examples, 12 % apart
+_TRIED = 24
 _EXACT = 128  # every number of losses up to this one is tried, and as many more spread above it
 
 
@@ -74,9 +77,9 @@ def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[
     return Paired(sample.mean, sample.interval(ALPHA / 2, pivot=0.0), sample.p)
 
 
-def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None) -> float:
-    """Return the p of `paired` for one group, without its interval."""
-    return _differences(scores, baseline, [""] * len(scores), units).p
+def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None) -> float:
+    """Return the p of `paired` without its interval, for one group unless several are given."""
+    return _differences(scores, baseline, groups or [""] * len(scores), units).p
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -114,6 +117,39 @@ def detectable(
         if rate is not None:
             return step * rate
     return None
+
+
+def needed(
+    scores: Sequence[float],
+    baseline: Sequence[float],
+    groups: Sequence[str],
+    units: Units = None,
+    *,
+    loss: float,
+    comparisons: int = 1,
+) -> int | None:
+    """Return how many examples would find a true `loss` with 80 % power, rounded up by 12 % at most; None where more
+    than 100,000 would be needed.
+
+    As in `detectable`, examples differ by what they differ by here, and as many win and lose by chance. Groups and
+    units are taken to stay as large as they are to one another.
+    """
+    sample = _differences(scores, baseline, groups, units)
+    step = max(sample.step, loss)
+    rate, reach, churn = loss / step, max(-sample.low, sample.high), sample.churn / step**2
+    alpha, square = ALPHA / comparisons, loss * step + 2 * sample.churn
+    deviations = special.ndtri([1 - alpha / 2, POWER]) @ np.sqrt([square, square - loss**2])
+    place = int(np.searchsorted(_SIZES, (deviations / loss) ** 2))  # as if differences were normal (Connor 1987)
+
+    def finds(place: int) -> bool:
+        return _power(rate, int(_SIZES[place]), step / reach, churn, alpha, thinned=True) >= POWER
+
+    while place < len(_SIZES) and not finds(place):
+        place += 1
+    while 0 < place < len(_SIZES) and finds(place - 1):
+        place -= 1
+    examples = len(scores) * float((sample.weights**2).sum())  # for each that counts
+    return round(float(_SIZES[place]) * examples) if place < len(_SIZES) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +262,19 @@ def _smallest_rate(size: int, step: float, churn: float, alpha: float) -> float 
     return high
 
 
-def _power(rate: float, size: int, step: float, churn: float, alpha: float) -> float:
+def _power(rate: float, size: int, step: float, churn: float, alpha: float, thinned: bool = False) -> float:
+    """thinned: work out the test for a few numbers of losses, for a size that is asked about once."""
     churn = min(churn, (1 - rate) / 2)
     from scipy.stats import binom  # takes half a second, and few tables need it
 
     first, last = binom.ppf([1e-6, 1 - 1e-6], size, churn + rate)
     lost = np.arange(int(first), int(last) + 1)
-    most, wins = _most_won(size, round(step, 3), alpha)[lost], churn / (1 - churn - rate) if churn else 0.0
+    if thinned:
+        tried = np.unique(np.linspace(lost[0], lost[-1], _TRIED).round().astype(int))
+        most = np.floor(np.interp(lost, tried, _won_beside(tried, step, alpha)))
+    else:
+        most = _most_won(size, round(step, 3), alpha)[lost]
+    wins = churn / (1 - churn - rate) if churn else 0.0
     probabilities: Any = binom.pmf(lost, size, churn + rate) * binom.cdf(most, size - lost, wins)
     return float(probabilities.sum())
 
@@ -244,10 +286,15 @@ def _most_won(size: int, step: float, alpha: float) -> Floats:
     lost = np.arange(min(size, _EXACT) + 1)
     if size > _EXACT:
         lost = np.union1d(lost, np.geomspace(_EXACT, size, _EXACT).round().astype(int))
+    return np.floor(np.interp(np.arange(size + 1), lost, _won_beside(lost, step, alpha)))
+
+
+def _won_beside(lost: NDArray[np.int_], step: float, alpha: float) -> NDArray[np.int_]:
+    """Return the same for the numbers `lost`."""
     low, high = np.full(len(lost), -1), lost.copy()  # as many wins as losses are never a loss
     while (high - low > 1).any():
         middle = (low + high) // 2
         values = np.array([-step, step, 1.0])
         p = 2 * bounded.tail(values, np.stack([lost, middle, np.ones_like(lost)], axis=-1).astype(float))
         low, high = np.where(p < alpha, middle, low), np.where(p < alpha, high, middle)
-    return np.floor(np.interp(np.arange(size + 1), lost, low))
+    return low

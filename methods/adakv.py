@@ -5,6 +5,9 @@ share is how many of its tokens are among them. A floor gives every head a part 
 votes would be left with the window alone. The mean over the heads is the budget, to the last token; the released code
 rounds each head's share for itself. What a head does not keep takes no memory: every head has a store of its own.
 
+The paper has no groups; its released code shares among all query heads by default, each with a copy of its group's keys
+and values. Here the heads that share are KV heads.
+
 `normalize`, an option of the released code, first scales a head's votes by how much of them its best tokens hold.
 """
 

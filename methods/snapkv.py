@@ -7,6 +7,8 @@ tokens are kept whole, and keys stay at their positions.
 The released code repeats keys to all query heads first, so each keeps its own tokens at g times the memory:
 `select_per=query_head`. With `kv_head` the votes are averaged over a group before they are pooled, which differs from
 pooling first only for `max`. A further turn shorter than the window votes with the queries it has.
+
+32 queries vote, as in the released code's configurations; PyramidKV's scripts take 8.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.hub",
     "evals.multiturn",
     "evals.shapes",
+    "evals.signed_rank",
     "evals.stats",
 )
 METHODS_KNOWN_TO_THE_HARNESS = (

@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "{tiny} task=gsm8k task.prompt=mine": ("task.prompt", "lm_eval"),
     "{tiny} task=scbench task.tasks=nope": ("task.tasks", "nope"),
     "{tiny} task=longbench task.datasets=[qaspr]": ("task.datasets", "qasper"),
-    "{tiny} task=wikitext2 task.stride=5000": ("task.stride=5000", "task.window=2048"),
+    "{tiny} task=wikitext2 task.scored=5000": ("task.scored=5000", "task.window=2048"),
     # who tunes methods by hand
     "{small} method=quest method.page_size=0": ("method.page_size=0", "at least 1"),
     "{small} method=snapkv method.kernel=4": ("method.kernel=4", "odd"),

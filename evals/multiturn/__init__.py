@@ -78,7 +78,7 @@ class Multiturn(Task):
 
     @property
     def metric(self) -> str:  # type: ignore[override]
-        return "1/perplexity" if self.replies == "forced" else "needle found"
+        return "perplexity" if self.replies == "forced" else "needle found"
 
     @property
     def chance(self) -> float | None:  # type: ignore[override]

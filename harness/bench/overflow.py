@@ -171,7 +171,8 @@ def main(options: argparse.Namespace) -> None:
     if not 0 <= options.sinks < (stays := int(options.window * options.ratio)):
         raise ValueError(f"--sinks {options.sinks} should be 0 or more, and fewer than the {stays} tokens that stay.")
     tokens = options.window + options.new
-    task = [f"task.window={tokens}", f"task.stride={options.new}", f"task.samples={options.texts}"]
+    sizes = {"window": tokens, "scored": options.new, "stride": options.new, "samples": options.texts}
+    task = [f"task.{name}={value}" for name, value in sizes.items()]
     place = [f"data.root={options.data_root}"] if options.data_root else []
     _, wikitext, source, settings = built(composed([*options.model, "task=wikitext2", *task, *place]))
     loaded = source.load(options.dtype, options.device)

@@ -7,12 +7,25 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness.config.errors import as_command
 from harness.config.nested import flatten
+from harness.reports.against import Contrasts, as_plain, contrasts
+from harness.reports.bibliography import bibtex
+from harness.reports.by_task import by_task
+from harness.reports.columns import with_columns
 from harness.reports.compare import Comparison, comparisons
-from harness.reports.document import as_latex, as_text, shows_colour
+from harness.reports.document import (
+    FurtherTable,
+    as_latex,
+    as_text,
+    further_as_latex,
+    further_as_text,
+    further_tables,
+    shows_colour,
+)
 from harness.reports.page.build import write_page
 from harness.reports.spreadsheet import table_rows
 from harness.results import files
@@ -56,10 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found_at := _places(found, options.folders):
         warn(found_at)
     shown = [run for run in runs if not run.is_empty]
-    tables = [_sorted(table, options.sort) for table in comparisons(shown)]
+    chosen = [name.strip() for name in options.columns.split(",")] if options.columns else []
+    tables = [with_columns(_sorted(table, options.sort), chosen) for table in comparisons(shown)]
     left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-    show("\n".join([as_text(tables, colour=shows_colour(sys.stdout)), *map(visible, left_out)]))
-    for path in _written(tables, options, [*left_out, *(f"left out: {message}" for message in unreadable)]):
+    held = contrasts(tables, options.against) if options.against else []
+    further = further_tables(held, by_task(tables) if options.by_task else [])
+    text = [as_text(tables, colour=shows_colour(sys.stdout)), *([further_as_text(further)] if further else [])]
+    show("\n".join(["\n\n".join(text), *map(visible, left_out)]))
+    for path in _written(
+        tables, held, further, options, [*left_out, *(f"left out: {message}" for message in unreadable)]
+    ):
         say(f"wrote {path}")
     for message in unreadable:
         warn(f"left out: {message}")
@@ -90,9 +109,20 @@ def print_report(folders: Sequence[Path]) -> None:
         warn(f"left out: {message}")
 
 
-def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]) -> Iterator[Path]:
+def _written(
+    tables: Sequence[Comparison],
+    held: Sequence[Contrasts],
+    further: Sequence[FurtherTable],
+    options: argparse.Namespace,
+    left_out: Sequence[str],
+) -> Iterator[Path]:
     """The files that were asked for, once each is there."""
-    texts = {options.md: lambda: as_text(tables, markdown=True) + "\n", options.tex: lambda: as_latex(tables)}
+    more = f"\n{further_as_text(further, markdown=True)}\n" if further else ""
+    texts = {
+        options.md: lambda: f"{as_text(tables, markdown=True)}\n{more}",
+        options.tex: lambda: as_latex(tables) + (further_as_latex(further) if further else ""),
+        options.bib: lambda: bibtex(tables),
+    }
     for path, text in texts.items():
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +132,10 @@ def _written(tables: Sequence[Comparison], options: argparse.Namespace, left_out
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         files.write_csv(options.csv, table_rows(tables))
         yield options.csv
+        if held:
+            path = options.csv.with_stem(f"{options.csv.stem}-against")
+            files.write_csv(path, [line for one in held for line in as_plain(one)])
+            yield path
     if options.html:
         yield write_page(options.html, tables, left_out)
     if options.plots:
@@ -118,7 +152,7 @@ def _sorted(table: Comparison, sort: str | None) -> Comparison:
     known = [(float(value), entry) for value, entry in values if value is not None]
     known.sort(key=lambda pair: pair[0], reverse=descending)
     entries = [entry for _, entry in known] + [entry for value, entry in values if value is None]
-    return Comparison(table.title, table.metric, entries)
+    return replace(table, entries=entries)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,6 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
     parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
     parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
+    parser.add_argument("--bib", type=typed, metavar="FILE", help="BibTeX of every method in the tables, and of ours")
+    parser.add_argument(
+        "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
+    )
+    parser.add_argument("--by-task", action="store_true", help="tasks as columns as well, a row per method and budget")
+    parser.add_argument("--columns", metavar="A,B", help="columns of the main table, by their heads: score,p,n")
     parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     return parser

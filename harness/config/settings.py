@@ -64,6 +64,7 @@ CHOICES = {
     "memory_check": ("on", "off"),
     "graphs": ("auto", "on", "off"),
     "triage": ("off", "on"),
+    "likelihood": ("on", "off"),
 }
 RANGES = {
     **dict.fromkeys(("batch", "prefill_chunk", "threads", "workers", "budget_bytes", "budget_generated"), FROM_1),
@@ -93,6 +94,7 @@ WITHOUT_EFFECT = (
     "wandb",
     "workers",
     "triage",
+    "likelihood",
     "disk",
     "store.folder",
 )
@@ -149,6 +151,7 @@ class Settings:
     warmup: int = 1
     shared_prefill: bool = False
     fidelity: int = 0
+    likelihood: str = "on"
     trace: str = "off"
     graphs: str = "auto"
     triage: str = "off"
@@ -202,6 +205,12 @@ class Settings:
     def says_budget(self) -> bool:
         """Whether one of the settings limits what a method reads or keeps."""
         return self.budget is not None or self.budget_bytes is not None or bool(self.layer_budgets)
+
+    @property
+    def measures_likelihood(self) -> bool:
+        """Whether right answers are fed before each answer. A run that forces lengths or clocks the parts of a step is
+        about time, and measures none."""
+        return self.likelihood == "on" and self.trace == "off" and not self.generation.force_length
 
     def disk_folder(self) -> Path | None:
         """Where placement=disk keeps its files; None for the system's own place."""

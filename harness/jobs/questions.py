@@ -21,6 +21,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
+from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage, larger
@@ -94,10 +95,12 @@ class Asking:
         context: int | None,
         ending: Ending,
         overflow: Overflow | None,
+        likelihood: Likelihood | None,
     ) -> None:
         """`context`: tokens of the first of `items` that were prefilled; None for its whole prompt. `overflow`: None
-        where no history outgrows the window."""
+        where no history outgrows the window. `likelihood`: measures right answers; None where nothing does."""
         self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
+        self.likelihood = likelihood
         self._prefilled: Prefilled | None = prefilled  # until the last example begins
         self._by_token, self._waiting = context is not None, deque(items)
         self._first, self._several = items[0].example.id, len(items) > 1
@@ -162,7 +165,7 @@ class Asking:
         self._turns.extend(item.further)
         if item.further:
             self.transcript.reuse.append(self._counts())
-        return self._with_snapshot(slot)
+        return self._before_the_answer(slot, item)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
         """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
@@ -179,7 +182,7 @@ class Asking:
         lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.histories.stores else {}
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
         self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
-        return self._with_snapshot(slot)
+        return self._before_the_answer(slot, turn)
 
     def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> Slot:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
@@ -192,12 +195,28 @@ class Asking:
         return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
-    def _with_snapshot(self, slot: Slot) -> Slot:
-        """`slot`, in no clock, its cache kept where a given reply follows."""
-        if self._turns and self._turns[0].prompt.replaces_answer and not slot.ended:
-            self._unanswered = Snapshot(slot.cache)
+    def _before_the_answer(self, slot: Slot, turn: Item) -> Slot:
+        """Return `slot`, with the likelihood of the right answer to `turn` and with its cache kept where a given reply
+        follows. Neither is in a clock; an answer of one token ends before the seal and has neither."""
+        references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
+        replaced = bool(self._turns) and self._turns[0].prompt.replaces_answer and not slot.ended
+        if replaced or references:
+            snapshot = Snapshot(slot.cache)
+            if references:
+                slot.out.measured["answer_nll"] = self._cost(slot.cache, references, snapshot)
+            self._unanswered = snapshot if replaced else None
             wait_for(self.engine.model.device)
         return slot
+
+    def _cost(self, cache: KVCache, references: Sequence[Sequence[int]], snapshot: Snapshot) -> float | None:
+        """Return the cost of the most likely of the right answers, and put `cache` back."""
+        assert self.likelihood is not None
+        question, costs = self.talk.unread, list[float | None]()
+        for reference in references:
+            cache.watch = None  # comes back with the snapshot
+            costs.append(self.likelihood.measure(cache, question, reference))
+            snapshot.restore()
+        return min((cost for cost in costs if cost is not None), default=None)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self.engine.prefill(cache, self._tensor(tokens), whole=True)

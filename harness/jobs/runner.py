@@ -31,6 +31,7 @@ from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
 from harness.jobs import choices
+from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.questions import Asking, Transcript
 from harness.jobs.shared_prefill import Prefilled
@@ -71,6 +72,7 @@ class Runner:
             graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
         self._closing.callback(attachment.close)
+        self.likelihood = Likelihood(self.engine, loaded.tokenizer) if settings.measures_likelihood else None
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
             self.engine.tracer = Tracer(self.device, profile_file(folder))
@@ -127,7 +129,8 @@ class Runner:
     def _asking(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Asking:
         """With a prefill of its own unless it is one of `prefilled`."""
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        return Asking(self.engine, kept, items, ready, self._context(items[0]), self.ending, self.overflow)
+        context = self._context(items[0])
+        return Asking(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])

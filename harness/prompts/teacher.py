@@ -6,11 +6,15 @@ method is measured on what it keeps of the context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from evals.base import Example
 from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize
+
+TAIL = 400  # characters of a prompt that decide how the text behind it splits into tokens
 
 
 class Forced:
@@ -33,25 +37,39 @@ class Forced:
 
 
 def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens of the reference as they follow the prompt in one text; where the two would join into other tokens, those
-    of the reference alone. None where nothing is forced."""
+    """Return the tokens of the reference as they follow the prompt in one text; none where nothing is forced."""
     if not example.teacher_forced:
         return ()
     if len(example.references) != 1 or not example.references[0]:
         raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
-    return _following(prompt, example.references[0], tokenizer)
+    return _behind(prompt, example.references[0], tokenizer)
 
 
 def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Tokens of each of the example's choices, as `forced_ids` gives those of a reference."""
     if not all(example.choices):
         raise PromptError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
-    return tuple(_following(prompt, choice, tokenizer) for choice in example.choices)
+    return tuple(_behind(prompt, choice, tokenizer) for choice in example.choices)
 
 
-def _following(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids, ends = tokenize(tokenizer, prompt.text + text)
-    start = next((i for i, end in enumerate(ends) if end > len(prompt.text)), len(ids))
-    if tuple(ids[:start]) == prompt.ids[prompt.bos_added :]:
-        return tuple(ids[start:])
-    return tuple(tokenize(tokenizer, text).ids)
+def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of a right answer as a model would write it behind `prompt`: behind a space, unless the prompt
+    ends in white space or the answer begins with it."""
+    end = prompt.text[-TAIL:]
+    space = "" if end[-1:].isspace() or reference[:1].isspace() else " "
+    return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
+
+
+def _behind(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of `text` as they follow the whole prompt."""
+    return _following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
+
+
+def _following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`; where the two would join into other
+    tokens, those of `added` alone."""
+    joined, ends = tokenize(tokenizer, text + added)
+    start = next((i for i, end in enumerate(ends) if end > len(text)), len(joined))
+    if joined[:start] == list(ids):
+        return tuple(joined[start:])
+    return tuple(tokenize(tokenizer, added).ids)

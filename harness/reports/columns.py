@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from evals.base import AVERAGES
-from harness.reports import turns
+from harness.config.plugins import suggestion
+from harness.reports import power, turns
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
+from harness.reports.likelihoods import cost_difference, perplexities, perplexity_notes
 from harness.reports.stamps import legend, stamps
 from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
     Column,
-    counts,
-    digits,
     number,
     percent,
     probability,
@@ -35,10 +34,34 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 def score_table(comparison: Comparison) -> list[Column]:
     """The main table: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
+    shown = comparison.heads
+    return [
+        *names(comparison.entries),
+        *(column for column in _measures(comparison) if not shown or _name(column) in shown),
+    ]
+
+
+def with_columns(comparison: Comparison, heads: Sequence[str]) -> Comparison:
+    """Return the table with these columns alone, named by their heads in one line and small letters. Raises
+    `ValueError` for a name that no column has."""
+    known = {_name(column) for column in _measures(comparison)}
+    asked_for = tuple(head.lower() for head in heads)
+    for head in asked_for:
+        if head not in known:
+            listed = ", ".join(sorted(known))
+            raise ValueError(f"--columns {head}: no column is called so{suggestion(head, known)} There are {listed}.")
+    return replace(comparison, heads=asked_for)
+
+
+def _name(column: Column) -> str:
+    return " ".join(column.head.split()).lower()
+
+
+def _measures(comparison: Comparison) -> list[Column]:
+    """The columns of the main table behind the two that name a row."""
     entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
     memory = [row["memory"] for row in rows]
     return [
-        *names(entries),
         *_scores(comparison),
         Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
         Column("stamps", "", [stamps(entry, comparison) for entry in entries], left=True),
@@ -66,6 +89,8 @@ def names(entries: Sequence[ReportRow]) -> list[Column]:
 
 
 def _scores(comparison: Comparison) -> list[Column]:
+    if comparison.of_perplexity:
+        return perplexities(comparison)
     rows, holds = [entry.summary for entry in comparison.entries], comparison.significant
     scores = [row["score"] for row in rows]
     beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
@@ -74,6 +99,7 @@ def _scores(comparison: Comparison) -> list[Column]:
         Column("score", "95% CI", [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
         Column("vs full", "95% CI", [difference(one) for one in beside], values=[one["diff"] for one in beside]),
         Column("p", "", ps, values=[one["p"] for one in beside]),
+        cost_difference(comparison),
     ]
 
 
@@ -126,86 +152,22 @@ def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [*shares, number("KL", "nats", [one.get("kl") for one in found])]
 
 
-def by_run(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
-    """A table with a column per run turned round, as papers print it: a row per run. The two are never both there: this
-    one is where runs outnumber the rows, `by_column` where they do not."""
-    columns, count = table(comparison), len(comparison.entries)
-    if not _is_tall(columns, comparison):
-        return []
-    heads, runs = columns[:-count], columns[-count:]
-    sizes = [f"n = {size}" for size in heads[1].cells] if len(heads) > 1 else [""] * len(heads[0].cells)
-    return [
-        *names(comparison.entries),
-        *(
-            Column(name, size, [run.cells[i] for run in runs], values=[run.values[i] for run in runs])
-            for i, (name, size) in enumerate(zip(heads[0].cells, sizes, strict=True))
-        ),
-    ]
-
-
-def by_column(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
-    """The table as it is, where it has no fewer rows than runs."""
-    columns = table(comparison)
-    return [] if _is_tall(columns, comparison) else columns
-
-
-def _is_tall(columns: Sequence[Column], comparison: Comparison) -> bool:
-    return bool(columns) and len(comparison.entries) > len(columns[0].cells)
-
-
-def group_table(comparison: Comparison) -> list[Column]:
-    """Score per group of examples; empty where there is one group alone. *: differs from Full, after Holm over them."""
-    scores = [entry.summary["score"]["groups"] for entry in comparison.entries]
-    groups = list(dict.fromkeys(group for run in scores for group in run))
-    if len(groups) < 2:
-        return []
-    sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
-    columns = []
-    for entry, run in zip(comparison.entries, scores, strict=True):
-        holds = entry.significant_groups
-        cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
-        columns.append(Column("", "", cells, values=[run.get(group, {}).get("mean") for group in groups]))
-    heads = [Column("group", "", groups, left=True), counts("n", list(sizes.values()))]
-    return [*heads, *comparison.under_runs(columns)]
-
-
-def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
-    """An unfinished group says over how many examples its mean is."""
-    return percent(score["mean"]) + "*" * holds + (f" ({score['n']})" if score["n"] < size else "")
-
-
-def average_table(comparison: Comparison) -> list[Column]:
-    """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
-    runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
-    listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
-    if not listed:
-        return []
-    raw = {name for name in listed if any(run.get(name, 0) > 1 for run in runs)}
-    columns = []
-    for run in runs:
-        shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
-        cells = [shown.get(name, "") for name in listed]
-        columns.append(Column("", "", cells, values=[run.get(name) for name in listed]))
-    return [Column("average", "", listed, left=True), *comparison.under_runs(columns)]
-
-
-def average_meanings(comparison: Comparison) -> str:
-    """The note below that table: what its names do not say."""
-    shown = {name for entry in comparison.entries for name in entry.summary["score"]["averages"]}
-    return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
-
-
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
-    yield (
-        f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
-        "example, bytes of a step the mean"
-    )
+    if comparison.of_perplexity:
+        yield from perplexity_notes(comparison)
+    else:
+        yield (
+            f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
+            "example, bytes of a step the mean"
+        )
     if any(entry.summary["throughput_tok_s"] is not None for entry in comparison.entries):
         yield "decode: tokens behind the second over the time of their steps; sequences of a batch share a step's time"
-    if comparison.significant or any(entry.significant_groups for entry in comparison.entries):
-        yield "*: differs from Full after Holm's correction, over this table, or over the groups of one run"
-    yield from _power(comparison)
+    stars = comparison.significant or comparison.significant_costs
+    if stars or any(entry.significant_groups for entry in comparison.entries):
+        measures = ", scores and likelihoods together" if comparison.costed else ""
+        yield f"*: differs from Full after Holm's correction, over this table{measures}, or over the groups of one run"
+    yield from power.notes(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield (
             "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
@@ -237,17 +199,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from dict.fromkeys(f"! {text}" for entry in comparison.entries for text in entry.damage)
     yield from _merged_warnings(comparison.entries)
-
-
-def _power(comparison: Comparison) -> Iterator[str]:
-    """Which differences the tests of this table could find at all."""
-    found, count = comparison.detectable, len(comparison.tested)
-    over = f"after Holm's correction over {count} rows" if count > 1 else "in this one comparison"
-    if sizes := [100 * size for _, size in found if size is not None]:
-        span = " to ".join(dict.fromkeys((f"{min(sizes):.1f}", f"{max(sizes):.1f}")))
-        yield f"a difference to Full must be about {span} points to be found with 80 % power {over}"
-    if few := ", ".join(entry.title for entry, size in found if size is None):
-        yield f"too few examples: no difference to Full, however large, reaches p < 0.05 {over}: {few}"
 
 
 def _copies(entry: ReportRow) -> str:

@@ -17,7 +17,7 @@ from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms as table_alarms
 from harness.results.compared import FULL, merged, paired
 from harness.results.run_folder import StoredRun
-from harness.results.summary import detectable
+from harness.results.summary import detectable, needed
 from harness.results.summary_file import (
     ONE_TABLE,
     Neighbours,
@@ -29,6 +29,9 @@ from harness.results.summary_file import (
     write_summary,
 )
 from harness.terminal.tables import Column
+
+LOSSES = (0.1, 0.05)  # of scores, 0-1: 10 and 5 points
+PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of answers
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class Comparison:
     title: str
     metric: str
     entries: list[ReportRow]
+    heads: tuple[
+        str, ...
+    ] = ()  # of the main table's columns that are shown, but for the two that name a row; empty: all
 
     def under_runs(self, columns: Sequence[Column]) -> list[Column]:
         """Columns, one for each run, with its name and budget above them."""
@@ -80,33 +86,87 @@ class Comparison:
         ]
 
     @property
+    def of_perplexity(self) -> bool:
+        """Whether texts were fed in place of answers, so that likelihoods are all there is to compare."""
+        return self.metric == PERPLEXITY
+
+    @property
     def tested(self) -> list[int]:
-        """Rows that are held against Full."""
-        return [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
+        """Rows whose scores are held against Full's."""
+        return [] if self.of_perplexity else [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
+
+    @property
+    def costed(self) -> list[int]:
+        """Rows whose likelihoods of the right answers are held against Full's."""
+        return [i for i, entry in enumerate(self.entries) if beside_full(entry.summary).get("p") is not None]
+
+    def beside(self, entry: ReportRow) -> Mapping[str, Any] | None:
+        """A row's difference to Full, which pictures show: of its score, 0-1, or where texts were fed in nats per
+        token, with a sign that makes more the better as well; None where there is none with an interval."""
+        if not self.of_perplexity:
+            beside: Mapping[str, Any] | None = entry.summary["full"]
+            return beside
+        cost = beside_full(entry.summary)
+        if cost.get("ci95") is None:
+            return None
+        low, high = cost["ci95"]
+        return {"diff": -cost["diff"], "ci95": [-high, -low], "p": cost["p"]}
+
+    @property
+    def num_tests(self) -> int:
+        """Tests that Holm's correction is over: those of all scores and of all likelihoods of this table."""
+        return len(self.tested) + len(self.costed)
 
     @cached_property
+    def _corrected(self) -> list[float]:
+        """p after Holm's correction over this table: of the scores first, then of the likelihoods."""
+        rows = [entry.summary for entry in self.entries]
+        scores = [rows[i]["full"]["p"] for i in self.tested]
+        return stats.holm([*scores, *(rows[i]["likelihood"]["full"]["p"] for i in self.costed)])
+
+    @property
     def adjusted(self) -> dict[int, float]:
-        """Per row that is held against Full, p after Holm's correction over this table."""
-        corrected = stats.holm([self.entries[i].summary["full"]["p"] for i in self.tested])
-        return dict(zip(self.tested, corrected, strict=True))
+        """Per row that is held against Full, the corrected p of its score."""
+        return dict(zip(self.tested, self._corrected, strict=False))
+
+    @property
+    def adjusted_costs(self) -> dict[int, float]:
+        """Per row whose likelihood is held against Full's, the corrected p of that."""
+        return dict(zip(self.costed, self._corrected[len(self.tested) :], strict=True))
 
     @property
     def significant(self) -> set[int]:
-        """Rows whose difference to Full holds after this correction."""
+        """Rows whose difference to Full in the score holds after this correction."""
         return {i for i, p in self.adjusted.items() if p < ALPHA}
+
+    @property
+    def significant_costs(self) -> set[int]:
+        """Rows whose difference to Full in the likelihood holds after this correction."""
+        return {i for i, p in self.adjusted_costs.items() if p < ALPHA}
 
     @cached_property
     def alarms(self) -> list[Alarm]:
         """What a reader must see before the table, red ones first."""
-        p = self.adjusted
+        p = self.adjusted_costs if self.of_perplexity else self.adjusted
         rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
 
     @cached_property
     def detectable(self) -> list[tuple[ReportRow, float | None]]:
         """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
-        rows, count = [self.entries[i] for i in self.tested], len(self.tested)
-        return [(row, detectable(row.run.records, row.full.records, count)) for row in rows if row.full is not None]
+        rows = [self.entries[i] for i in self.tested]
+        return [
+            (row, detectable(row.run.records, row.full.records, self.num_tests)) for row in rows if row.full is not None
+        ]
+
+    @cached_property
+    def needed(self) -> list[dict[float, int | None]]:
+        """For the same rows, how many examples would show each of `LOSSES`, None beyond 100,000."""
+        return [
+            {loss: needed(row.run.records, row.full.records, loss, self.num_tests) for loss in LOSSES}
+            for row, _ in self.detectable
+            if row.full is not None
+        ]
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
@@ -137,7 +197,13 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
-    return Comparison(title, str(runs[0].info.get("task_info", {}).get("metric", "score")), entries)
+    metric = str(runs[0].info.get("task_info", {}).get("metric", "score"))
+    return Comparison(title, metric.removeprefix("1/"), entries)  # older runs say 1/perplexity
+
+
+def beside_full(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a summary says of a run's likelihoods beside Full's; empty where it says nothing."""
+    return (summary["likelihood"] or {}).get("full") or {}
 
 
 def asked(summary: Mapping[str, Any]) -> float:

@@ -129,7 +129,7 @@ def within_table(comparison: Comparison) -> list[Column]:
     """`MEANING`, fewest bytes first; empty where nothing is held against Full."""
     found = within(comparison)
     best = sorted(found.items(), key=lambda pair: (_total(pair[1]) if pair[1] else inf, pair[0]))
-    if not best:
+    if not best or comparison.of_perplexity:
         return []
     rows = [entry for _, entry in best]
     bytes_ = [needed(row) if row else None for row in rows]

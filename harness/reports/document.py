@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import costs, needles, noise
-from harness.reports.columns import average_meanings, average_table, by_column, by_run, group_table, notes, score_table
+from harness.reports import against_tables, by_task, costs, likelihoods, needles, noise, power
+from harness.reports.against import Contrasts
+from harness.reports.by_task import TaskColumns
+from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions
+from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
 from harness.reports.stamps import caution
 from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
 from harness.results.alarms.alarm import Alarm
@@ -30,7 +33,7 @@ class TableKind:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
+    of: Literal["rows", "compared rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
     brief: bool = True
@@ -43,14 +46,24 @@ class TableKind:
         """Which run of the table each row is; empty where rows are no runs."""
         if self.of == "turn rows":
             return [place for place, *_ in reuse_rows(table)]
-        section = {"traced rows": "trace", "triaged rows": "triage"}.get(self.of)  # of a summary
+        sections = {"compared rows": "full", "traced rows": "trace", "triaged rows": "triage"}  # of a summary
+        section = sections.get(self.of)
         found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
 
 
 SCORES = TableKind("scores", "Scores, times and bytes", score_table, 2, "rows")
 OTHER_TABLES = (
+    TableKind(
+        "likelihood",
+        likelihoods.CAPTION,
+        likelihoods.likelihood_table,
+        2,
+        "rows",
+        lambda _: likelihoods.MEANING,
+    ),
     TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
+    TableKind("power", power.CAPTION, power.power_table, 2, "compared rows", lambda _: power.MEANING, brief=False),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     TableKind("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
@@ -95,6 +108,50 @@ def as_latex(tables: Sequence[Comparison]) -> str:
             parts += latex_table(block.columns(table), caption, label, below)
         if table.tested and not noise.pairs(table):
             parts.append(f"% {noise.sentence([])}")
+    return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherTable:
+    """A table over several of those of runs: methods against methods, or tasks as columns."""
+
+    title: str
+    columns: list[Column]
+    notes: list[str]
+
+
+def further_tables(held: Sequence[Contrasts], joined: Sequence[TaskColumns]) -> list[FurtherTable]:
+    """What was asked for beside the tables of runs."""
+    return [
+        *(FurtherTable(f"Scores by task: {one.title}", one.columns, [by_task.MEANING]) for one in joined),
+        *(
+            FurtherTable(
+                f"{against_tables.caption(one)}: {one.title}",
+                against_tables.columns(one),
+                list(against_tables.notes(one)),
+            )
+            for one in held
+        ),
+    ]
+
+
+def further_as_text(tables: Sequence[FurtherTable], *, markdown: bool = False) -> str:
+    """These tables below the others."""
+    parts = list[str]()
+    for one in tables:
+        parts += [f"### {one.title}\n"] if markdown else [visible(one.title)]
+        for columns in [one.columns] if markdown else pieces(one.columns, 2):
+            parts += [(markdown_table if markdown else text_table)(columns), ""]
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in one.notes]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def further_as_latex(tables: Sequence[FurtherTable]) -> str:
+    """The same as floats."""
+    parts = list[str]()
+    for one in tables:
+        parts += latex_table(one.columns, one.title, f"tab:{_slug(one.title)}", [_sentences(one.notes)])
     return "\n".join(parts) + "\n"
 
 

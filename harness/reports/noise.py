@@ -6,9 +6,10 @@ its score changes by is no method's doing. Such A/A runs are the rows of Full in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from evals.stats import ALPHA
 from harness.reports.compare import Comparison, ReportRow
@@ -46,11 +47,10 @@ def floor(found: list[Pair]) -> float | None:
     return max((abs(pair.diff) for pair in found), default=None)
 
 
-def within_noise(entry: ReportRow, least: float | None) -> bool:
-    """Whether the row's difference to Full may be nothing: its test does not hold, or Full differs from itself by as
-    much."""
-    beside = entry.summary["full"]
-    return bool(beside) and (beside["p"] >= ALPHA or (least is not None and abs(beside["diff"]) <= least))
+def within_noise(beside: Mapping[str, Any] | None, least: float | None) -> bool:
+    """Whether a row's difference to Full (`Comparison.beside`) may be nothing: its test does not hold, or Full differs
+    from itself by as much."""
+    return beside is not None and (beside["p"] >= ALPHA or (least is not None and abs(beside["diff"]) <= least))
 
 
 def sentence(found: list[Pair]) -> str:

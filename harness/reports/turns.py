@@ -45,8 +45,8 @@ def _finds_nothing(entry: ReportRow) -> bool:
 
 
 def turn_scores(comparison: Comparison) -> list[Column]:
-    """Score of each turn; empty where all examples have one."""
-    return _by_turn("score\nby turn", comparison, "turns", "score")
+    """Score of each turn; empty where all examples have one, and where texts were fed in place of answers."""
+    return [] if comparison.of_perplexity else _by_turn("score\nby turn", comparison, "turns", "score")
 
 
 def ago_scores(comparison: Comparison) -> list[Column]:

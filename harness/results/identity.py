@@ -39,7 +39,7 @@ OURS = ("harness", "methods", "kernels", "evals")
 CORE = (
     "harness", "kernels", "methods.base", "methods.budget", "methods.layers", "methods.parts", "methods.pools",
     "methods.tiers", "evals.base", "evals.bounded", "evals.cache", "evals.data", "evals.hub", "evals.shapes",
-    "evals.stats",
+    "evals.signed_rank", "evals.stats",
 )  # fmt: skip
 Values = Mapping[str, Any]
 

@@ -30,7 +30,7 @@ class Measure:
     """
 
     meaning: str
-    unit: Literal["tokens", "bytes", "share", "seconds"]
+    unit: Literal["tokens", "bytes", "share", "seconds", "nats"]
     over_turns: Callable[[list[float]], float] = fmean
     over_examples: Callable[[list[float]], float] = fmean
     section: str | None = "memory"
@@ -97,6 +97,11 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl
         unit="share",
         head="hits",
         shown="share of the rows asked of a method's device cache that were there",
+    ),
+    "answer_nll": Measure(
+        meaning="Cost of the most likely right answer, per token behind the seal; null where it has no such token.",
+        unit="nats",
+        section=None,
     ),
     "read_bytes_per_step": Measure(
         meaning="Bytes of keys, values and index that a step read, wherever they lie; null unless `trace=on`.",

@@ -23,11 +23,12 @@ from harness.results import triage
 from harness.results.alarms.run import warnings
 from harness.results.compared import for_statistics, group_means, mean_score, paired
 from harness.results.identity import model_name
+from harness.results.likelihood import likelihood
 from harness.results.measures import over_examples, over_known
 from harness.results.records import HISTORY_S, PEAKS, Record, Reply
 from methods.tiers.tier import TIERS, bytes_key
 
-SCHEMA = 10
+SCHEMA = 11
 
 
 def summarise(
@@ -60,6 +61,7 @@ def summarise(
         "prompt_tokens": _lengths([record.prompt_tokens for record in records]),
         "score": _score(records, config.get("task")),
         "full": beside,
+        "likelihood": likelihood(records, full),
         "prefills": sum(record.prefilled_by is None for record in records),
         "lost_turns": over_known(sum, [record.lost_turns for record in records]),
         "turns": _turns(records, timed=not (simulated or traced)),
@@ -91,6 +93,12 @@ def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: i
     """The loss against Full that these examples would show with 80 % power, as one of so many comparisons."""
     pairs = paired(records, full)
     return stats.detectable(*for_statistics(pairs), comparisons=comparisons) if pairs else None
+
+
+def needed(records: Sequence[Record], full: Sequence[Record], loss: float, comparisons: int) -> int | None:
+    """How many examples would show such a loss against Full with 80 % power, as one of so many comparisons."""
+    pairs = paired(records, full)
+    return stats.needed(*for_statistics(pairs), loss=loss, comparisons=comparisons) if pairs else None
 
 
 def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:

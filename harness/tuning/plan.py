@@ -49,7 +49,9 @@ class SearchPlan:
         for words in without_effect(wanted, method):
             say_once(words)
         method = method_of(wanted, method, model.describe())
-        settings = replace(wanted, seed=TUNING_SEED, shared_prefill=True, comm=None, windows=CommonWindows())
+        settings = replace(
+            wanted, seed=TUNING_SEED, shared_prefill=True, likelihood="off", comm=None, windows=CommonWindows()
+        )
         grids = grids_of(method, asked)
         refuse_unseeded(task)
         task.require(settings.data.folder())

@@ -205,6 +205,20 @@ def test_a_detectable_difference_is_detected(size: int, comparisons: int, churn:
     assert (p < stats.ALPHA / comparisons).mean() == pytest.approx(stats.POWER, abs=0.03)
 
 
+@pytest.mark.parametrize(("loss", "comparisons", "churn"), [(0.1, 1, 0.0), (0.1, 12, 0.05), (0.05, 3, 0.02)])
+def test_as_many_examples_as_are_needed_find_a_loss(loss: float, comparisons: int, churn: float) -> None:
+    """In four of five samples or a few more, since their number is rounded up."""
+    noise = round(100 * churn)
+    seen, full = [1.0] * noise + [0.0] * (100 - noise), [0.0] * noise + [1.0] * noise + [0.0] * (100 - 2 * noise)
+    size = stats.needed(seen, full, ["a"] * 100, loss=loss, comparisons=comparisons)
+    assert size is not None
+    rng = np.random.default_rng(8)
+    odds = [churn, churn + loss, 1 - 2 * churn - loss]
+    outcomes = rng.choice([1.0, -1.0, 0.0], p=odds, size=(1000, size))
+    p = 2 * bounded.upper_p(outcomes, np.full(size, 1 / size), np.zeros(1000), 1.0)
+    assert stats.POWER - 0.04 <= (p < stats.ALPHA / comparisons).mean() <= stats.POWER + 0.09
+
+
 def test_partial_scores_are_detected_about_as_often() -> None:
     """Quarters that come out anew on a third of the examples, and lose what such examples change by."""
     rng, size = np.random.default_rng(7), 60

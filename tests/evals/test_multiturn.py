@@ -125,7 +125,7 @@ def test_a_given_reply_is_right_and_stands_before_the_next_turn() -> None:
 
 def test_forced_replies_are_the_texts_own_and_their_likelihood_is_the_score() -> None:
     task = Multiturn(haystack="pydoc", conversations=3, turns=3, replies="forced")
-    assert (task.metric, task.chance) == ("1/perplexity", None)
+    assert (task.metric, task.chance) == ("perplexity", None)
     for talk in task.examples(env()):
         assert talk.teacher_forced
         assert not FACT.search(history(talk.turns))

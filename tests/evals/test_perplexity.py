@@ -30,7 +30,7 @@ class Bytes:
 
 
 def task(**changes: Any) -> WikiText2:
-    return WikiText2(**{"window": 20, "stride": 8, "samples": None, "revision": "main", **changes})
+    return WikiText2(**{"window": 20, "scored": 8, "stride": 8, "samples": None, "revision": "main", **changes})
 
 
 def env(root: Path, window: int | None = None) -> TaskEnv:
@@ -75,7 +75,18 @@ def test_score_is_the_inverse_perplexity() -> None:
             task().score(example, output)
 
 
-@pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 0)])
-def test_stride_is_part_of_a_window(window: int, stride: int) -> None:
+def test_windows_lie_end_to_end_unless_a_stride_is_given(tmp_path: Path) -> None:
+    """Then those that begin within one window's length count as one."""
+    (tmp_path / "ppl").mkdir()
+    (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text("x" * 70, encoding="utf-8")
+    apart, overlapping = (list(task(stride=stride).examples(env(tmp_path))) for stride in (None, 8))
+    assert [(one.data["start"], one.unit) for one in apart] == [(20 * i, f"wikitext2-{i}") for i in range(3)]
+    assert [one.unit for one in overlapping] == [f"wikitext2-{i}" for i in (0, 0, 0, 1, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("scored", [20, 0])
+def test_what_is_scored_is_part_of_a_window(scored: int) -> None:
     with pytest.raises(TaskError, match="part of a window"):
-        task(window=window, stride=stride)
+        task(scored=scored)
+    with pytest.raises(TaskError, match="scores tokens twice"):
+        task(stride=7)

@@ -236,3 +236,40 @@ def test_scores_of_a_unit_count_as_one() -> None:
     mixed = stats.interval([1, 0, 0, 0], ["a"] * 4, units=["x", "x", "y", "z"])
     assert mixed is not None
     assert mixed.low < 0.25 < mixed.high
+
+
+class TestNeeded:
+    def test_more_examples_for_a_smaller_loss_more_chance_and_more_comparisons(self) -> None:
+        full, calm, shaken = [1.0] * 40, [1.0] * 38 + [0.0] * 2, [1.0] * 30 + [0.0] * 10
+        groups = ["a"] * 40
+        half = [0.0] * 5 + [1.0] * 35
+        few = stats.needed(calm, full, groups, loss=0.1)
+        assert few is not None
+        assert 70 <= few <= 90  # six losses of six, which McNemar's test needs, in four of five samples of 78
+        for more in (
+            stats.needed(calm, full, groups, loss=0.05),
+            stats.needed(shaken, half, groups, loss=0.1),
+            stats.needed(calm, full, groups, loss=0.1, comparisons=10),
+        ):
+            assert more is not None
+            assert more > 1.3 * few
+
+    def test_it_is_what_detectable_detects(self) -> None:
+        """A loss that is just found by so many examples needs about as many."""
+        for size, comparisons in ((40, 1), (120, 6)):
+            seen = [1.0] * 2 + [0.0] * (size - 2)
+            full = [0.0] * 2 + [1.0] * 4 + [0.0] * (size - 6)
+            loss = stats.detectable(seen, full, ["a"] * size, comparisons=comparisons)
+            assert loss is not None
+            wanted = stats.needed(seen, full, ["a"] * size, loss=loss, comparisons=comparisons)
+            assert wanted == pytest.approx(size, rel=0.15)
+
+    def test_questions_on_one_text_are_counted_singly(self) -> None:
+        scores, full = [1.0, 0.0] * 20, [1.0] * 40
+        apart = stats.needed(scores, full, ["a"] * 40, loss=0.2)
+        united = stats.needed([1.0, 1.0, 0.0, 0.0] * 10, full, ["a"] * 40, [str(i // 2) for i in range(40)], loss=0.2)
+        assert apart is not None
+        assert united == 2 * stats.needed([1.0, 0.0] * 10, [1.0] * 20, ["a"] * 20, loss=0.2)  # type: ignore[operator]
+
+    def test_a_tiny_loss_of_partial_scores_is_out_of_reach(self) -> None:
+        assert stats.needed([1.0, 0.0] * 20, [0.0, 1.0] * 20, ["a"] * 40, loss=0.001, comparisons=30) is None

@@ -92,6 +92,7 @@ OTHERS: dict[str, Other] = {
     "warmup": Other(2),
     "shared_prefill": Other(True),
     "fidelity": Other(4),
+    "likelihood": Other("off"),
     "trace": Other("on"),
     "graphs": Other("on"),
     "triage": Other("on"),
@@ -264,6 +265,7 @@ SEEN: dict[str, Seen] = {
     "wandb.project": Seen(_copied_to),
     "wandb.entity": Seen(_copied_to, {"wandb.project": "mine"}),
     "triage": Seen(lambda wanted, folder, _: (_made(wanted, folder).folder / "triage.jsonl").exists()),
+    "likelihood": Seen(lambda wanted, folder, _: _made(wanted, folder).records[0].measured["answer_nll"]),
     "disk": Seen(lambda wanted, *_: _job(wanted).settings.disk_folder(), {"placement": "disk"}),
     "store.folder": Seen(_stored, ON_DISK),
 }

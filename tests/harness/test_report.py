@@ -236,17 +236,17 @@ def test_a_group_that_differs_from_full_is_marked_after_holm(
 
 
 def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = {"_target_": "evals.perplexity.WikiText2", "window": 9, "stride": 4, "samples": None, "revision": "main"}
-    nlls = {"full": [1.0, 3.0], "quest": [2.0, 3.0]}
-    for method, costs in nlls.items():
-        lines = [record(f"e{i}", output=str(cost), details={"nll": cost}, **SPARSE) for i, cost in enumerate(costs)]
-        write_run(tmp_path, lines, method, task=task)
+    shares = {"full": [1.0, 0.5], "quest": [0.25, 0.5]}
+    for method, found in shares.items():
+        details = [{"leading_digits_share": share} for share in found]
+        lines = [record(f"e{i}", details=one, **SPARSE) for i, one in enumerate(details)]
+        write_run(tmp_path, lines, method)
     text = printed(capsys, tmp_path)
-    table = text[text.index("perplexity\n") :]  # one average of two runs: a row per run
-    assert row(table, "full").split() == ["full", "7.39"]
-    assert row(table, "quest").split() == ["quest", "10%", "12.2"]
-    assert "perplexity: of all windows or replies together" in table
-    assert "leading_digits_share:" not in table
+    table = text[text.index("leading_digits_share\n") :]  # one average of two runs: a row per run
+    assert row(table, "full").split() == ["full", "75.0"]
+    assert row(table, "quest").split() == ["quest", "10%", "37.5"]
+    assert "leading_digits_share: of the numbers asked for" in table
+    assert "perplexity:" not in table
 
 
 def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,23 @@ def test_a_layer_keeps_what_the_released_code_keeps_and_all_together_the_budget(
     assert sum(ours) == layers * budget <= sum(theirs) + layers
 
 
+@pytest.mark.parametrize("layers", [2, 3, 30, 32])
+@pytest.mark.parametrize(("budget", "prompt"), [(65, 1316), (263, 1316), (658, 1316), (2048, 31500), (512, 520)])
+def test_released_rounding_is_the_released_codes(layers: int, budget: int, prompt: int) -> None:
+    theirs = [released(layer, layers, budget, prompt) for layer in range(layers)]
+    assert replace(METHOD, rounding="released").layer_budgets(budget, prompt, layers) == theirs
+
+
+def test_released_rounding_keeps_more() -> None:
+    """As the module says."""
+    method = replace(METHOD, rounding="released")
+    for budget, more, last in ((65, 0.18, 33), (263, 0.04, 42)):
+        amounts = method.layer_budgets(budget, 1316, 30)
+        assert sum(amounts) / (30 * budget) - 1 == pytest.approx(more, abs=0.005)
+        assert amounts[-1] == last
+    assert METHOD.layer_budgets(263, 1316, 30)[-1] == 21
+
+
 def test_the_published_cells_are_pyramids() -> None:
     """10, 20 and 50 % of a prompt of 1316 tokens in 30 layers."""
     for budget, first, last in ((131, 248, 14), (263, 505, 21), (658, 1276, 41)):

@@ -11,6 +11,7 @@ from harness.reports import costs, needles, noise
 from harness.reports.columns import notes
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
+from harness.reports.conclusions import conclusions
 from harness.reports.conditions import conditions
 from harness.reports.costs import COLOURS, PANELS, Panel
 from harness.reports.document import OTHER_TABLES, SCORES, TableKind
@@ -51,11 +52,13 @@ def _table(table: Comparison, room: Room) -> dict[str, Any]:
         "title": table.title,
         "metric": table.metric,
         "conditions": list(conditions(table)),
+        "conclusions": list(conclusions(table)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],
         "notes": [note for note in said if not note.startswith(WARNING)],
         "noise": noise.sentence(pairs) if table.tested else None,
-        "floor": least,
+        "floor": None if table.of_perplexity else least,
+        "points": not table.of_perplexity,
         "caution": caution(table),
         "rows": _rows(table, least),
         "blocks": [made for block in (SCORES, *OTHER_TABLES) if (made := _block(block, table))],
@@ -98,11 +101,17 @@ def _block(block: TableKind, table: Comparison) -> dict[str, Any] | None:
 
 def _rows(table: Comparison, least: float | None) -> list[dict[str, Any]]:
     lines = sorted({entry.label for entry in table.entries if method_of(entry.run) != FULL})
-    holds = table.significant
-    return [_row(entry, lines, i in holds, least) for i, entry in enumerate(table.entries)]
+    holds = table.significant_costs if table.of_perplexity else table.significant
+    least = None if table.of_perplexity else least
+    return [
+        _row(entry, lines, i in holds, least, table.beside(entry)) | ({"score": None} if table.of_perplexity else {})
+        for i, entry in enumerate(table.entries)
+    ]
 
 
-def _row(entry: ReportRow, lines: Sequence[str], holds: bool, least: float | None) -> dict[str, Any]:
+def _row(
+    entry: ReportRow, lines: Sequence[str], holds: bool, least: float | None, beside: Mapping[str, Any] | None
+) -> dict[str, Any]:
     row = entry.summary
     full = method_of(entry.run) == FULL
     return {
@@ -114,9 +123,9 @@ def _row(entry: ReportRow, lines: Sequence[str], holds: bool, least: float | Non
         "status": row["status"],
         "score": row["score"]["mean"],
         "ci": row["score"]["ci95"],
-        "beside": row["full"] and {key: row["full"][key] for key in ("diff", "ci95", "p")},
+        "beside": beside and {key: beside[key] for key in ("diff", "ci95", "p")},
         "holds": holds,
-        "grey": noise.within_noise(entry, least),
+        "grey": noise.within_noise(beside, least),
         "command": command(entry.run),
         "facts": _facts(entry.run),
         "warnings": row["warnings"],
@@ -157,7 +166,7 @@ def _counted(known: Mapping[str, Any], keys: Sequence[str]) -> str:
 def panels(table: Comparison) -> list[dict[str, Any]]:
     """Score against each cost that can be compared; `front`: complete rows that nothing beats."""
     rows = [entry.summary for entry in table.entries]
-    return [_panel(panel, table) for panel in PANELS if panel.shows(rows)]
+    return [] if table.of_perplexity else [_panel(panel, table) for panel in PANELS if panel.shows(rows)]
 
 
 def _panel(panel: Panel, table: Comparison) -> dict[str, Any]:
@@ -204,6 +213,12 @@ _MEANINGS = {
     "vs full": "difference to Full on the same prompts, in points",
     "p": "paired test against Full, uncorrected; * holds after Holm's correction",
     "n": "examples",
+    "found": "smallest loss that these examples show with 80 % power",
+    "examples for": "examples that would show a loss of so many points with 80 % power",
+    "perplexity": "exp of the mean cost per token, the smaller the better",
+    "NLL": "cost of the right answer, in nats per token behind the seal",
+    "NLL vs full": "how much more the right answer costs than under Full, in nats per token, by the signed-rank test",
+    "mean": "mean difference to Full in nats per token, which a few failed prompts may make",
     "stamps": "conditions to know before comparing, a letter each",
     "attended": "share of the prompt that a head read per step",
     "read per\nKV head\n(union)": "share of the prompt that a KV head read for all its query heads, each token once",

@@ -82,7 +82,7 @@ function firstDifference(a, b) {
 }
 
 function side(one, at) {
-  const facts = `score ${points(one.score)} · ${one.tokens} tokens · ${one.stop}`;
+  const facts = `${one.score === null ? "" : `score ${points(one.score)} · `}${one.tokens} tokens · ${one.stop}`;
   const text = el("pre", {});
   if (one.text === null) text.append(el("em", {}, "left out: the page is full"));
   else if (at < 0) text.append(one.text);

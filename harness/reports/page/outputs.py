@@ -52,12 +52,14 @@ def outputs(table: Comparison, room: Room) -> dict[str, Any]:
             if key not in places:
                 places[key] = len(places)
                 groups.append((record.id, record.group))
-            own[places[key]] = _answer(record, room)
+            own[places[key]] = _answer(record, room, scored=not table.of_perplexity)
         answers.append(own)
     return {"examples": groups, "answers": answers}
 
 
-def _answer(record: Record, room: Room) -> list[Any]:
-    """Text, score, tokens, stop, whether it is cut, and a mark that is the same where the whole answer is."""
+def _answer(record: Record, room: Room, scored: bool) -> list[Any]:
+    """Text, score (null of a text that was fed), tokens, stop, whether it is cut, and a mark that is the same where the
+    whole answer is."""
     mark = hashlib.sha256(repr(record.answer).encode()).hexdigest()[:8]
-    return [room.add(record.output), record.score, len(record.tokens), record.stop, len(record.output) > LONGEST, mark]
+    score = record.score if scored else None
+    return [room.add(record.output), score, len(record.tokens), record.stop, len(record.output) > LONGEST, mark]

@@ -97,8 +97,9 @@ function section(table, i) {
   const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
-    el("ul", { class: "conditions" }, [...table.conditions, `score: ${table.metric}, 0 to 100`].map((line) => el("li", {}, line))),
+    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
     ...table.alarms.map(banner),
+    table.conclusions.length ? el("div", { class: "conclusions" }, el("h3", {}, "What can be concluded"), el("ul", {}, table.conclusions.map((text) => el("li", {}, folded(text, null))))) : "",
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
     ...[heatMaps(table), causes, layersChart(table), partsChart(table), parts].filter(Boolean),

@@ -100,30 +100,36 @@ function forest(table) {
   if (!table.rows.some((row) => row.beside)) return null;
   const least = table.floor;
   const band = least ? ` Shaded: the noise floor, ${points(least)} points.` : "";
-  const note = `in points, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey and hollow: within the noise (p ≥ 0.05, or below the noise floor).${band}`;
+  const unit = table.points ? "in points" : "log-likelihood in nats per token";
+  const note = `${unit}, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey and hollow: within the noise (p ≥ 0.05, or below the noise floor).${band}`;
   return chart("Difference to Full,", note, (width) => {
     const rows = table.rows.filter((row) => row.beside && isShown(row)).sort((a, b) => a.beside.diff - b.beside.diff || b.title.localeCompare(a.title));
-    return rows.length ? forestPlot(rows, least, width) : null;
+    return rows.length ? forestPlot(rows, least, width, table.points ? POINTS : NATS) : null;
   });
 }
 
-function forestPlot(rows, least, width) {
+/** Units of a difference, decimals, name of the axis, and the least that it shows on either side of 0. */
+const POINTS = { scale: 100, places: 1, name: "points", least: 5, room: 2 };
+const NATS = { scale: 1, places: 3, name: "nats per token", least: 0.05, room: 0.02 };
+
+function forestPlot(rows, least, width, unit) {
   const most = width < NARROW ? 22 : 44;
   const names = rows.map((row) => plain(titleIn(row, most)) + (row.status === "complete" ? "" : " †") + (row.holds ? " *" : ""));
-  const values = rows.map((row) => 100 * row.beside.diff);
-  const [low, high] = [0, 1].map((end) => rows.map((row) => 100 * row.beside.ci95[end]));
+  const values = rows.map((row) => unit.scale * row.beside.diff);
+  const [low, high] = [0, 1].map((end) => rows.map((row) => unit.scale * row.beside.ci95[end]));
+  const told = rows.map((_, i) => `${values[i].toFixed(unit.places)} [${low[i].toFixed(unit.places)}, ${high[i].toFixed(unit.places)}]`);
   const faint = colour("faint");
   const colours = rows.map((row) => (row.grey ? faint : lineColour(row)));
   const bars = rows.map((row, i) => ({
     type: "scatter", mode: "lines+markers", x: [low[i], values[i], high[i]], y: [i, i, i], line: { color: colours[i], width: 1.5 },
     marker: { size: [0, 9, 0], color: colours[i], opacity: 1, line: { width: 1.4, color: colours[i] }, symbol: symbol(row) + (row.grey ? "-open" : "") },
-    hovertemplate: `${plain(row.title)}<br>${values[i].toFixed(1)} [${low[i].toFixed(1)}, ${high[i].toFixed(1)}]<br>p = ${row.beside.p.toPrecision(2)}<extra></extra>`,
+    hovertemplate: `${plain(row.title)}<br>${told[i]}<br>p = ${row.beside.p.toPrecision(2)}<extra></extra>`,
   }));
   const shapes = [{ type: "line", x0: 0, x1: 0, y0: -0.6, y1: rows.length - 0.4, line: { color: colour("soft"), width: 1 }, layer: "below" }];
   if (least) shapes.push({ type: "rect", x0: -100 * least, x1: 100 * least, y0: -0.6, y1: rows.length - 0.4, fillcolor: colour("band"), line: { width: 0 }, layer: "below" });
   const longest = Math.max(...names.map((name) => name.length));
   const y = axis("", { tickvals: rows.map((_, i) => i), ticktext: names, range: [-0.6, rows.length - 0.4], showgrid: false, tickfont: { size: 12, color: colour("ink") } });
-  const x = axis("points", { range: [Math.min(-5, ...low) - 2, Math.max(5, ...high) + 2] });
+  const x = axis(unit.name, { range: [Math.min(-unit.least, ...low) - unit.room, Math.max(unit.least, ...high) + unit.room] });
   return { data: bars, layout: { shapes, xaxis: x, yaxis: y, height: 66 + 22 * rows.length, margin: { l: 14 + 6.6 * longest, r: 12, t: 6, b: 44 } } };
 }
 

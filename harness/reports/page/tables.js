@@ -2,18 +2,21 @@
 
 const GLYPHS = [..."●■◆▲▼✚✖⬟◀▶⬢"]; // as SYMBOLS of the charts
 
+const MOST_ROWS = 20; // of a table that is shown whole at once; a longer one folds
+const SHOWN_ROWS = 12;
+
 /** One of a table's blocks, with its heading. */
 function blockSection(table, block) {
   const body = el("div");
-  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores", open: new Set() };
+  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores" && table.points, open: new Set(), whole: false };
   const redraw = () => body.replaceChildren(drawn(table, block, order, redraw));
   whenChanged(redraw);
   return body;
 }
 
-/** The ranking begins with the best score. */
+/** The ranking begins with the best score, or the smallest perplexity. */
 function startColumn(block) {
-  const place = block.columns.findIndex((column) => column.head === "score");
+  const place = block.columns.findIndex((column) => column.head === "score" || column.head === "perplexity");
   return place < 0 ? null : place;
 }
 
@@ -25,14 +28,17 @@ function drawn(table, block, order, redraw) {
   const opens = block.name === "scores";
   const grid = el("table", { class: "grid" }, el("caption", {}, block.caption), headOf(block, shown, order, opens, redraw));
   const body = el("tbody");
-  for (const place of rows) {
+  const folds = rows.length > MOST_ROWS && !order.whole && !document.documentElement.classList.contains("paper");
+  for (const place of folds ? rows.slice(0, SHOWN_ROWS) : rows) {
     const run = block.runs.length ? table.rows[block.runs[place]] : null;
     body.append(...rowOf(block, shown, place, run ?? lineOf(table, block, place), opens && order.open, table));
   }
   grid.append(body);
   const scroll = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": block.caption }, grid);
   new ResizeObserver(() => grid.style.setProperty("--name", `${grid.querySelector(".name").offsetWidth}px`)).observe(grid);
-  return el("div", {}, scroll, block.note ? el("p", { class: "soft" }, block.note) : null);
+  const unfold = () => ((order.whole = true), redraw());
+  const more = folds ? el("button", { type: "button", class: "more", onclick: unfold }, `Show all ${rows.length} rows`) : null;
+  return el("div", {}, scroll, more, block.note ? el("p", { class: "soft" }, block.note) : null);
 }
 
 function columnsShown(table, block) {

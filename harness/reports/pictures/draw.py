@@ -23,9 +23,9 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     for number, table in enumerate(tables, 1):
         whole = partial(_picture, folder, f"{number}-{table.title}")
         rows = priced(table)
-        if table.tested:
+        if any(map(table.beside, table.entries)):
             yield from differences.differences(table, whole("differences"), table.title)
-        if frontier.has_frontier(rows):
+        if frontier.has_frontier(rows) and not table.of_perplexity:
             yield from frontier.frontier(rows, whole("frontier"), table.title)
         yield from _needles(number, table, folder)
         for place, entry in enumerate(table.entries, 1):

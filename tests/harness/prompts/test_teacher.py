@@ -28,7 +28,7 @@ from tests.fast import MODEL, PQ, STREAMING
 from tests.tiny import prompt, tiny
 
 TEXT = "Plain words stand here, then more of them; a café, and at last the end of the line.\n" * 12
-TASK = WikiText2(window=300, stride=40, samples=3, revision="main")
+TASK = WikiText2(window=300, scored=40, stride=40, samples=3, revision="main")
 
 
 @pytest.fixture

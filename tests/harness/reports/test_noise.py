@@ -108,8 +108,9 @@ def test_what_is_within_the_noise(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 60))
     write_run(tmp_path, records([1.0] * 50 + [0.0] * 10, **SPARSE), "quest", budget=0.1)
     write_run(tmp_path, records([1.0] * 58 + [0.0] * 2, **SPARSE), "quest", budget=0.2)
-    rows = {entry.title: entry for entry in table(tmp_path).entries}
-    assert not noise.within_noise(rows["full"], None)
-    assert not noise.within_noise(rows["quest 10%"], None)
-    assert noise.within_noise(rows["quest 20%"], None)  # p = 0.5
-    assert noise.within_noise(rows["quest 10%"], 0.2)  # Full differs from itself by more
+    made = table(tmp_path)
+    beside = {entry.title: made.beside(entry) for entry in made.entries}
+    assert not noise.within_noise(beside["full"], None)
+    assert not noise.within_noise(beside["quest 10%"], None)
+    assert noise.within_noise(beside["quest 20%"], None)  # p = 0.5
+    assert noise.within_noise(beside["quest 10%"], 0.2)  # Full differs from itself by more

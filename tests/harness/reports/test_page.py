@@ -294,7 +294,7 @@ def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.Captu
     assert report.main([str(path.parents[1])]) == 0
     text = " ".join(capsys.readouterr().out.split())
     [table] = data_of(path)["tables"]
-    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "costs", "groups"}
+    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "power", "costs", "groups"}
     for block in table["blocks"]:
         for column in block["columns"]:
             assert all(cell in text for cell in column["cells"])

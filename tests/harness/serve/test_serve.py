@@ -211,7 +211,7 @@ def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(
 def test_a_task_whose_answers_are_given_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ppl").mkdir()
     (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text("a quiet line of text\n" * 20)
-    words = ["task=wikitext2", "task.window=64", "task.stride=32", f"data.root={tmp_path}"]
+    words = ["task=wikitext2", "task.window=64", "task.scored=32", f"data.root={tmp_path}"]
     assert main([*MODEL_ARGS, *words, "--out", str(tmp_path / "out")]) == 2
     assert "choose another, as task=multiturn with task.replies=own." in capfd.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+"""The likelihood of the right answer: what one forward says it is, and a run that is otherwise the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evals.base import Example, Task, TaskEnv
+from evals.niah import Niah
+from harness.config.settings import GenerationSettings, Settings
+from harness.jobs.planning.items import Item, prepare
+from harness.jobs.runner import load
+from harness.prompts.teacher import answer_ids
+from harness.results.measures import MEASURES
+from harness.results.records import Record, Reply
+from harness.results.run_folder import StoredRun
+from methods.base import Method
+from methods.full import Full
+from tests import fast
+from tests.fast import MODEL, PQ, niah
+from tests.harness.jobs.test_questions import STATEFUL, Balances, Given
+from tests.methods.test_contract import small, walked
+from tests.quick import mostly_slow
+
+TIMES = {"token_s", "share_s", "decode_share_s", "seal_s", "question_s", "load_s", "hidden_s", "save_s", "save_ahead_s"}
+MEMORY = {"save_hidden_s", "capture_s", "device_peak_bytes", "host_peak_bytes", "peaks", "turns", "measured"}
+
+
+def run(root: Path, method: Method, task: Task | None = None, **changes: Any) -> StoredRun:
+    return fast.run(root, method, task or niah(depths=2), **{"budget": 0.3} | changes)
+
+
+def seen(reply: Reply) -> dict[str, Any]:
+    """What a record holds of an answer, but for clocks, the process' peaks and what is new."""
+    plain = {name: value for name, value in vars_of(reply).items() if name not in TIMES | MEMORY}
+    measured = {name: value for name, value in reply.measured.items() if MEASURES[name].unit not in ("nats", "seconds")}
+    turns = [seen(turn) for turn in reply.turns or ()] if isinstance(reply, Record) else []
+    return plain | measured | {"turns": turns}
+
+
+def vars_of(reply: Reply) -> dict[str, Any]:
+    return {name: getattr(reply, name) for name in type(reply).__dataclass_fields__}
+
+
+def nll_of(replies: Any) -> list[float | None]:
+    return [reply.measured["answer_nll"] for reply in replies]
+
+
+def same_but_for_the_likelihood(root: Path, method: Method, task: Task | None = None, **changes: Any) -> StoredRun:
+    without = run(root / "without", method, task, likelihood="off", **changes)
+    made = run(root / "with", method, task, **changes)
+    assert [seen(record) for record in made.records] == [seen(record) for record in without.records]
+    assert not any(nll_of(without.records))
+    assert all(nll_of(reply for record in made.records for reply in record.replies))
+    return made
+
+
+def dense(item: Item, protocol: str = "prompt") -> float:
+    """The cost of the first reference by one forward over everything; under protocol=prompt without its first token."""
+    model, [reference] = load(MODEL, "fp32", "cpu").model, item.example.references
+    answer = answer_ids(reference, item.prompt, MODEL.tokenizer())[: item.new_tokens]
+    ids = torch.tensor([[*item.prompt.ids, *answer]])
+    skipped = len(item.prompt.ids) + (protocol == "prompt")
+    with torch.inference_mode():
+        logits = model(ids).logits[0, skipped - 1 : -1].float()
+    return torch.nn.functional.cross_entropy(logits, ids[0, skipped:]).item()
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("protocol", ["prompt", "context"])
+def test_under_full_it_is_that_of_one_forward(tmp_path: Path, protocol: str) -> None:
+    made = run(tmp_path, Full(), protocol=protocol)
+    wanted = [dense(item, protocol) for item in prepare(niah(depths=2), MODEL, Settings())]
+    assert nll_of(made.records) == pytest.approx(wanted, abs=1e-4)
+
+
+@walked
+def test_a_run_is_otherwise_the_same_under_every_method(name: str, tmp_path: Path) -> None:
+    same_but_for_the_likelihood(tmp_path, small(name), niah(depths=1))
+
+
+@pytest.mark.parametrize("name", mostly_slow(STATEFUL, "infinigen", "pqcache"))
+def test_what_steps_leave_behind_is_taken_back(name: str, tmp_path: Path) -> None:
+    method: Method = replace(small(name), **STATEFUL[name])  # type: ignore[type-var]
+    same_but_for_the_likelihood(tmp_path, method, placement="host" if method.offloads else "device")
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "side by side": {"batch": 2},
+    "with exact attention beside it": {"fidelity": 1},
+    "one prefill": {"shared_prefill": True},
+    "a further turn": {"task": Balances(talks=True)},
+    "a given reply": {"task": Given()},
+    "a question of its own": {"protocol": "context"},
+    "a shared context": {"task": Balances(), "protocol": "context", "questions": "shared"},
+    "over a bus": {"placement": "host", "link": "25GBps"},
+    "in a store": {"task": Balances(talks=True), "history": "store"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_is_otherwise_the_same_however_it_runs(how: str, tmp_path: Path) -> None:
+    same_but_for_the_likelihood(tmp_path, PQ, **HOW[how])
+
+
+@pytest.mark.tokens
+def test_a_budget_of_everything_costs_what_full_costs_and_a_small_one_does_not(tmp_path: Path) -> None:
+    full, everything, little = (
+        nll_of(run(tmp_path, method, budget=budget).records) for method, budget in [(Full(), 0.3), (PQ, 1.0), (PQ, 0.1)]
+    )
+    assert everything == pytest.approx(full, abs=1e-5)
+    assert all(abs(a - b) > 1e-4 for a, b in zip(little, full, strict=True) if a and b)
+
+
+@dataclass(frozen=True)
+class Answered(Niah):
+    """A needle whose references are given."""
+
+    answers: tuple[str, ...] = ("4", "one", "another")
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        for example in super().examples(env):
+            yield replace(example, references=self.answers)
+
+
+@pytest.mark.tokens
+def test_the_best_of_several_counts_and_one_token_has_none(tmp_path: Path) -> None:
+    short = {"lengths": (400,), "depths": 1, "max_new_tokens": 6, "template": "{context}\n\n{question}\n"}
+    [item] = prepare(task := Answered(**short), MODEL, Settings())
+    costs = [dense(replace(item, example=replace(item.example, references=(one,)))) for one in task.answers[1:]]
+    assert nll_of(run(tmp_path, Full(), task).records) == [pytest.approx(min(costs), abs=1e-4)]
+    assert nll_of(run(tmp_path, Full(), Answered(**short, answers=("4",))).records) == [None]
+
+
+def test_an_answer_follows_behind_white_space() -> None:
+    [item] = prepare(Answered(lengths=(400,), depths=1), MODEL, Settings())
+    open_end, closed = (replace(item.prompt, text=text) for text in ("It is", "Answer:\n"))
+    written = [
+        MODEL.tokenizer().decode(answer_ids(reference, prompt, MODEL.tokenizer()))
+        for reference, prompt in [("4", open_end), ("\n4", open_end), ("4", closed)]
+    ]
+    assert written == [" 4", "\n4", "4"]
+
+
+@pytest.mark.parametrize("changes", [{"trace": "on"}, {"generation": GenerationSettings(force_length=True)}], ids=str)
+def test_a_run_about_time_measures_none(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert nll_of(run(tmp_path, PQ, niah(depths=1), **changes).records) == [None]
+
+
+def test_it_is_no_part_of_the_identity(tmp_path: Path) -> None:
+    assert run(tmp_path, PQ).folder == run(tmp_path, PQ, likelihood="off").folder
