@@ -30,7 +30,7 @@ def item(name: str, *turns: tuple[int, int], seed: int = 0) -> Item:
         Item(one, _prompt(question, 100 * seed + place), answer, ())
         for place, (one, (question, answer)) in enumerate(zip(example.turns, turns, strict=True))
     )
-    return Item(example, first.prompt, first.new_tokens, (), (), tuple(later))
+    return Item(example, first.prompt, first.new_tokens, (), further=tuple(later))
 
 
 def _prompt(tokens: int, seed: int) -> Prompt:
