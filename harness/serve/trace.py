@@ -30,6 +30,7 @@ CONVERSATION = SAID | {
     "max_new_tokens": "a whole number above 0",
     "min_new_tokens?": "a whole number",
     "teacher_forced?": "true or false",
+    "choices?": ["text"],
     "chat?": "true or false",
     "stop?": ["text"],
     "max_prompt_tokens?": "a whole number above 0",
@@ -126,7 +127,7 @@ def _made(kind: Any, plain: dict[str, Any], place: str) -> Any:
     if unknown := sorted(plain.keys() - {field.name for field in fields(kind)}):
         raise TraceError(f"{place} has {unknown[0]!r}, which is no field of a conversation: leave it out.")
     given = {name: value for name, value in plain.items() if value is not None}
-    given |= {name: tuple(given[name]) for name in ("references", "stop") if name in given}
+    given |= {name: tuple(given[name]) for name in ("references", "choices", "stop") if name in given}
     if "further" in given:
         given["further"] = tuple(_made(Turn, turn, place) for turn in given["further"])
     return kind(**given)
