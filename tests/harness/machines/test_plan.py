@@ -329,7 +329,11 @@ def test_options_are_checked(words: list[str], capsys: pytest.CaptureFixture[str
 def test_host_memory_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHORT, "--methods", "shadowkv", "--placement", "host"]
     assert not command.main([*words, "--host", "1GB"])
-    assert " host " in capsys.readouterr().out.replace("in host", "")
+    limited = capsys.readouterr().out
+    assert " host " in limited.replace("in host", "")
+    assert "not limited" not in limited
+    assert not command.main(words)
+    assert re.search(r"Host memory is not limited here, and rows take up to [\d.e-]+ TiB", capsys.readouterr().out)
 
 
 def test_budgets_are_of_methods_that_use_them() -> None:
