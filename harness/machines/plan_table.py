@@ -45,8 +45,8 @@ def columns(rows: Sequence[PlannedRow]) -> list[Column]:
 
 
 def notes(rows: Sequence[PlannedRow]) -> list[str]:
-    """What the words of the column `trust` mean that are in the table, which rows take as much host memory as they like,
-    and where the machines' facts come from."""
+    """What the words of the column `trust` mean that are in the table, how much host memory its rows take where nobody
+    limits it, and where the machines' facts come from."""
     found = {row.basis for row in rows}
     words = [f"{word}: {meaning}." for word, meaning in MEANING.items() if word in found]
     most = max((row.batch * row.sequence.host for row in rows if row.machine.host_bytes is None), default=0)
