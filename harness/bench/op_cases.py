@@ -26,6 +26,7 @@ ROOM = 64  # rows that a store keeps free behind the prompt
 SINKS = 32
 PAGE, CHUNK = 16, 8  # tokens: Quest's page, ShadowKV's chunk
 CHANNELS = 16  # SparQ's
+KEPT, BOUNDED, FACING = 0.4, 2, 0.5  # of the prompt, tokens of a page, share of the channels: RocketKV's at 5 %
 PARTIAL = 0.2  # share of the channels: InfiniGen's
 ALPHA = 5.0  # InfiniGen's
 RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
@@ -160,6 +161,9 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
     yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
+    pages, facing = round(KEPT * x.tokens / BOUNDED), round(FACING * dim)
+    bounds = x.grouped(facing), x.random(1, groups, 2 * dim, pages), x.rows(groups, 2 * dim, facing)
+    yield OpCase("channel_scores", f"RocketKV, {pages} of {facing}", bounds)
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))

@@ -5,8 +5,8 @@ from __future__ import annotations
 # fmt: off
 PHASES = {
     "select": (
-        "row_scores", "channel_sums", "pq_weights", "group_weights", "group_margins", "top_k", "column_sums",
-        "kmeans", "windowed_sums",
+        "row_scores", "channel_scores", "channel_sums", "pq_weights", "group_weights", "group_margins", "top_k",
+        "column_sums", "kmeans", "windowed_sums",
     ),
     "fetch": ("gather_rows", "put_rows", "rebuild_keys", "decode_rows"),
     "attend": (

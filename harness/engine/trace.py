@@ -32,7 +32,10 @@ PROFILED = range(1, 4)  # steps of the first example, which then are no part of 
 # them: the index is read once all the same.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
     "row_scores": lambda q, x: int(x.nbytes),
-    "channel_sums": lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),
+    **dict.fromkeys(
+        ("channel_scores", "channel_sums"),
+        lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),
+    ),
     "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
 }
 _ATTEND = PHASES["attend"][:2]  # of a decode step

@@ -89,7 +89,10 @@ _COMPUTED: dict[str, Callable[..., int]] = {
     "segment_attention": _attended,
     "segment_attention_with_lse": _attended,
     "row_scores": lambda q, x: 2 * _rows_of(q) * x.shape[2] * x.shape[3],
-    "channel_sums": lambda q, x, channels: 2 * _rows_of(q) * channels.shape[-1] * x.shape[3],
+    **dict.fromkeys(
+        ("channel_scores", "channel_sums"),
+        lambda q, x, channels: 2 * _rows_of(q) * channels.shape[-1] * x.shape[3],
+    ),
     "rebuild_keys": lambda u, basis, positions, cos, sin: 2 * positions.numel() * u.shape[2] * basis.shape[3],
     "attention_inputs": lambda x, block, cos, sin: _products(x, block.q, block.k, block.v),
     "block_output": lambda x, attended, block: _products(x, block.o, block.gate, block.up, block.down),
