@@ -105,21 +105,23 @@ class InfiniGen(Method):
             return costs.dense(case)
         case, tables = limited_pool.kept(self.pool_capacity, case)
         mass = costs.FP32 * case.spec.num_kv_heads * case.spec.head_dim
-        return costs.select(case, Plan(0, 0, case.budget), self.partial_bytes(case) + mass + tables)
+        index = Cost(self.partial_bytes(case, case.capacity + 1) + mass).reading(self.partial_bytes(case, case.sealed))
+        return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
-    def partial_bytes(self, case: Case) -> int:
-        """Return the bytes of partial keys and their basis, at most."""
+    def partial_bytes(self, case: Case, rows: int) -> int:
+        """Return the bytes of so many rows of partial keys and of their basis, at most. Those that are held have one
+        more than tokens (`GrowingRows`)."""
         dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
         if self.column_rule == "union":
             width = min(2 * width, dim)
-        return case.spec.num_kv_heads * width * (case.capacity + dim) * case.element_bytes
+        return case.spec.num_kv_heads * width * (rows + dim) * case.element_bytes
 
     def transient(self, case: Case, chunk: int) -> Transient:
         """Count the partial keys twice, and for a limited pool the queries that fill it."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return Transient()
         filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
-        return filling + Transient(seal=2 * self.partial_bytes(case))
+        return filling + Transient(seal=2 * self.partial_bytes(case, case.capacity + 1))
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]

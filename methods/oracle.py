@@ -35,7 +35,7 @@ class Oracle(Windowed):
         if self.reads_whole(case):
             return costs.dense(case)
         plan = self.windows.split(case.budget)
-        keys = (case.sealed - plan.sinks - plan.local) * case.row_bytes // 2  # it chooses by all of them
+        keys = case.sealed * case.row_bytes // 2  # it chooses by all of them, sinks and window too
         return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:

@@ -17,14 +17,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from methods.base import Budget, Case, Transient
+from methods.base import Budget, Case, Cost, Transient
 from methods.budget import BudgetError
 from methods.parts import costs
 
 Eviction = Literal["counter", "fifo", "lru"]
 Counts = list[int] | Tensor  # one for each sequence; a Tensor [B] where a step does not wait for them
 Fetched = tuple[Tensor, Counts]  # rows [B G K], of which each sequence fetches the first so many
-TABLE_BYTES = 5  # bytes of a column: use, and whether it is there
+USE_BYTES, LIVE_BYTES = 4, 1  # of a column: use, and whether it is there
 NEVER = torch.iinfo(torch.int32).max
 
 
@@ -53,16 +53,17 @@ class LimitedPool:
             self.enter(column)
 
     def fetched(self, rows: Tensor, counts: Counts) -> None:
-        """Count a fetch. rows [B G K], none twice; counts [B]"""
+        """Count a fetch. rows [B G K], of which the first `counts` [B] differ; those behind them may be any."""
         self.step += 1
         if self.policy == "fifo":
             return
         read = (
             torch.arange(rows.shape[2], device=rows.device) < torch.as_tensor(counts, device=rows.device)[:, None, None]
         )
-        before = self.uses.gather(2, rows)
-        after = before + 1 if self.policy == "counter" else torch.full_like(before, self.step)
-        self.uses.scatter_(2, rows, torch.where(read, after, before))
+        if self.policy == "counter":
+            self.uses.scatter_add_(2, rows, read.expand_as(rows).int())
+        else:
+            self.uses.scatter_reduce_(2, rows, read.expand_as(rows).int() * self.step, "amax")
 
     def enter(self, column: int | None = None) -> None:
         """Let a token in, one of the prompt or one that has no column. If all slots are taken, another leaves first."""
@@ -111,14 +112,16 @@ def size(asked: float | None, tokens: int) -> int | None:
     return slots if slots < tokens else None
 
 
-def kept(asked: float | None, case: Case) -> tuple[Case, int]:
-    """Return `case` with what the pool keeps of its prompt, and the bytes of its tables."""
+def kept(asked: float | None, case: Case) -> tuple[Case, Cost]:
+    """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a step reads who is
+    there."""
     slots = size(asked, case.capacity)
     if slots is None:
-        return case, 0
+        return case, Cost()
     left = min(case.sealed, slots)
     case = replace(case, sealed=left, budget=min(case.budget, left))
-    return case, TABLE_BYTES * left * case.spec.num_kv_heads
+    columns = left * case.spec.num_kv_heads
+    return case, Cost((USE_BYTES + LIVE_BYTES) * columns).reading(LIVE_BYTES * columns)
 
 
 def filling(asked: float | None, policy: Eviction, case: Case) -> Transient:

@@ -88,7 +88,11 @@ def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bo
             for one, own in zip(heads, fetched, strict=True):
                 one.fetched(own)
         rows, counts = as_rows(positions, columns)
-        return rows, torch.tensor(counts) if on_device else counts
+        if not on_device:
+            return rows, counts
+        on_its_device = torch.tensor(counts)
+        inside = torch.arange(rows.shape[2]) < on_its_device[:, None, None]
+        return rows * inside, on_its_device  # zeros behind them, as `top_k` gives rows of counts that it does not know
 
     def enter(position: int) -> None:
         for one in (one for heads in by_hand for one in heads):

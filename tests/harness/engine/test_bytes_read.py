@@ -68,7 +68,8 @@ EXPECTED = {
     ),
     # 25 tokens of window leave 17 blocks of 16 behind 8 first ones, each with a key per query head
     "infllm": (InfLLM(n_init=8, block=16, local_ratio=0.5), SPARSE + LAYERS * HEADS * 17 * KEY),
-    "oracle": (Oracle(), SPARSE),
+    # all keys, by which it chooses
+    "oracle": (Oracle(), SPARSE + LAYERS * GROUPS * (PROMPT + 2) * KEY),
     # a copy per query head
     "snapkv": (SnapKV(select_per="query_head", window=16), HEADS // GROUPS * SPARSE),
     # 4 bits of 2 * 16 numbers, four fp16 for a value's range, as many for a token's part of a key's ranges; and 64, 63
