@@ -48,7 +48,7 @@ class GrowingRows:
 
     def grow(self, more: int) -> None:
         """Make room for `more` rows. The tensor moves, so no step that was captured may go on."""
-        self.stored = pad(self.stored, (0, 0, 0, more))
+        self.stored = pad(self.stored, (0, 0, 0, more + 1))[:, :, :-1]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Let all of the last `count` rows go except `rows` [B G K]."""

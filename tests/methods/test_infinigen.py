@@ -11,8 +11,9 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from kernels.rope import rotate
-from methods.base import Budget, Plan
+from methods.base import Budget, CacheState, Plan
 from methods.infinigen import InfiniGen, InfiniGenRead
+from methods.parts.growing import GrowingRows
 from methods.parts.skew import skewing
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
@@ -327,6 +328,17 @@ def test_layers_that_the_budget_leaves_alone_do_no_work() -> None:
     assert layers[2].reads.query_mass.numel() == 0
     assert layers[1].request.budget == Budget(0.4, dense_layers=(0, 2))
     assert hash(method)
+
+
+def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:
+    """A step of several sequences reads rows as far as the widest ones, and so past the end of the last row."""
+    text = Sequences(SHAPES[0], 9)
+    rows = GrowingRows(CacheState(text.request(None)), torch.ones(1, 2, 4, 6), room=5)
+    rows.grow(3)
+    assert rows.stored.shape == (1, 2, 8, 6)
+    with_behind = rows.stored.as_strided((1, 2, 9, 6), rows.stored.stride())
+    assert with_behind[:, :, :4].eq(1).all()
+    assert with_behind[:, :, 4:].eq(0).all()
 
 
 def test_bad_parameters_are_refused() -> None:
