@@ -206,6 +206,13 @@ class Rotary:
             self._ask(torch.zeros(1, dtype=torch.long))
         return _rotation(self.module, self._ask(positions))
 
+    @property
+    def inv_freq(self) -> Tensor:
+        """[R / 2], how far each turning pair of channels turns per position"""
+        rotary: Any = self.rotary
+        frequencies: Tensor = getattr(rotary, "_".join((*self.kind, "inv_freq")))
+        return frequencies
+
     def _ask(self, positions: Tensor) -> Any:
         like = torch.empty(0, dtype=torch.float32, device=self.device)
         return self.rotary(like, positions.to(self.device).unsqueeze(0), *self.kind)

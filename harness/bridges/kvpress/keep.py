@@ -124,6 +124,25 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     return Pressed((layer.keys, layer.values), visible)
 
 
+class LentRotary(nn.Module):
+    """The rotation of one layer as presses ask for it: for its kind of layer, and as wide as all channels that turn,
+    which models give in ways of their own."""
+
+    def __init__(self, rope: Rotary) -> None:
+        super().__init__()
+        self.rope = rope
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """[D / 2]"""
+        return self.rope.inv_freq
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids [1 P] -> cos, sin [1 P D], of the type of `x`"""
+        cos, sin = self.rope(position_ids[0])
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
 @contextmanager
 def lent_module(spec: LayerSpec) -> Iterator[Any]:
     """Yield the layer's attention module with the rotation that presses look for on it; both it and what a press leaves
@@ -132,7 +151,7 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
     assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module
     before = {name: getattr(module, name) for name in ("rotary_emb", MASKED) if hasattr(module, name)}
-    module.rotary_emb = spec.rope.rotary
+    module.rotary_emb = LentRotary(spec.rope)
     try:
         yield module
     finally:

@@ -14,18 +14,19 @@ from transformers import DynamicCache
 
 from harness import Engine, attached
 from harness.bridges.kvpress.building import build, set_ratio
-from harness.bridges.kvpress.keep import ratio_for
+from harness.bridges.kvpress.keep import lent_module, ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
 from harness.bridges.kvpress.package import KVPressError
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
+from harness.engine.hf import Rotary
 from harness.jobs.planning.alignment import shapes
 from harness.models.random import Random
 from kernels.rope import rotate
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
-from tests.tiny import prompt, tiny
+from tests.tiny import HYBRID, prompt, tiny
 
 pytestmark = pytest.mark.skipif(
     find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it, and its error says how"
@@ -133,6 +134,21 @@ def test_a_press_keeps_what_it_keeps_behind_the_models_own_attention(name: str) 
                 held = layer.store.per_head() if isinstance(layer.store, PerHeadStore) else by_head(layer.store)
                 for both, rows in zip(held, rows_of(*kept), strict=True):
                     assert_close(in_order(torch.cat(both, -1)), rows, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", *HYBRID])
+def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
+    """Whichever way a model gives it: with each press that asks for it, and to the angle."""
+    positions = torch.tensor([[0, 1, 7, 90]])
+    for name in ("expected_attention", "rerotated"):
+        with attached(tiny(architecture), KVPress(press=PRESSES[name]), budget=BUDGET) as kv:
+            sealed(kv)
+    for spec in (spec for spec in kv.specs if isinstance(spec.rope, Rotary)):
+        with lent_module(spec) as module:
+            cos, sin = module.rotary_emb(torch.empty(1, dtype=torch.float64), positions)
+            angles = (positions[..., None] * module.rotary_emb.inv_freq).repeat(1, 1, 2).double()
+        assert cos.shape == sin.shape == (1, 4, spec.head_dim)
+        assert_close(torch.atan2(sin, cos).cos(), angles.cos(), atol=1e-4, rtol=0)
 
 
 def test_the_ratio_keeps_the_budget_to_the_token() -> None:
