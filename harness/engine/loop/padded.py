@@ -32,6 +32,8 @@ class PaddedCache(LoopCache):
 
     @property
     def members(self) -> tuple[LoopCache, ...]:
+        """The caches of the rows, told of every step so far."""
+        self._catch_up()
         return self._members
 
     @property
