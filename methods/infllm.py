@@ -75,9 +75,8 @@ class InfLLM(Method):
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: Case) -> Cost:
-        spec, shared = case.spec, costs.rope_table(case)
-        if case.budget < case.sealed:
-            shared += Cost(costs.FP32 * spec.num_heads * case.capacity)  # weights drawn
+        spec, sparse = case.spec, case.budget < case.sealed
+        shared = costs.rope_table(case) + Cost(costs.FP32 * spec.num_heads * case.capacity * sparse)  # weights drawn
         if self.reads_whole(case):
             return costs.dense(case) + shared
         blocks = (case.sealed - self.n_init - self.spend(case.budget)[0]) // self.block
@@ -169,12 +168,11 @@ class InfLLMRead(Select, capturable=True):
         """Return a plan whose window at the end of the prompt includes the tokens that have not filled a block yet."""
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
-        size, n_init = self.method.block, self.method.n_init
-        local = self.sealed - n_init - self.blocks * size
-        room = n_init + self.request.capacity - self.n_local - self._after
+        size, n_init, self.far_end = self.method.block, self.method.n_init, self._after
+        local = self.sealed - self.far_end
+        room = n_init + self.request.capacity - self.n_local - self.far_end
         self.far_k = self.store.k.new_empty(*self.store.k.shape[:2], room, self.spec.head_dim)
         self.far_k[:, :, :n_init] = self._moved(0, n_init)
-        self.far_end = self._after
         self._leave(self.sealed - self.n_local)
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 

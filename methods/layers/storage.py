@@ -147,10 +147,9 @@ class Storage(KVLayer):
         """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's first example. `what`:
         which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
         if self.cache.checking:
-            among = heads or (self.heads, self.spec.num_heads)
             wanted = RowNumbers(
                 batch=self.request.batch,
-                heads=among,
+                heads=heads or (self.heads, self.spec.num_heads),
                 tokens=tokens,
                 device=self.request.device,
                 count=count,
@@ -215,8 +214,7 @@ class Storage(KVLayer):
     def refill(self, contents: Mapping[str, Tensor]) -> None:
         """Take over what `contents` returned, in a layer that has seen no token."""
         seen, k, v = int(contents["seen"]), *([contents[name] for name in _numbered(contents, kind)] for kind in "kv")
-        away = {name: x for name, x in contents.items() if name.startswith(f"{FAR}.") and name != FIRST}
-        far = {name.partition(".")[2]: x for name, x in away.items()}
+        far = {key.partition(".")[2]: x for key, x in contents.items() if key.startswith(f"{FAR}.") and key != FIRST}
         room = 0 if far else self.request.capacity - seen
         if len(k) > 1:
             self.store = PerHeadStore(self.spec, self.cache, k, v, room)
