@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.longbench import LongBench
@@ -214,7 +215,12 @@ def run(root: Path, method: Method = PQ, task: Task | None = None, **changes: An
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each prefill from now on."""
     made, real = list[int](), Engine.prefill
-    monkeypatch.setattr(Engine, "prefill", lambda *given: made.append(given[2].shape[1]) or real(*given))  # type: ignore[func-returns-value]
+
+    def prefill(engine: Engine, cache: KVCache, prompt: Tensor, **how: Any) -> Tensor:
+        made.append(prompt.shape[1])
+        return real(engine, cache, prompt, **how)
+
+    monkeypatch.setattr(Engine, "prefill", prefill)
     return made
 
 
