@@ -109,8 +109,10 @@ def _same(key: str, one: Values, other: Values) -> bool:
 
 
 def code_of(*plugins: Any) -> dict[str, str]:
-    """Module -> hash of what it means. A plug-in defined where there is no file, as in a notebook, has none."""
+    """Module -> hash of what it means. A plug-in defined where there is no file, as in a notebook, has none. One that
+    is told which code to run says in `modules` where that stands."""
     pending = [type(plugin).__module__ for plugin in plugins]
+    pending += [module for plugin in plugins for module in getattr(plugin, "modules", ())]
     packages = {*OURS, *(name.partition(".")[0] for name in pending)}
     found: dict[str, str] = {}
     for name in pending:  # grows

@@ -16,7 +16,7 @@ kvpress is installed without its dependencies, for it asks for another transform
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -50,6 +50,11 @@ class KVPress(Method):
         check_mapping(self.press)
         object.__setattr__(self, "press", _unchanging(self.press))
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the modules of a user's own presses, whose code makes a run what it is."""
+        return tuple(dict.fromkeys(_modules(self.press)))
+
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `KVPressError` for a press that cannot be made or cannot run here."""
         build(self.press)
@@ -79,6 +84,16 @@ class KVPress(Method):
         for press in presses:
             press.post_init_from_model(projection.model)
         return [Layer(spec, cache, self, PressEvict(presses)) for spec in specs]
+
+
+def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where the presses of a mapping are defined that are not kvpress's own."""
+    if "." in mapping["name"]:
+        yield mapping["name"].rpartition(".")[0]
+    for value in mapping.values():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, Mapping):
+                yield from _modules(inner)
 
 
 def _unchanging(value: Any) -> Any:

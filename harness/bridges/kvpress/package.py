@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NoReturn
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-INSTALL = "pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor"
+RELEASE = "0.5.5"  # whose hooks this bridge calls; another would be another method under the same name
+INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcolor"
 
 
 class KVPressError(ValueError):
@@ -22,8 +24,12 @@ class KVPressError(ValueError):
 
 @cache
 def package() -> Any:
-    """Return the module `kvpress`. Raises `KVPressError` where it is not installed."""
+    """Return the module `kvpress`. Raises `KVPressError` where it is not installed, or in another release."""
     try:
+        if (release := version("kvpress")) != RELEASE:
+            raise KVPressError(
+                f"kvpress {release} is installed, and presses run here as {RELEASE} has them: `{INSTALL}`."
+            )
         with unpatched(), without_data_sets():
             return import_module("kvpress")
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from harness import Engine, attached
 from harness.bridges.kvpress.building import build, set_ratio
 from harness.bridges.kvpress.keep import lent_module, ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
-from harness.bridges.kvpress.package import KVPressError
+from harness.bridges.kvpress.package import KVPressError, package
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
 from harness.engine.hf import Rotary
 from harness.jobs.planning.alignment import shapes
 from harness.models.random import Random
+from harness.results.identity import code_of
 from kernels.rope import rotate
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
@@ -281,3 +283,41 @@ def test_a_press_that_draws_draws_the_same_again_and_leaves_torchs_numbers_alone
         assert torch.equal(sealed(kv).layers[1].kept_positions(), first)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), after)
+
+
+OWN_PRESS = """
+from dataclasses import dataclass
+
+from kvpress import KnormPress
+
+SHARPNESS = {sharpness}
+
+
+@dataclass
+class MyPress(KnormPress):
+    pass
+"""
+
+
+def test_the_code_of_a_users_press_is_part_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deep it stands in other presses. An edited press does not find the runs of the old one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_presses_for_identity.py"
+    method = KVPress(press={"name": "AdaKVPress", "press": {"name": f"{file.stem}.MyPress"}})
+    codes = []
+    for sharpness in (1, 2):
+        file.write_text(OWN_PRESS.format(sharpness=sharpness))
+        codes.append(code_of(method))
+    first, second = codes
+    assert [name for name in first if first[name] != second[name]] == [file.stem]
+    assert first.keys() - {file.stem} == code_of(KVPress(press=SNAP)).keys()
+
+
+def test_another_release_of_kvpress_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bridges.kvpress.package.version", lambda name: "0.6.0")
+    package.cache_clear()
+    try:
+        with pytest.raises(KVPressError, match=r"kvpress 0\.6\.0 is installed.*pip install --no-deps kvpress==0\.5\.5"):
+            package()
+    finally:
+        package.cache_clear()
