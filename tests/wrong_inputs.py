@@ -132,7 +132,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
     "attach(Full()).cache(capacity=50, batch=0)": ("batch=0", "1"),
     "attach(Streaming(), budget=0.5, reuse_steps=-1)": ("reuse_steps=-1",),
     "attach('llama', method=Full())": ("model",),
-    "generate(Full(), None)": ("past_key_values", "cache(...)"),
+    "generate(Full(), None, use_cache=False)": ("use_cache=False",),
     "generate(Full(), dict(capacity=62), num_beams=2)": ("num_beams=1",),
     "generate(Full(), dict(capacity=61), new=3)": ("capacity=61", "62"),
     "PQCache(m=-1)": ("m=-1", "at least 1"),

@@ -154,6 +154,8 @@ def spell(hint: Any) -> str:
         return " or ".join(spell(one) for one in inner if one is not int or float not in inner)
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
+    if origin is dict:
+        return "a mapping, as {name: VALUE}"
     if origin in SEQUENCES:
         return "a list" if inner[0] is Any else f"a list, each {spell(inner[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

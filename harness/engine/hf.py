@@ -84,8 +84,8 @@ def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> No
     """transformers' mask function: no mask, since the layers are causal by themselves; refuses padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError(
-            "This cache takes no padding: inside `with attached(...)`, leave past_key_values out, and rows that are "
-            "padded on the left get one each."
+            "This cache takes no padding: inside `with attached(...)`, leave past_key_values and cache_implementation "
+            "out, and rows that are padded on the left get one each."
         )
 
 

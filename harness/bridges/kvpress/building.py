@@ -28,7 +28,11 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
             raise KVPressError(f"{key}.{name} is not a parameter of {press_class.__name__}{suggestion(name, known)}")
     for name, field in known.items():
         if field.default is Parameter.empty and name not in parameters:
-            raise KVPressError(f"{key}.{name} has no default in kvpress: set it, as in {key}.{name}=VALUE.")
+            wanted = "{" + f"name: {mapping['name']}, {name}: VALUE" + "}"
+            raise KVPressError(
+                f"{key}: {press_class.__name__} needs {name}, which has no default in kvpress: write {wanted}; a press"
+                " in the place of VALUE is such a mapping again."
+            )
     made = {name: _built(value, f"{key}.{name}") for name, value in parameters.items()}
     try:
         press = press_class(**made)

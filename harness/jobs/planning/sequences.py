@@ -34,7 +34,7 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item) -> SequenceBytes
         device=slides + sum(here),
         rounding=0 if on_cpu else sum(map(_in_blocks, here)) - sum(here),
         host=sum(map(_pinned, away)),
-        passing=passing,
+        passing=max(0, passing),  # where rows leave while the prompt is computed, it never holds what a sealed one does
         staged=max(cost.moved_bytes_per_step for cost in costs),
     )
 

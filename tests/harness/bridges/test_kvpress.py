@@ -252,7 +252,7 @@ def test_a_press_of_ones_own_is_named_by_its_path() -> None:
             "press.window is not a parameter of SnapKVPress; did you mean window_size?",
         ),
         ({"name": "SnapKVPress", "compression_ratio": 0.5}, "leave it out and set budget"),
-        ({"name": "AdaKVPress"}, "press.press has no default in kvpress"),
+        ({"name": "AdaKVPress"}, "press: AdaKVPress needs press, which has no default"),
         ({"name": "AdaKVPress", "press": {"name": "TOVAPres"}}, "press.press.name=TOVAPres"),
         (
             {"name": "ChunkKVPress", "press": {"name": "AdaKVPress", "press": SNAP}},
