@@ -78,6 +78,7 @@ HYDRA = {
             "hydra_errors",
             "launchers",
             "overrides",
+            "two_budgets",
             "words",
         )
     ),

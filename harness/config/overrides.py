@@ -21,6 +21,7 @@ from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
+from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
@@ -68,6 +69,7 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     files = list(_checked_files(experiment, groups)) if experiment else []
     grid = {key.lstrip("+"): key for key in experiment.grid} if experiment else {}
     said = [*files, *typed]
+    refuse_two_budgets(said, typed)
     chosen = {group: _chosen(group, said, known) for group, known in groups.items()}
     words = [_checked(override, chosen, groups, folders, grid) for override in typed]
     if experiment:

@@ -299,9 +299,14 @@ BOTH = "budget=0.3 would be ignored beside "
     ("words", "says"),
     [
         (["budget=0.3", "budget_bytes=30000"], f"{BOTH}budget_bytes=30000: leave one of them out."),
-        (["layer_budgets=[0.1,0.2]", "budget=0.3"], f"{BOTH}layer_budgets=[0.1, 0.2]: leave one of them out."),
+        (["budget=0.2", "budget_bytes=30000"], "budget=0.2 would be ignored beside budget_bytes=30000"),  # the default
+        (["layer_budgets=[0.1,0.2]", "budget=0.3"], f"{BOTH}layer_budgets=[0.1,0.2]: leave one of them out."),
         (["method=full", "budget=0.3", "budget_bytes=30000"], BOTH),
-        (["-m", "budget=0.3,0.4", "budget_bytes=null,30000"], "budget=0.4 would be ignored beside"),
+        (["-m", "budget=0.3,0.4", "budget_bytes=null,30000"], "budget=0.3,0.4 would be ignored beside"),
+        (
+            ["-m", "+experiment=small/pqcache_fig9b", "budget_bytes=30000"],
+            "budget=0.2 would be ignored beside budget_bytes=30000: set budget=null as well.",
+        ),
         (["workers=3"], "workers needs a launcher"),
     ],
 )
