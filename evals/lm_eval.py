@@ -75,7 +75,8 @@ class LmEval(Task):
         self.require(env.data_root)
         for leaf in self._leaves():
             config = leaf.task.config
-            self._opened[leaf.name] = {"version": leaf.task.VERSION, "data": config.dataset_path}
+            revision = _revision(leaf.docs)
+            self._opened[leaf.name] = {"version": leaf.task.VERSION, "data": config.dataset_path, "revision": revision}
             leaf.task.set_fewshot_seed(SHOTS_SEED)
             for number, doc in leaf.task.doc_iterator(limit=self.samples, rank=0, world_size=1):
                 yield self._example(leaf, number, doc)
@@ -183,6 +184,12 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
     if num_fewshot is not None:
         task.set_config(key="num_fewshot", value=num_fewshot)
     return Leaf(name, task, task.eval_docs)
+
+
+def _revision(docs: Any) -> str | None:
+    """Return the hub's commit, or a hash of local files: `datasets` keeps the rows in a folder of that name."""
+    files = getattr(docs, "cache_files", None)
+    return Path(files[0]["filename"]).parent.name if files else None
 
 
 def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:

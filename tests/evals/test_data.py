@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import socket
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
@@ -22,9 +20,8 @@ import pytest
 from evals.base import TaskEnv, TaskError
 from evals.data import Source, open_content, open_rows
 from evals.hub import reachable
+from tests.evals.local_hub import COMMIT, REPO, Hub, environment, served
 
-COMMIT = "5" * 40
-REPO = "someone/some-set"
 ROWS = [{"input": "who?", "n": 1}, {"input": "line\r separators \u2028 inside", "n": 2}]
 JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
@@ -103,72 +100,18 @@ class TestLocal:
             open_rows(source(), env_of(tmp_path / "absent"))
 
 
-@dataclass
-class Hub:
-    """Files under /datasets/REPO/resolve/REVISION/FILE, with the headers of the real hub."""
-
-    files: dict[str, bytes]
-    sent: dict[str, bytes] = field(default_factory=dict)  # what the body really is, where a file is spoilt
-    requests: list[str] = field(default_factory=list)
-    url: str = ""
-
-    def serve(self, handler: BaseHTTPRequestHandler) -> None:
-        self.requests.append(f"{handler.command} {handler.path}")
-        _, _, tail = handler.path.partition(f"/datasets/{REPO}/resolve/")
-        revision, _, name = tail.partition("/")
-        if revision not in ("main", COMMIT) or name not in self.files:
-            code = "EntryNotFound" if revision in ("main", COMMIT) else "RevisionNotFound" if tail else "RepoNotFound"
-            handler.send_response(404)
-            handler.send_header("X-Error-Code", code)
-            handler.send_header("X-Repo-Commit", COMMIT)
-            handler.send_header("Content-Length", "0")
-            handler.end_headers()
-            return
-        promised = self.files[name]
-        body = self.sent.get(name, promised)
-        handler.send_response(200)
-        handler.send_header("X-Repo-Commit", COMMIT)
-        handler.send_header("ETag", f'"{hashlib.sha256(promised).hexdigest()}"')
-        handler.send_header("Content-Length", str(len(body if handler.command == "GET" else promised)))
-        handler.end_headers()
-        if handler.command == "GET":
-            handler.wfile.write(body)
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("data/test.jsonl", JSONL)
-    served = Hub({"test.jsonl": JSONL, "data.zip": packed.getvalue()})
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            served.serve(self)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.url = f"http://127.0.0.1:{server.server_port}"
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield served
-    server.shutdown()
-    server.server_close()
+    with served({"test.jsonl": JSONL, "data.zip": packed.getvalue()}) as hub:
+        yield hub
 
 
-def fetch(cache: Path, endpoint: str, **changes: Any) -> dict[str, Any]:
+def fetch(cache: Path, endpoint: str, *, offline: str = "0", **changes: Any) -> dict[str, Any]:
     """In a process of its own: the client reads its environment when it is imported."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
-    offline = changes.pop("offline", "0")
-    environ |= {
-        "HF_HOME": str(cache),
-        "HF_ENDPOINT": endpoint,
-        "HF_HUB_OFFLINE": offline,
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    environ = environment(cache, endpoint, offline)
     wanted = {"name": "set/test", "local": ["x.jsonl"], "hub_repo": REPO, "hub_file": "test.jsonl", **changes}
     command = [sys.executable, "-c", FETCH, json.dumps(wanted)]
     done = subprocess.run(

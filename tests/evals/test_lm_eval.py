@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 from evals.base import Example, TaskEnv, TaskError
 from evals.lm_eval import LmEval, _leaves
 from evals.ruler.bench import CountedText
+from tests.evals.local_hub import COMMIT, REPO, environment, served
 from tests.evals.test_scores import NASTY
 
 ENV = TaskEnv(text=CountedText(), seed=42)
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_without_it_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +121,8 @@ def test_prompts_stops_and_references_are_the_tasks(folder: str) -> None:
         assert example.context.count("####") == 1
         assert (example.stop, example.max_new_tokens, example.references) == (("Q:",), 7, (row["a"],))
     assert [one.context for one in examples(folder, "sums", num_fewshot=1)[1]] == [one.context for one in found]
-    assert task.provenance()["tasks"] == {"sums": {"version": "Yaml", "data": "json"}}
+    (origin,) = task.provenance()["tasks"].values()
+    assert (origin["version"], origin["data"], len(origin["revision"])) == ("Yaml", "json", 64)  # a hash of the file
     assert [one.id for one in examples(folder, "sums", samples=2)[1]] == ["sums-0", "sums-1"]
     assert not examples(folder, "sums")[1][0].question  # nothing stands before it
 
@@ -155,6 +160,35 @@ def test_data_that_are_not_there_get_a_sentence(folder: str, tmp_path: Path) -> 
     (tmp_path / "sums.yaml").write_text(lost)
     with pytest.raises(TaskError, match=r"lm-eval found no data of sums .*: run once with a network, or name files"):
         next(LmEval(name="sums", include_path=str(tmp_path)).examples(ENV))
+
+
+FROM_HUB = """
+import json, sys
+from evals.base import TaskEnv
+from evals.lm_eval import LmEval
+from evals.ruler.bench import CountedText
+task = LmEval(name="sums", include_path=sys.argv[1])
+examples = [example.context for example in task.examples(TaskEnv(text=CountedText(), seed=1))]
+print(json.dumps([examples, task.provenance()["tasks"]["sums"]]))
+"""
+
+
+def test_data_come_from_the_hub_once(folder: str, tmp_path: Path) -> None:
+    """And the record says at which commit. A second time its cache is enough, without a network."""
+    yaml, rows = (Path(folder) / "sums.yaml").read_text(), (Path(folder) / "rows.jsonl").read_bytes()
+    head, _, _ = yaml.partition("dataset_kwargs")
+    (tmp_path / "sums.yaml").write_text(head.replace("dataset_path: json", f"dataset_path: {REPO}"))
+    command = [sys.executable, "-c", FROM_HUB, str(tmp_path)]
+    with served({"test.jsonl": rows}) as hub:
+        told = [
+            subprocess.check_output(command, env=environment(tmp_path, hub.url, offline), text=True, cwd=REPOSITORY)
+            for offline in ("0", "1")
+        ]
+        assert len([request for request in hub.requests if request.startswith("GET") and "resolve" in request]) == 1
+    assert told[0] == told[1]
+    examples, where = json.loads(told[0])
+    assert examples == [f"Q: {row['q']}\nA:" for row in ROWS]
+    assert where == {"version": "Yaml", "data": REPO, "revision": COMMIT}
 
 
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
