@@ -3,8 +3,9 @@
 Every prompt goes, as token ids, through a press here and through the same press in kvpress, which runs in its own
 environment (`pip install kvpress`) with the same weights, in fp32 and at the same ratio. All but the prompt's last
 token is compressed, since kvpress must be asked something. Compared are the positions that each KV head of each layer
-keeps, those that it keeps here when the prompt comes in chunks of 300 tokens, and the greedy answers. The last rows do
-the same for methods of ours that choose as a press does.
+keeps, those that it keeps here when the prompt comes in chunks of 300 tokens, and the greedy answers. Positions that
+differ are ties where their scores lie within 1e-5 of the lowest that stays, as a share of it. The last rows do the same
+for methods of ours that choose as a press does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import yaml
@@ -25,6 +27,7 @@ from torch import Tensor
 from evals.base import Task
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.output import Cell
+from harness.bridges.kvpress.building import build
 from harness.bridges.kvpress.keep import ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
 from harness.config import plugins
@@ -43,6 +46,7 @@ from methods.base import Method
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 CHUNK = 300
+TIE = 1e-5  # of the lowest score that stays
 SNAP, EXPECTED = {"name": "SnapKVPress"}, {"name": "ExpectedAttentionPress"}
 PRESSES: dict[str, Mapping[str, Any]] = {
     "SnapKV": SNAP,
@@ -153,11 +157,44 @@ def differing(first: Kept, second: Kept) -> int:
     return sum(max(len({*one} - {*other}), len({*other} - {*one})) for one, other in pairs)
 
 
-def compared(task: Task, item: Item, here: Side, chunked: Side, there: Side) -> dict[str, float]:
-    """Hold both sides against each other on one prompt."""
+@contextmanager
+def scores_of(method: Method) -> Iterator[list[Tensor]]:
+    """Yield the scores [1 G S] that a press gives to the tokens of each layer, as they come; none of a method that
+    ranks no tokens by a `score`."""
+    scores: list[Tensor] = []
+    press_class = type(build(method.press)) if isinstance(method, KVPress) else None
+    score = getattr(press_class, "score", None)
+    if score is None:
+        yield scores
+        return
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        scores.append(score(*args, **kwargs))
+        return scores[-1].clone()
+
+    with mock.patch.object(press_class, "score", noted):
+        yield scores
+
+
+def ties(first: Kept, second: Kept, scores: Sequence[Tensor]) -> int:
+    """Count the differing positions whose scores are as good as equal to the lowest that `first` keeps."""
+    count = 0
+    for one_layer, other_layer, scored in zip(first, second, scores, strict=False):
+        for one, other, score in zip(one_layer, other_layer, scored[0], strict=True):
+            apart, lowest = [*{*one} ^ {*other}], score[one].min()
+            if apart and bool(((score[apart] - lowest).abs() <= TIE * lowest.abs()).all()):
+                count += differing([[one]], [[other]])
+    return count
+
+
+def compared(
+    task: Task, item: Item, here: Side, chunked: Side, there: Side, scores: Sequence[Tensor] = ()
+) -> dict[str, float]:
+    """Hold both sides against each other on one prompt. `scores`: of our side's press, by layer."""
     return {
         "positions": sum(len(head) for layer in there.kept for head in layer),
         "differ": differing(here.kept, there.kept),
+        "ties": ties(here.kept, there.kept, scores),
         "differ_in_chunks": differing(chunked.kept, there.kept),
         "equal_answers": float(here.text == there.text),
         "ours": task.score(item.example, here.text).value,
@@ -176,6 +213,7 @@ TABLE = output.table(
     Cell("press", "press", left=True),
     Cell("positions", "positions"),
     Cell("other ones", "differ"),
+    Cell("of them ties", "ties"),
     Cell("other ones in chunks", "differ_in_chunks"),
     Cell("equal answers", lambda row: f"{row['equal_answers']:.0f} of {row['n']}"),
     Cell("ours", "ours", "score", 100),
@@ -221,7 +259,9 @@ def main(options: argparse.Namespace) -> None:
         for label, method, press in sides(options.presses):
             if not report.out_of_time(label):
                 row = row_of(label, [*_parts(options.budget, task, items, loaded, method, press, there)])
-                report.add(row, f"{label}: {row['differ']} of {row['positions']} positions differ")
+                report.add(
+                    row, f"{label}: {row['differ']} of {row['positions']} positions differ, {row['ties']} of them ties"
+                )
     report.finish()
 
 
@@ -232,5 +272,7 @@ def _parts(
         assert kv.budget is not None
         for item in items:
             kept = kv.budget.tokens(len(item.prompt.ids) - 1, 0)
-            here, chunked = ours(kv, item, loaded), ours(kv, item, loaded, CHUNK)
-            yield compared(task, item, here, chunked, there.run(press, item, kept))
+            with scores_of(method) as scores:
+                here = ours(kv, item, loaded)
+            chunked = ours(kv, item, loaded, CHUNK)
+            yield compared(task, item, here, chunked, there.run(press, item, kept), scores)

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.bench import kvpress
-from harness.bench.kvpress import PRESSES, differing, row_of
+from harness.bench.kvpress import PRESSES, differing, row_of, scores_of, ties
+from harness.bridges.kvpress.kvpress import KVPress
 from harness.config.settings import GenerationSettings, Settings
 from harness.engine.attach import attached
 from harness.jobs.job import Job
@@ -89,13 +91,36 @@ def test_both_sides_keep_and_answer_the_same(folder: Path, monkeypatch: pytest.M
     assert (row["positions"], row["differ"], row["differ_in_chunks"]) == (heads * kept, 0, 0)
     assert (row["equal_answers"], row["n"]) == (2, 2)
     assert kvpress.compared(job.task, item, here, chunked, other)["differ"] == heads // 2
-    assert [column.cells for column in kvpress.TABLE([row])][4] == ["2 of 2"]
+    assert [column.cells for column in kvpress.TABLE([row])][5] == ["2 of 2"]
 
 
 def test_a_position_in_the_place_of_another_counts_once() -> None:
     assert differing([[[0, 1, 2], [4]]], [[[0, 1, 3], [4]]]) == 1
     assert differing([[[0, 1]], [[2]]], [[[0, 1, 2, 3]], [[2]]]) == 2
     assert differing([[[0, 1]]], [[[1, 0]]]) == 0
+
+
+def test_positions_with_scores_as_good_as_equal_are_ties() -> None:
+    scores = [torch.tensor([[[9, 1e-3, 1e-3 * (1 + 5e-6), 1e-3 * (1 - 5e-5)], [1, 2, 3, 4]]])]
+    assert ties([[[0, 1], [3]]], [[[0, 2], [3]]], scores) == 1
+    assert ties([[[0, 1], [3]]], [[[0, 3], [2]]], scores) == 0
+    assert ties([[[0, 1]]], [[[0, 2]]], []) == 0
+
+
+def test_scores_are_those_of_the_press(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kvpress", reason="needs kvpress: docs/presses.md")
+    loaded = MODEL.load("fp32", "cpu")
+    item = Job.plan(Full(), niah(), MODEL, Settings(baseline="off")).items[0]
+    method = KVPress(press={"name": "KeyDiffPress"})
+    with attached(loaded.model, method, budget=0.2) as kv, scores_of(method) as scores:
+        kept = kvpress.ours(kv, item, loaded).kept
+    assert len(scores) == len(kept) == MODEL.describe().num_layers
+    for layer, scored in zip(kept, scores, strict=True):
+        assert [
+            sorted(head.topk(len(places)).indices.tolist()) for head, places in zip(scored[0], layer, strict=True)
+        ] == layer
+    with scores_of(Full()) as none:
+        assert none == []
 
 
 def test_without_kvpress_the_reason_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
