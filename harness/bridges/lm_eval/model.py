@@ -43,16 +43,18 @@ class KVHarnessLM(TemplateLM):
         rolling_context: float = 0.5,
         add_bos_token: bool | None = None,
         seed: int = 42,
+        config_dir: str | None = None,
         **words: Any,
     ) -> None:
         """`rolling_context`: the share of each window of a rolling likelihood that is the prompt. `add_bos_token`: as
-        in lm-eval's `hf`. `seed`: of drawn tokens. `words`: keys of a run's, as model=, method=, budget=."""
+        in lm-eval's `hf`. `seed`: of drawn tokens. `config_dir`: a folder with methods of a user's own. `words`: keys
+        of a run's, as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
         if max_batch_size is not None:
             raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
-        self.loaded, self.engine = ready(words | chosen)
+        self.loaded, self.engine = ready(words | chosen, config_dir)
         self.tokenizer = self.loaded.tokenizer
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)

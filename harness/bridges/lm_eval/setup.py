@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ READ = (
     "placement",
     "codec",
     "disk",
+    "overlap",
+    "link",
+    "disk_link",
     "dtype",
     "device",
     "prefill_chunk",
@@ -49,13 +53,18 @@ class Ready(NamedTuple):
     engine: Engine
 
 
-def ready(words: Mapping[str, Any]) -> Ready:
-    """The model with its method attached, as `python -m harness KEY=VALUE ...` takes these `words`. Raises
+def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
+    """Return the model with its method attached, as `python -m harness KEY=VALUE ...` takes these `words`.
+    `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's own, as `--config-dir` names it. Raises
     `SettingsError` for a key that would change nothing here."""
     for key in words:
         if key.partition(".")[0] not in READ:
             raise SettingsError(f"{key} is none of the keys that lm-eval's model takes: {', '.join(READ)}.")
-    given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()]))
+    folders = [] if config_dir is None else [Path(config_dir)]
+    try:
+        given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()], folders))
+    except SettingsError as error:  # which advises our own command's word
+        raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
     check_machine(wanted)
     info = source.describe()
     method = method_of(wanted, given, info)

@@ -14,6 +14,7 @@ from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
+from methods.streaming import Streaming
 from tests.forks import Forked, module
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
@@ -148,13 +149,21 @@ def test_drawn_answers_are_the_same_again() -> None:
         ({"rolling_context": 1}, "rolling_context=1 is no share below 1"),
         ({"rolling_context": "half"}, "rolling_context='half' is no share"),
         ({"task": "niah"}, "task is none of the keys that lm-eval's model takes: model, method, budget"),
-        ({"method": "snapvk"}, "There is no method 'snapvk'; did you mean snapkv?"),
+        ({"method": "snapvk"}, "There is no method 'snapvk'; did you mean snapkv?. One of your own needs config_dir="),
+        ({"method": "snapkv", "config_dir": "/nowhere"}, "config_dir /nowhere is not a folder"),
         ({"device": "cuda:7"}, "device=cuda:7 is not available"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError if "cuda" not in says else ValueError, match=says):
         KVHarnessLM(**SHARED | {"method": "full"} | words)
+
+
+def test_a_method_of_ones_own_comes_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("_target_: methods.streaming.Streaming\nsinks: 3\n")
+    lm = KVHarnessLM(**SHARED, method="mine", budget=0.5, config_dir=str(tmp_path))
+    assert lm.engine.attachment.method == Streaming(sinks=3)
 
 
 def test_wrong_requests_get_a_sentence() -> None:
