@@ -126,7 +126,7 @@ def ours(kv: Attachment, item: Item, loaded: LoadedModel, chunk: int | None = No
     """Keep and answer here; in chunks the answer is left out."""
     engine, prompt = Engine(kv, prefill_chunk=chunk), torch.tensor([item.prompt.ids])
     began, cache = perf_counter(), engine.cache(prompt, item.new_tokens)
-    logits = engine.prefill(cache, prompt[:, :-1])
+    logits = engine.prefill(cache, prompt[:, :-1], whole=True)
     cache.seal()
     kept = positions(cache, prompt.shape[1] - 1)
     if chunk is not None:

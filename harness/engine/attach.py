@@ -101,7 +101,9 @@ class Attachment:
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
         state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine)
-        return kind(start_layers(self.model_specs, state, self.method.start), state)
+        cache = kind(start_layers(self.model_specs, state, self.method.start), state)
+        cache.closes_early = request.placement != DEVICE or self.method.closes_early
+        return cache
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""

@@ -19,7 +19,6 @@ from kernels.told import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
-from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
@@ -39,6 +38,7 @@ class KVCache(Cache):
     layers: list[KVLayer]  # type: ignore[assignment]
     told: StepInputs | None = None  # of a step that other sequences may take as well (kernels/told.py)
     free = 0  # slots of such a step that nobody has
+    closes_early = False  # a layer closes as soon as it is complete
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what the layers were started with."""
@@ -71,11 +71,6 @@ class KVCache(Cache):
             self.state.checks.begin("further" if self._further else "first")
         self.layers[layer].seal()
         self._closed.add(layer)
-
-    @property
-    def closes_early(self) -> bool:
-        """Whether a layer closes as soon as it is complete, because its rows leave the device."""
-        return self.state.request.placement != DEVICE
 
     @property
     def has_closed(self) -> bool:

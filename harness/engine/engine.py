@@ -102,7 +102,8 @@ class Engine(Stepper):
         self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
     ) -> Tensor:
         """prompt [B S] -> logits of the last token [B V]. `whole`: nothing more of the turn's prompt is to come, so
-        where rows leave the device, each layer closes as soon as it is complete; `seal` goes on from there. `between`
+        where rows leave the device or the method wants it, each layer closes as soon as it is complete; `seal` goes on
+        from there. `between`
         is called once between two chunks' worth of work: whole chunks where the model runs its own forward, else as
         many parts of them as it has layers."""
         chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)

@@ -38,6 +38,7 @@ class Method(metaclass=_TupleForList):
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs are Full's, so a shared prefill serves this method
     selects: ClassVar[bool] = True  # a step reads what it chooses, and `reuse_steps` lets further steps read the same
+    closes_early: ClassVar[bool] = False  # a layer seals as soon as it is complete, wherever its rows lie
     rows_stay: ClassVar[bool] = False  # from turn to turn, a token's keys and values stay what the model made them
     generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens; None: it need not
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them

@@ -42,6 +42,7 @@ class KVPress(Method):
     """Holds which press, as the mapping that the module describes."""
 
     selects: ClassVar[bool] = False
+    closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
     tunable: ClassVar[Grids] = {}
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})

@@ -71,7 +71,8 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     settings = holder.settings
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     layers = list(_layers(holder, info, item))
-    early = by_blocks(info) and settings.placement != DEVICE and not settings.shared_prefill
+    closes_early = settings.placement != DEVICE or holder.method.closes_early
+    early = by_blocks(info) and closes_early and not settings.shared_prefill
     moments = _closing_early(layers, states, bool(item.further)) if early else _closing_late(layers, states)
     prefill, seal = (moment._replace(kv=moment.kv + slides) for moment in moments)
     away = sum(counted(layer.cost, True) - layer.cost.device_bytes for layer in layers)

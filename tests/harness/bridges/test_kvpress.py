@@ -105,7 +105,7 @@ def theirs(name: str, ratio: float) -> list[tuple[Tensor, Tensor, Tensor | None]
 def sealed(kv: Attachment, *, chunk: int | None = None, ids: Tensor = IDS) -> KVCache:
     engine = Engine(kv, prefill_chunk=chunk)
     made = engine.cache(ids, 16)
-    engine.prefill(made, ids)
+    engine.prefill(made, ids, whole=True)
     made.seal()
     return made
 
@@ -125,6 +125,24 @@ def rows_of(keys: Tensor, values: Tensor, masked: Any) -> list[Tensor]:
     if masked is not None:
         visible[tuple(masked)] = False
     return [in_order(rows[seen]) for rows, seen in zip(torch.cat([keys, values], -1)[0], visible[0], strict=True)]
+
+
+@torch.inference_mode()
+def test_the_input_of_one_layer_is_held_and_not_of_all() -> None:
+    """A layer closes before the next one has taken in its whole prompt."""
+    held, model = list[int](), tiny("llama")
+    with attached(model, KVPress(press=SNAP), budget=BUDGET) as kv:
+        engine = Engine(kv, prefill_chunk=64)
+        made = engine.cache(IDS, 16)
+        policies = [layer.keeps for layer in made.layers]
+
+        def count() -> None:
+            held.append(sum(bool(policy.hidden) for policy in policies))
+
+        engine.prefill(made, IDS, whole=True, between=count)
+    assert made.has_closed
+    assert len(held) >= 2
+    assert max(held) == 1
 
 
 @pytest.mark.parametrize("name", CHOOSING | REWRITING)
