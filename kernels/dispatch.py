@@ -43,12 +43,13 @@ class Op:
         assert list(targets)[-1] == REFERENCE
         self.name = name
         self.targets = targets
+        self.order = tuple(targets)  # in which they are tried
         self.used: set[str] = set()  # backends that have run since `forget_used`
         self._loaded: dict[str, Backend] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
-        for name in (forced,) if forced in self.targets else self.targets:
+        for name in (forced,) if forced in self.targets else self.order:
             run, refuses, too_large = self._loaded.get(name) or self._import(name)
             reason = None if refuses is None else refuses(*args, **kwargs)
             if reason is not None:

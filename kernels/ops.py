@@ -3,6 +3,8 @@ formulas."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from kernels.dispatch import Op
 
 prefill_attention = Op(
@@ -13,12 +15,15 @@ prefill_attention = Op(
     sdpa="kernels.sdpa",
     torch="kernels.reference",
 )
-segment_attention = Op(
-    "segment_attention", triton="kernels.gpu.decode", cpu="kernels.cpu.decode", torch="kernels.reference"
-)
-segment_attention_with_lse = Op(
-    "segment_attention_with_lse", triton="kernels.gpu.decode", cpu="kernels.cpu.decode", torch="kernels.reference"
-)
+DECODE = {  # no GPU has said yet which of the first three is best; Triton's takes every call
+    "triton": "kernels.gpu.decode",
+    "flash": "kernels.flash_decode",
+    "varlen": "kernels.varlen",
+    "cpu": "kernels.cpu.decode",
+    "torch": "kernels.reference",
+}
+segment_attention = Op("segment_attention", **DECODE)
+segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
 coded_attention = Op("coded_attention", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
 decode_rows = Op("decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
@@ -51,6 +56,13 @@ block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.b
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
+
+
+def prefer(orders: Mapping[str, Sequence[str]]) -> None:
+    """Let the backends that are named for an operation be tried first, in their order, from now on in this process; all
+    others follow as they stand above, which is also the order of an operation that is not named."""
+    for op in ALL:
+        op.order = (*(first := orders.get(op.name, ())), *(name for name in op.targets if name not in first))
 
 
 def forget_used() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.terminal.notices import say_once
+from kernels import ops
 from tests.once import look_up_once
 
 # tiny tensors: a second thread costs more than it does, many times more on a busy machine
@@ -72,6 +73,12 @@ def _one_seed() -> None:
     torch.default_generator.manual_seed(0)
     if CUDA:  # where there is no device, torch would note a stack trace of the call for each kind of them
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def _usual_backends() -> None:
+    """A job's order of backends is its process's until the next one loads."""
+    ops.prefer({})
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Union, get_type_hints
 
+from harness.config.backends import in_one_line
 from harness.config.catalogue import plain
 from harness.config.groups import (
     LOST,
@@ -154,6 +155,7 @@ class Settings:
     likelihood: str = "on"
     trace: str = "off"
     graphs: str = "auto"
+    backends: str | None = None
     triage: str = "off"
     memory_check: str = "on"
     dry_run: bool = False
@@ -175,6 +177,7 @@ class Settings:
         if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         check_codec("codec", self.codec)
+        self.backends = in_one_line(self.backends)
         for key in ("link", "disk_link"):
             check_link(key, getattr(self, key), self.device)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

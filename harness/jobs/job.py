@@ -15,6 +15,7 @@ import torch
 
 from evals.base import Task
 from harness.config import plugins
+from harness.config.backends import orders
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.jobs.attaching import attach
@@ -46,7 +47,7 @@ from harness.results.run_folder import load as load_run
 from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
-from kernels import toolchain
+from kernels import ops, toolchain
 from kernels.temporary import remove_abandoned
 from methods.base import Budget, Method
 from methods.full import Full
@@ -156,9 +157,10 @@ class Job:
         return Holder(self.settings, self.method, self.budget)
 
     def load(self) -> LoadedModel:
-        """The model, which computes with the job's threads from now on."""
+        """The model, which computes with the job's threads and backends from now on."""
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
+        ops.prefer(orders(self.settings.backends))
         return load(self.model, self.settings.dtype, self.settings.device)
 
     @property

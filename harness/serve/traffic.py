@@ -19,8 +19,8 @@ from harness.serve.clock import CLOCKS
 READ = (  # of a run's keys
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
     "budget_generated", "placement", "codec", "disk", "overlap", "link", "disk_link", "chat",
-    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "memory_check", "generation", "data",
-    "history", "store", "progress",
+    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "memory_check", "generation",
+    "data", "history", "store", "progress",
 )  # fmt: skip
 RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
 INSTEAD = {

@@ -95,6 +95,7 @@ OTHERS: dict[str, Other] = {
     "likelihood": Other("off"),
     "trace": Other("on"),
     "graphs": Other("on"),
+    "backends": Other("segment_attention=torch"),
     "triage": Other("on"),
     "memory_check": Other("off"),
     "dry_run": Other(True),

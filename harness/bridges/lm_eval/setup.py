@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.config.backends import orders
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
@@ -20,6 +21,7 @@ from harness.jobs.planning.effective import budget_of, effective, method_of, wit
 from harness.jobs.planning.machine import check_machine
 from harness.models.base import LoadedModel
 from harness.terminal.notices import say_once
+from kernels import ops
 
 READ = (
     "model",
@@ -43,6 +45,7 @@ READ = (
     "prefill_chunk",
     "threads",
     "graphs",
+    "backends",
 )  # fmt: skip; of a run's keys
 
 
@@ -74,6 +77,7 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
     settings = effective(wanted, method, info)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device)
     attachment = attach(loaded, method, budget_of(settings, method, info), settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None

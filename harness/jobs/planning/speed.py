@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # what the time of the same work depends on
 TIMED = (
     "dtype", "device", "threads", "batch", "prefill_chunk", "placement", "codec", "overlap", "link", "disk_link",
-    "protocol", "questions", "history", "shared_prefill", "fidelity", "trace", "graphs", "generation",
+    "protocol", "questions", "history", "shared_prefill", "fidelity", "trace", "graphs", "backends", "generation",
 )  # fmt: skip
 MACHINE = ("device_name", "cpus_usable")
 APART = 2  # how many times as long prompts may be, where their tokens still take about as long
