@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels.gpu.common import padded, product, split, unfit
 
+# Twice as much of any of these spills registers on sm_80
 _POINTS = 128  # points that are assigned at once
-_SUMMED = 64  # points that are summed at once
-_CLUSTERS = 64  # clusters that are taken at once
+_COMPARED = 32  # clusters that they are compared with at once
+_SUMMED = 32  # points that are summed at once
+_CLUSTERS = 64  # clusters that they are summed for at once
 MOST_CHANNELS = 128
 
 
@@ -42,7 +44,7 @@ def _assign(x: Tensor, centroids: Tensor) -> Tensor:
     codes = torch.empty((problems, points), dtype=torch.int32, device=x.device)
     share = 1 if dim <= 64 else 2  # wide points and centroids: half as many fit
     _nearest[(triton.cdiv(points, _POINTS // share), problems)](
-        x, centroids, codes, points, clusters, dim, padded(dim), _POINTS // share, _CLUSTERS // share, num_warps=8,
+        x, centroids, codes, points, clusters, dim, padded(dim), _POINTS // share, _COMPARED // share, num_warps=8,
         num_stages=2,
     )  # fmt: skip
     return codes
