@@ -9,6 +9,7 @@ from harness.config.catalogue import Entry, entries
 from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, sections
 from harness.terminal.tables import code, table
+from kernels import ops
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m tests.generated_pages"
@@ -23,6 +24,7 @@ METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by
 `{COMMAND}`; change the comments in a method's yaml, its card among them, not this page."""
+OPERATIONS_HEAD = ("operation", "backends, in the order in which they are tried")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
 
@@ -91,18 +93,28 @@ def _small_cost(one: Experiment, found: Mapping[str, Experiment]) -> str:
     return small.facts.get("cost", "") if small else "none"
 
 
-def with_experiments(page: str) -> str:
-    """Return docs/experiments.md with today's table in place of its own."""
-    before, head, rest = page.partition(table(EXPERIMENTS_HEAD, []).splitlines()[0])
-    assert head, "docs/experiments.md has lost the head of its table"
-    return f"{before}{experiments_table(experiments())}\n\n{rest.partition(chr(10) * 2)[2]}"
+def operations_table() -> str:
+    """Return the table of operations in docs/kernels.md."""
+    return table(OPERATIONS_HEAD, [(code(op.name), ", ".join(op.targets)) for op in ops.ALL])
+
+
+def written_into(name: str) -> tuple[str, str]:
+    """Return a page that people write as it is, and with today's table in place of its own."""
+    head, today = {
+        "experiments": (EXPERIMENTS_HEAD, experiments_table(experiments())),
+        "kernels": (OPERATIONS_HEAD, operations_table()),
+    }[name]
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    before, found, rest = page.partition(table(head, []).splitlines()[0])
+    assert found, f"docs/{name}.md has lost the head of its table"
+    return page, f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
 def main() -> None:
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
     (DOCS / "methods.md").write_text(methods_page(entries("method")), encoding="utf-8")
-    page = DOCS / "experiments.md"
-    page.write_text(with_experiments(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in ("experiments", "kernels"):
+        (DOCS / f"{name}.md").write_text(written_into(name)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from harness.jobs.planning.effective import budget_of, effective, method_of
 from harness.models.base import ModelInfo, ModelSource
 from harness.models.random import SHAPES, Random
 from harness.reports.papers import published
-from tests.generated_pages import COMMAND, with_experiments
+from tests.generated_pages import COMMAND, written_into
 from tests.quick import every
 
 ROOT = Path(__file__).parents[3]
@@ -164,9 +164,10 @@ def test_published_numbers_are_in_the_reference(name: str) -> None:
             assert (row.source, row.value) in known, row
 
 
-def test_the_table_in_docs_is_what_the_files_say() -> None:
-    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert with_experiments(page) == page, f"run: {COMMAND}"
+@pytest.mark.parametrize("name", ["experiments", "kernels"])
+def test_the_table_in_docs_is_what_the_files_say(name: str) -> None:
+    page, today = written_into(name)
+    assert page == today, f"run: {COMMAND}"
 
 
 def test_an_experiment_runs_its_grid(cli: Cli, tmp_path: Path) -> None:
