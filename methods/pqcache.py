@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isclose
 from typing import ClassVar, Literal
 
@@ -28,6 +29,7 @@ from methods.parts.block_cache import BlockCache
 from methods.parts.kmeans_iterations import LENGTHS, Fit, measure
 from methods.parts.windows import Windowed
 from methods.tiers.tier import DEVICE
+from methods.tiers.transfer.engine import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,13 @@ class PQCache(Windowed):
         centroids, codes = ops.kmeans(points, initial, rounds, tolerance)
         return centroids.view(batch, groups, self.m, clusters, -1), codes.view(batch, groups, self.m, count)
 
+    def coded(self, keys: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """Cluster keys [B G M D]. -> centroids [B G m C d'] in their dtype, codes [B G M m] of one byte where that is
+        enough"""
+        centroids, codes = self.cluster(keys, rounds, self.tolerance)
+        code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
+        return centroids.to(keys.dtype), codes.transpose(2, 3).to(code_type).contiguous()
+
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
 
@@ -128,12 +137,14 @@ class PQCache(Windowed):
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
     def transient(self, case: Case, chunk: int) -> Transient:
-        """Count the clustered keys in fp32, and their codes before they are made small."""
+        """Count the clustered keys in fp32, and their codes before they are made small; and the keys themselves while
+        they wait to be clustered."""
         if self.reads_whole(case):
             return Transient()
         plan, spec = self.windows.split(case.budget), case.spec
         token = spec.num_kv_heads * (costs.FP32 * spec.head_dim + costs.INT64 * self.m)
-        return Transient(seal=token * (case.sealed - plan.sinks - plan.local))
+        middle = case.sealed - plan.sinks - plan.local
+        return Transient(seal=token * middle, beside=middle * case.row_bytes // 2)
 
     @property
     def slots(self) -> int:
@@ -168,6 +179,7 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
     codes: Tensor  # [B G M m]
+    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are made beside later layers
     blocks: BlockCache | None = None
 
     def split(self, budget: int) -> Plan:
@@ -175,12 +187,17 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
 
     def index(self, keys: Tensor) -> None:
         rounds = self.method.rounds(keys.shape[2], self.request.prepared)
-        centroids, codes = self.method.cluster(keys, rounds, self.method.tolerance)
-        self.centroids = centroids.to(keys.dtype)
-        code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
-        self.codes = codes.transpose(2, 3).to(code_type).contiguous()
+        if not self.cache.engine.ahead:
+            self.centroids, self.codes = self.method.coded(keys, rounds)
+            return
+        copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
+        # As in the paper a CPU clusters them, so that the device has all its time for later layers
+        self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
 
     def select(self, q: Tensor, top: int) -> Tensor:
+        if self.clustered is not None:
+            coded, self.clustered = self.clustered.wait(), None
+            self.centroids, self.codes = (x.to(q.device) for x in coded)
         rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows
 
@@ -193,4 +210,4 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
             self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
 
     def reopen(self) -> None:
-        self.blocks = None
+        self.blocks = self.clustered = None

@@ -174,7 +174,7 @@ def _engine(device: torch.device, placement: str, overlap: bool, links: Links | 
         return TransferEngine()  # nothing moves
     if links is not None and device.type != "cpu":
         raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
-    return TransferEngine(ahead=overlap, threads=1 if overlap and links is None else 0, links=links)
+    return TransferEngine(ahead=overlap, threads=1 if overlap and links is None else 0, works=overlap, links=links)
 
 
 def _refuse_number(key: str, number: object, *, least: int) -> None:

@@ -93,13 +93,15 @@ class Transient:
 
     `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer. `seal`:
     while it is sealed, at the most, if that is more than what it then holds. `stepping` counts the other way: bytes of
-    the layer's cost that it takes with its first step, so that they are not there while other layers seal.
+    the layer's cost that it takes with its first step, so that they are not there while other layers seal. `beside`: in
+    host memory under `overlap=on`, until work on the layer is done that later layers hide.
     """
 
     kept: int = 0
     prefill: int = 0
     seal: int = 0
     stepping: int = 0
+    beside: int = 0
 
     def __add__(self, other: Transient) -> Transient:
         return Transient(
@@ -107,6 +109,7 @@ class Transient:
             self.prefill + other.prefill,
             self.seal + other.seal,
             self.stepping + other.stepping,
+            self.beside + other.beside,
         )
 
 

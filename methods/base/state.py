@@ -45,6 +45,11 @@ class CacheState:
         """Ask for the rows that `read` brings to the device, and that somebody waits for later."""
         return self.engine.begin(read, self.traffic, self.request.device)
 
+    def work(self, compute: Callable[[], T]) -> Arrival[T]:
+        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later. It is no step's,
+        and so counts in no `traffic`."""
+        return self.engine.work(compute, self.request.device)
+
     def send(self, write: Callable[[Traffic], None]) -> None:
         """Let `write` put rows away from the device."""
         self.engine.send(write, self.traffic)

@@ -2,7 +2,8 @@
 
 All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one by
 one. Then the blocks with the most chosen tokens over all KV heads are offered: one that is held counts a use more, one
-that is not is moved whole and takes the place of the least used (LFU; of equals the least recent leaves).
+that is not is moved whole and takes the place of the least used (LFU; of equals the least recent leaves). Such a block
+comes behind the rest of the step, and is there for the next one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.base import Case, Cost
 from methods.parts.costs import INT64
-from methods.parts.hit_cache import HitCache, Load, token_rows
+from methods.parts.hit_cache import HitCache, Lacking, token_rows
 from methods.pools import Pool
+from methods.tiers.transfer.engine import Arrival
 
 
 class BlockCache:
@@ -33,10 +35,16 @@ class BlockCache:
         self.order = torch.arange(blocks, device=tokens.k.device)  # of equals the first leaves
         self.slot_of = torch.full((batch, groups, blocks), -1, device=tokens.k.device)
         self.held = HitCache(size, blocks)
-        self._keep(self.order[blocks - self.slots :].expand(batch, -1), lambda chunks: self._gather(tokens, chunks))
+        self.coming: tuple[Lacking, Arrival[Segment]] | None = None  # blocks that the next step will hold
+        first = Lacking(None, self._of_heads(self.order[blocks - self.slots :].expand(batch, -1)))
+        rows = self._rows(first.chunks)
+        self._take_in(first, Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows)))
 
     def read(self, rows: Tensor) -> Segment:
         """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G K]"""
+        if self.coming is not None:
+            (lacking, arrival), self.coming = self.coming, None
+            self._take_in(lacking, arrival.wait())
         blocks = rows // self.size
         slots = self.slot_of.gather(2, blocks)
         at = (slots * self.size + rows % self.size).clamp(min=0)
@@ -64,26 +72,23 @@ class BlockCache:
         worth = worth.masked_fill(~held, -1)
         kept = worth.masked_fill(offered & ~held, torch.iinfo(torch.int64).max).topk(self.slots).indices
         self.uses *= torch.zeros_like(self.uses).scatter(1, kept, 1)
-        self._keep(kept, self._fetch)
+        if (lacking := self.held.lacking(self._of_heads(kept))) is not None:
+            self.coming = lacking, self.store.gather(self._rows(lacking.chunks))
 
-    def _keep(self, kept: Tensor, load: Load) -> None:
-        """Hold the blocks `kept` [B slots] from now on."""
-        self.held.read(kept.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1), load)
+    def _of_heads(self, blocks: Tensor) -> Tensor:
+        """Give every KV head the blocks [B slots]. -> [B G slots]"""
+        return blocks.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1)
+
+    def _take_in(self, lacking: Lacking, loaded: Segment) -> None:
+        self.held.take_in(lacking, loaded)
         assert self.held.held is not None
-        order = torch.arange(self.slots, device=kept.device).expand_as(self.held.held)
+        order = torch.arange(self.slots, device=self.order.device).expand_as(self.held.held)
         self.slot_of = torch.full_like(self.slot_of, -1).scatter(2, self.held.held, order)
 
     def _rows(self, chunks: Tensor) -> Tensor:
         """Return the rows of blocks. The last block may be cut short: the last token stands in for those that are not
         there."""
         return token_rows(chunks, self.size).clamp(max=self.store.length - 1)
-
-    def _gather(self, tokens: Segment, chunks: Tensor) -> Segment:
-        rows = self._rows(chunks)
-        return Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
-
-    def _fetch(self, chunks: Tensor) -> Segment:
-        return self.store.gather(self._rows(chunks)).wait()
 
 
 def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:

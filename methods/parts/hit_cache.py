@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from methods.base import Case
 from methods.parts import costs
 
 Load = Callable[[Tensor], Segment]  # chunks [B G K] -> their K*size tokens
+
+
+class Lacking(NamedTuple):
+    """Names chunks that are to be held, and where. Places None: all of them, in any order."""
+
+    places: Tensor | None  # [B G N]
+    chunks: Tensor  # [B G N]
 
 
 class HitCache:
@@ -32,30 +40,36 @@ class HitCache:
     def read(self, chunks: Tensor, load: Load) -> Segment:
         """Return the tokens of chunks [B G K], the same K every time, in any order. `load` makes those that are not
         held."""
+        if (lacking := self.lacking(chunks)) is not None:
+            self.take_in(lacking, load(lacking.chunks))
+        return self.kv
+
+    def lacking(self, chunks: Tensor) -> Lacking | None:
+        """Return what of chunks [B G K] must be loaded, None for nothing."""
         if self.held is None:
             self.missed = chunks.numel()
-            return self._start(chunks, load)
+            return Lacking(None, chunks)
         none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
         per_head = new.sum(2)
         count, self.missed = torch.stack([per_head.max(), per_head.sum()]).tolist()
         if count == chunks.shape[2]:
-            return self._start(chunks, load)
-        if count:
-            places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
-            incoming = chunks.gather(2, new.int().topk(count).indices)
-            self._fill(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)), load)
-        return self.kv
+            return Lacking(None, chunks)
+        if not count:
+            return None
+        places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
+        incoming = chunks.gather(2, new.int().topk(count).indices)
+        return Lacking(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)))
 
-    def _start(self, chunks: Tensor, load: Load) -> Segment:
-        self.held, self.kv = chunks.clone(), load(chunks)
-        return self.kv
-
-    def _fill(self, places: Tensor, chunks: Tensor, load: Load) -> None:
+    def take_in(self, lacking: Lacking, loaded: Segment) -> None:
+        """Hold what was lacking from now on. loaded [B G N*size D]"""
+        places, chunks = lacking
+        if places is None:
+            self.held, self.kv = chunks.clone(), loaded
+            return
         assert self.held is not None
         self.held.scatter_(2, places, chunks)
-        loaded = load(chunks)
         for kept, fresh in ((self.kv.k, loaded.k), (self.kv.v, loaded.v)):
             ops.put_rows(_by_chunk(kept, self.held), places, _by_chunk(fresh, chunks))
 

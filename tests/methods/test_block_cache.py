@@ -75,19 +75,20 @@ def skewed(step: int) -> Tensor:
 def test_it_holds_what_the_rule_says_and_every_row_is_the_hosts(slots: int, offered: int) -> None:
     cache, store, tokens = cache_of(slots, offered)
     rules = [Lfu(8, slots, offered) for _ in range(BATCH)]
-    traffic = store.cache.traffic
+    traffic, coming = store.cache.traffic, 0
     for step in range(40):
         rows, before = skewed(step), (traffic.to_device_bytes, traffic.found)
+        held = [set(rule.held) for rule in rules]
         made = cache.read(rows)
+        assert cache.held.held is not None
+        assert [set(cache.held.held[b, 0].tolist()) for b in range(BATCH)] == held
         for mine, host in zip(made[:2], tokens[:2], strict=True):
             assert torch.equal(mine, host.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, DIM)))
         replayed = [rule.look_up((rows[b] // SIZE).flatten().tolist()) for b, rule in enumerate(rules)]
         found = sum(one for one, _ in replayed)
         assert traffic.found - before[1] == found
-        whole_blocks = max(new for _, new in replayed) * BATCH * GROUPS * SIZE  # one rectangle for all sequences
-        assert traffic.to_device_bytes - before[0] == (rows.numel() - found + whole_blocks) * ROW
-        assert cache.held.held is not None
-        assert [set(cache.held.held[b, 0].tolist()) for b in range(BATCH)] == [set(rule.held) for rule in rules]
+        assert traffic.to_device_bytes - before[0] == (rows.numel() - found + coming) * ROW
+        coming = max(new for _, new in replayed) * BATCH * GROUPS * SIZE  # one rectangle for all, for the next step
         _content_is_the_hosts(cache, tokens)
     assert traffic.looked_up == 40 * rows.numel()
 

@@ -74,9 +74,11 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     closes_early = settings.placement != DEVICE or holder.method.closes_early
     early = by_blocks(info) and closes_early and not settings.shared_prefill
     moments = _closing_early(layers, states, bool(item.further)) if early else _closing_late(layers, states)
-    prefill, seal = (moment._replace(kv=moment.kv + slides) for moment in moments)
+    beside = sum(layer.transient.beside for layer in layers) if settings.overlap == "on" else 0
+    more = slides + (beside if settings.device == "cpu" else 0)
+    prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
     away = sum(counted(layer.cost, True) - layer.cost.device_bytes for layer in layers)
-    host = 0 if settings.device == "cpu" else away
+    host = 0 if settings.device == "cpu" else away + beside
     return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host)
 
 

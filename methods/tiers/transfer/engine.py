@@ -3,6 +3,8 @@
 A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) where it needs
 them. An engine decides what happens between the two: nothing (`ahead=False`: rows move while they are waited for), the
 move itself in the caller's thread, or in threads of the engine's own, on a CUDA device on a stream beside the model's.
+An engine that moves ahead also takes work on a prompt that later layers may hide, such as clustering its keys (`work`),
+and does one piece after the other.
 
 Where the tiers share one memory there is no bus to hide. `Links` then says how long one would take: by arithmetic,
 ready = max(now, link free) + bytes / bandwidth, and whoever waits, waits until then.
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.streams import beside_the_model, reached
+from methods.tiers.transfer.streams import beside_the_model, reach, reached
 from methods.tiers.transfer.threads import INLINE
 
 T = TypeVar("T")
@@ -86,22 +88,50 @@ class Links:
 
 
 class TransferEngine:
-    """Moves rows for all caches of one device. `close` waits for what is on its way."""
+    """Moves rows, and works beside the model, for all caches of one device. `close` waits for what is under way."""
 
     def __init__(
-        self, *, ahead: bool = False, threads: int = 0, links: Links | None = None, clock: TransferClock | None = None
+        self,
+        *,
+        ahead: bool = False,
+        threads: int = 0,
+        works: bool = False,
+        links: Links | None = None,
+        clock: TransferClock | None = None,
+        worker: Link | None = None,
     ) -> None:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
-        `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls."""
-        assert not (threads and (links or not ahead))
-        self.ahead, self.links, self.clock = ahead, links, clock or WallClock()
+        `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
+        `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
+        that carries one byte."""
+        assert ahead or not (threads or works or worker)
+        assert not (threads and links)
+        self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker
         self.mover: Executor = ThreadPoolExecutor(threads, "transfer") if threads else INLINE
+        self.hands: Executor = ThreadPoolExecutor(1, "transfer-work") if works else INLINE
         self.beside = threads > 0
 
     def begin(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
         for counts in `into` as well."""
-        return Arrival(self, read, into, on)
+        return Arrival(self, self.mover, self._carried, read, into, on)
+
+    def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
+        """Begin to compute something on the CPU beside the model, once all that the device `on` has been given is
+        done."""
+        assert self.ahead
+
+        def read(moved: Traffic) -> T:
+            reach(on)
+            return compute()
+
+        return Arrival(self, self.hands, self._worked, read, Traffic(), on)
+
+    def _carried(self, moved: Traffic, asked: float) -> tuple[float, float] | None:
+        return None if self.links is None else self.links.carry(moved, asked)
+
+    def _worked(self, moved: Traffic, asked: float) -> tuple[float, float] | None:
+        return None if self.worker is None else self.worker.carry(1, asked)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
         """Let `write` put rows away from the device, which counts the bytes; the caller does not wait for the link."""
@@ -118,16 +148,26 @@ class TransferEngine:
             self.clock.wait_until(self.links.to_host.free)
 
     def close(self) -> None:
-        """Wait for all that is on its way, and end the threads."""
+        """Wait for all that is under way, and end the threads."""
         self.drain()
         self.mover.shutdown()
+        self.hands.shutdown()
 
 
 class Arrival(Generic[T]):
-    """Stands for rows that are on their way. Rows that nobody waits for count nowhere."""
+    """Stands for rows that are on their way, or for a result of work. Rows that nobody waits for count nowhere."""
 
-    def __init__(self, engine: TransferEngine, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> None:
-        self._engine, self._into = engine, into
+    def __init__(
+        self,
+        engine: TransferEngine,
+        by: Executor,
+        taking: Callable[[Traffic, float], tuple[float, float] | None],
+        read: Callable[[Traffic], T],
+        into: Traffic,
+        on: torch.device,
+    ) -> None:
+        """`by`: who reads. `taking`: says when that begins and ends, None: as it really does."""
+        self._engine, self._by, self._taking, self._into = engine, by, taking, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
         self._moved = Traffic()
@@ -151,14 +191,14 @@ class Arrival(Generic[T]):
         self._moved.hidden_s = max(0.0, self._ready - self._began - self._exposed_s)
         self._into.add(self._moved)
         self._read = None
-        if self._engine.beside:
+        if self._by is not INLINE:
             _keep_for_this_stream(rows)
         return rows
 
     def _start(self) -> None:
         engine, asked = self._engine, self._engine.clock.now()
-        if not engine.beside:
-            self._future = engine.mover.submit(self._move, asked)
+        if self._by is INLINE:
+            self._future = self._by.submit(self._move, asked)
             self._exposed_s = engine.clock.now() - asked  # the caller has moved them
             return
         run, inference = copy_context().run, torch.is_inference_mode_enabled()
@@ -168,15 +208,13 @@ class Arrival(Generic[T]):
             with torch.inference_mode(inference), beside_the_model(self._on, behind):
                 return self._move(asked)
 
-        self._future = engine.mover.submit(run, move)
+        self._future = self._by.submit(run, move)
 
     def _move(self, asked: float) -> T:
         assert self._read is not None
         began = self._engine.clock.now()
         rows = self._read(self._moved)
-        links = self._engine.links
-        times = links.carry(self._moved, asked) if links is not None else None
-        self._began, self._ready = times or (began, self._engine.clock.now())
+        self._began, self._ready = self._taking(self._moved, asked) or (began, self._engine.clock.now())
         return rows
 
 

@@ -22,6 +22,12 @@ def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -
         stream.synchronize()
 
 
+def reach(on: torch.device) -> None:
+    """Wait until all that this thread's stream was given is done."""
+    if on.type == "cuda":
+        torch.cuda.current_stream(on).synchronize()
+
+
 def reached(on: torch.device) -> torch.cuda.Event | None:
     """Return an event behind all that the caller's stream was given; None where there are no streams."""
     if on.type != "cuda":

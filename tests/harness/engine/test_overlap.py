@@ -22,7 +22,8 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.shadowkv import ShadowKV
 from methods.tiers.rows import DiskRows, HostRows
-from methods.tiers.transfer.engine import Links, TransferEngine
+from methods.tiers.transfer.engine import Link, Links, TransferEngine
+from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
 from tests.methods.test_contract import small
 from tests.methods.tiers.test_transfer_engine import VirtualClock
@@ -141,6 +142,52 @@ def virtual(method: Method, engine: TransferEngine) -> tuple[list[KVLayer], Sequ
     sequences = Sequences(Shape(4, 2, 16), LENGTH, LAYERS)
     state = CacheState(replace(sequences.request(0.5 if method.uses_budget else None), placement="host"), engine=engine)
     return method.start(sequences.specs, state), sequences, state
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 2.0])
+def test_pqcache_clusters_behind_later_layers(share: float) -> None:
+    """Where clustering a layer takes `share` of computing one, TTFT holds none of it, and TT2T is TTFT, what the worker
+    still has to do then, and the step."""
+    compute, prompt_tokens = 1.0, LENGTH - STEPS
+    clock = VirtualClock()
+    engine = TransferEngine(ahead=True, clock=clock, worker=Link(1 / (share * compute)))
+    layers, sequences, state = virtual(PQ, engine)
+    for index, layer in enumerate(layers):
+        layer.prefill(sequences.at(index, 0, prompt_tokens))
+        clock.compute(compute)
+        layer.seal()
+    assert clock.now() == LAYERS * compute  # TTFT
+    for index, layer in enumerate(layers):
+        layer.decode(sequences.at(index, prompt_tokens, prompt_tokens + 1))
+        clock.compute(compute)
+    clustered, now, backlog = 0.0, LAYERS * compute, 0.0
+    for index in range(LAYERS):
+        clustered = max(clustered, (index + 1) * compute) + share * compute
+        backlog += max(0.0, clustered - now)
+        now = max(now, clustered) + compute
+    assert clock.now() == pytest.approx(LAYERS * compute + backlog + LAYERS * compute)
+    assert state.traffic.exposed_s == 0.0
+
+
+def test_blocks_of_pqcaches_cache_come_behind_the_rest_of_a_step() -> None:
+    """What a step waits for is its misses."""
+    method = replace(PQ, cache_tokens=64, cache_block=8, cache_offered=2)
+
+    def waited(ahead: bool) -> tuple[float, int]:
+        clock = VirtualClock()
+        engine = TransferEngine(ahead=ahead, links=Links(bus=1e6), clock=clock)
+        layers, sequences, state = virtual(method, engine)
+        sequences.seal(layers, 0, LENGTH - STEPS)
+        for position in range(LENGTH - STEPS, LENGTH):
+            for index, layer in enumerate(layers):
+                layer.decode(sequences.at(index, position, position + 1))
+                clock.compute(1.0)
+        return state.traffic.exposed_s, state.traffic.to_device_bytes
+
+    (off, moved), (on, same) = waited(False), waited(True)
+    missed = int(off * 1e6)
+    assert (missed, same) == (moved, moved)
+    assert 0 < on < off
 
 
 def step_seconds(
