@@ -9,7 +9,19 @@ from harness.config.errors import as_command
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 
-KINDS = ("layer", "decode", "ops", "generate", "kvpress", "overflow", "history", "overlap", "calibrate", "fit")
+KINDS = (
+    "layer",
+    "decode",
+    "throughput",
+    "ops",
+    "generate",
+    "kvpress",
+    "overflow",
+    "history",
+    "overlap",
+    "calibrate",
+    "fit",
+)
 
 
 @lasting_output()

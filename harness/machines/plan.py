@@ -125,9 +125,9 @@ def _too_slow(machine: Machine, load: Workload, fast: int, batch: int | None, mo
     )
 
 
-def sequence_of(machine: Machine, info: ModelInfo, load: Workload) -> SequenceBytes:
-    """What one sequence takes, by the forecast of a run's bytes."""
-    return sequence_bytes(_holder(machine, load), info, blank(load.tokens, load.new))
+def sequence_of(machine: Machine, info: ModelInfo, load: Workload, rounded: bool = True) -> SequenceBytes:
+    """What one sequence takes, by the forecast of a run's bytes; `rounded` as torch's allocators give it."""
+    return sequence_bytes(_holder(machine, load), info, blank(load.tokens, load.new), rounded)
 
 
 def largest(machine: Machine, info: ModelInfo, load: Workload, sequence: SequenceBytes) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from kernels import reference, sdpa
 from kernels.windowed import windowed_attention
-from tests.allocations import Allocations
+from harness.machines.allocations import Allocations
 from tests.kernels.op_cases import random, stored
 
 NEW, STORED = 700, 6000

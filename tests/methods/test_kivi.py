@@ -21,7 +21,7 @@ from kernels import ops
 from kernels.coded import Coded
 from kernels.dispatch import watched
 from methods.kivi import Kivi, KiviLayer
-from tests.allocations import Allocations
+from harness.machines.allocations import Allocations
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 
 SMALL = Kivi(bits=4, group=8, residual=16)

@@ -10,7 +10,7 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
-from harness.config.values import SettingsError, rate
+from harness.config.values import SettingsError, rate, size
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.terminal.numbers import budget, count, natural, positive, share
@@ -29,6 +29,14 @@ def link(text: str) -> float:
     """A bandwidth in bytes per second."""
     try:
         return rate("--link", text)
+    except SettingsError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def memory(text: str) -> int:
+    """Bytes."""
+    try:
+        return size("memory", text)
     except SettingsError as error:
         raise ArgumentTypeError(str(error)) from None
 
@@ -79,6 +87,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"type": device},
     "rounds": {"type": count},
     "seconds": {"type": positive},
+    "device_memory": {
+        "type": memory,
+        "metavar": "SIZE",
+        "help": "of the device, as 80GB; all that a GPU has by default",
+    },
+    "host_memory": {
+        "type": memory,
+        "metavar": "SIZE",
+        "help": "for rows that leave the device; without a limit by default",
+    },
+    "most": {"type": count, "help": "sequences at most"},
     "minutes": {"type": positive, "help": "begin no further row after that long"},
     "no_plot": {"action": "store_true", "help": "the table and the figures alone"},
     "out": {"type": typed, "help": "folder for the table, the figures and the picture"},

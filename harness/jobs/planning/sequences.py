@@ -22,8 +22,9 @@ class SequenceBytes(NamedTuple):
     staged: int
 
 
-def sequence_bytes(holder: Holder, info: ModelInfo, item: Item) -> SequenceBytes:
-    """Raises `CostError` where the method declares no cost."""
+def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, rounded: bool = True) -> SequenceBytes:
+    """Without `rounded`, no allocator gives more than it is asked for. Raises `CostError` where the method declares no
+    cost."""
     settings, listed = holder.settings, cases(holder, info, item)
     costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
@@ -32,8 +33,8 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item) -> SequenceBytes
     passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here)
     return SequenceBytes(
         device=slides + sum(here),
-        rounding=0 if on_cpu else sum(map(_in_blocks, here)) - sum(here),
-        host=sum(map(_pinned, away)),
+        rounding=sum(map(_in_blocks, here)) - sum(here) if rounded and not on_cpu else 0,
+        host=sum(map(_pinned, away) if rounded else away),
         passing=max(0, passing),  # where rows leave while the prompt is computed, it never holds what a sealed one does
         staged=max(cost.moved_bytes_per_step for cost in costs),
     )

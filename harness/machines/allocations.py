@@ -35,7 +35,7 @@ class Allocations(TorchDispatchMode):
         def room(cls: Any, *args: Any) -> torch.Tensor:
             self._tier = HOST
             try:
-                return self._room.__func__(cls, *args)  # type: ignore[no-any-return]
+                return self._room.__func__(cls, *args)
             finally:
                 self._tier = DEVICE
 

@@ -1,0 +1,74 @@
+"""The largest batch that is found is the one that was predicted, whichever memory ends it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.bench import throughput
+from harness.bench.__main__ import main
+from harness.bench.common import output
+from harness.models.random import Random
+from tests.quick import mostly_slow
+
+MODEL = Random("tiny", 3, 0, "bytes")
+TEXT = list(range(3, 250)) * 20
+METHODS = ["full", "snapkv", "pqcache", "quest", "shadowkv:rank=16", "infinigen"]
+
+
+def options(folder: Path, *words: str) -> Namespace:
+    small = ["--dtype", "fp32", "--new", "50", "--out", str(folder), "--no-plot", "--methods"]
+    made: Namespace = throughput.parser().parse_args([*words, *small])
+    return made
+
+
+def measured(asked: Namespace, method: str, model: Random = MODEL) -> list[dict[str, Any]]:
+    asked.methods = [method]
+    report = output.Report("throughput", "batches", asked, throughput.TABLE)
+    throughput.run(asked, model.load("fp32", "cpu"), model.describe(), TEXT, report)
+    assert not report.left_out, "memory is given back between methods"
+    return [dict(row) for row in report.rows]
+
+
+@pytest.mark.parametrize("tokens", mostly_slow([300, 600, 900], 600))
+@pytest.mark.parametrize("method", METHODS)
+def test_the_batch_that_is_found_is_the_one_that_was_predicted(method: str, tokens: int, tmp_path: Path) -> None:
+    weights = sum(x.nbytes for x in MODEL.load("fp32", "cpu").model.parameters())
+    device, host = weights + 6_000 * tokens, 2_500 * tokens
+    sizes = "--device-memory", str(device), "--host-memory", str(host)
+    rows = measured(options(tmp_path, "--tokens", str(tokens), *sizes), method)
+    *_, last = rows
+    assert "error" not in last
+    assert [row["batch"] for row in rows[:2]] == [1, 2]
+    assert all(row["rate"] > 0 for row in rows)
+    assert last["ended"] == "device" or (last["ended"] == "host" and last["placement"] == "host")
+    assert abs(last["batch"] - last["predicted"]) <= 1
+    assert last["device_bytes"] <= device
+    assert last["host_bytes"] <= host
+
+
+def test_it_ends_as_asked_and_says_what_does_not_fit(tmp_path: Path) -> None:
+    rows = measured(options(tmp_path, "--tokens", "300", "--device-memory", "1GB", "--most", "3"), "snapkv")
+    assert [(row["batch"], row.get("ended")) for row in rows] == [(1, None), (2, None), (3, "as asked")]
+    (row,) = measured(options(tmp_path, "--tokens", "300", "--device-memory", "1MB"), "snapkv")
+    assert row["error"] == "not even one sequence fits: the device's memory ends"
+    (row,) = measured(options(tmp_path, "--tokens", "300", "--device-memory", "1GB", "--budget", "3"), "pqcache")
+    assert "budget" in row["error"]
+
+
+def test_synthetic_prompts_leave_layer_by_layer(tmp_path: Path) -> None:
+    asked = options(tmp_path, "--tokens", "3000", "--device-memory", "1GB", "--most", "2", "--synthetic")
+    rows = measured(asked, "pqcache")
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert "ttft_s" not in rows[0]
+    layer = rows[0]["host_bytes"] // MODEL.describe().num_layers
+    weights = sum(x.nbytes for x in MODEL.load("fp32", "cpu").model.parameters())
+    assert rows[0]["device_bytes"] - weights < 4 * layer
+
+
+def test_a_cpu_must_say_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["throughput", "--methods", "full"]) != 0
+    assert "--device-memory says how large a device this CPU stands for" in capsys.readouterr().err
