@@ -224,7 +224,7 @@ def main(options: argparse.Namespace) -> None:
         raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
     if options.link and (options.placement == DEVICE or options.device != "cpu"):
         raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
-    methods.chosen(options.methods)  # a wrong name is found now
+    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)

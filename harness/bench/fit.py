@@ -69,7 +69,7 @@ def run(
     """The steps of every method at every length."""
     steps: dict[str, list[TimedStep]] = {}
     for tokens in options.tokens:
-        for name, method in ({FULL: Full()} | methods.chosen(options.methods)).items():
+        for name, method in ({FULL: Full()} | methods.chosen(options.methods, options.config_dir)).items():
             if report.out_of_time(f"{name} at {tokens}"):
                 continue
             try:
@@ -111,7 +111,7 @@ def main(options: argparse.Namespace) -> None:
         False,
         None,
     )  # as ModelDecoding and `attachment` ask for them
-    methods.chosen(options.methods)  # a wrong name is found now
+    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     there = machines.machine(options.machine)
     if len(set(options.tokens)) < 3:
         raise ValueError("--tokens needs three lengths: a line is fitted to two, and predicts the third.")

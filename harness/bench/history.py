@@ -125,12 +125,12 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    shared = {"methods": ["full"], "budget": 0.2, "shape": None} | arguments.RUN
+    shared = {"methods": ["full"], "config_dir": [], "budget": 0.2, "shape": None} | arguments.RUN
     return arguments.parser("history", __doc__, tokens=[512, 1024, 2048, 4096], new=32, **shared)
 
 
 def main(options: argparse.Namespace) -> None:
-    chosen = methods.chosen(options.methods)
+    chosen = methods.chosen(options.methods, options.config_dir)
     loaded, text = models.opened(options, max(options.tokens) + options.new, 0)
     title = f"A further turn of {options.new} tokens: {loaded.name}, {options.dtype}, {options.device}"
     report = output.Report("history", title, options, TABLE, model=loaded.name)

@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
-    methods.chosen(options.methods), arguments.shape(options)  # what is wrong is found now
+    methods.chosen(options.methods, options.config_dir), arguments.shape(options)  # what is wrong is found now
     limits = calibrate.told(options.device)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "

@@ -212,7 +212,7 @@ def run(
     weights = sum(x.nbytes for x in loaded.model.parameters())
     for tokens in options.tokens:
         ids = torch.tensor([(text * (tokens // len(text) + 1))[-tokens:]], device=loaded.model.device)
-        for name, method in methods.chosen(options.methods).items():
+        for name, method in methods.chosen(options.methods, options.config_dir).items():
             if report.out_of_time(f"{name} at {tokens}"):
                 continue
             placement = options.placement if method.offloads else DEVICE
@@ -278,7 +278,7 @@ def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
     if options.device_memory is None and options.device == "cpu":
         raise ValueError("--device-memory says how large a device this CPU stands for: give it, as 2GB.")
-    methods.chosen(options.methods)  # a wrong name is found now
+    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)
     if options.device_memory is None:

@@ -71,7 +71,7 @@ def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
         there = replace(there, host_bytes=options.host or there.host_bytes)
         for tokens in options.tokens:
             behind = len(rows)
-            for load in _loads(options, tokens):
+            for load in _loads(options, tokens, left_out):
                 try:
                     rows.append(planned(there, info, load, options.batch, options.tpot / 1e3))
                 except ValueError as error:  # of this row alone: it does not fit, or suit the model
@@ -80,14 +80,16 @@ def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
     return rows, list(left_out)
 
 
-def _loads(options: argparse.Namespace, tokens: int) -> Iterator[Workload]:
+def _loads(options: argparse.Namespace, tokens: int, left_out: dict[str, None]) -> Iterator[Workload]:
     from harness.bench.common import methods
     from harness.machines.plan import Workload
 
-    for name, method in methods.chosen(options.methods or [*methods.names(), OFFLOADED]).items():
+    for name, method in methods.chosen(options.methods or [*methods.names(), OFFLOADED], options.config_dir).items():
         places = [place for place in options.placement if (place == DEVICE or method.offloads)]
         if name.partition(":")[0] == OFFLOADED and len(places) > 1:
             places = [place for place in places if place != DEVICE]  # there it is Full
+        if not places:
+            left_out[f"{name} keeps everything on the device: add --placement {DEVICE} for its row."] = None
         for placement in places:
             for asked in options.budget if method.uses_budget else [None]:
                 yield Workload(
@@ -131,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=count, default=128, help="tokens of an answer")
     parser.add_argument("--budget", nargs="+", type=budget, default=[0.2], help="as 0.2, or 2048 tokens")
     parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="look there for more")
     parser.add_argument(
         "--placement", nargs="+", choices=TIERS, default=[DEVICE, HOST], help="of what is read by choice"
     )

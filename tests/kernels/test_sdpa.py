@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from harness.machines.allocations import Allocations
 from kernels import reference, sdpa
 from kernels.windowed import windowed_attention
-from harness.machines.allocations import Allocations
 from tests.kernels.op_cases import random, stored
 
 NEW, STORED = 700, 6000

@@ -16,12 +16,12 @@ from evals.niah import Niah
 from harness.config.settings import Results, Settings
 from harness.engine.footprint import footprint
 from harness.jobs.evaluate import evaluate
+from harness.machines.allocations import Allocations
 from harness.models.embedded import SmolLM2
 from kernels import ops
 from kernels.coded import Coded
 from kernels.dispatch import watched
 from methods.kivi import Kivi, KiviLayer
-from harness.machines.allocations import Allocations
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 
 SMALL = Kivi(bits=4, group=8, residual=16)

@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "beside": {"type": count, "help": "tokens of the job before a turn, behind a save"},
     "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
     "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
+    "config_dir": {"type": typed, "action": "append", "help": "look for method/NAME.yaml there, too"},
     "placement": {"choices": tuple(TIERS)},
     "link": {"type": link, "help": "on a CPU, the bandwidth of a bus that rows would cross, as 25GBps"},
     "reuse_steps": {"type": natural},
@@ -106,7 +107,12 @@ OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
 RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}
 FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}  # dtypes with known limits
 LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
-METHODS: dict[str, Any] = {"methods": [], "placement": DEVICE, "reuse_steps": 0}  # no name: all of them
+METHODS: dict[str, Any] = {
+    "methods": [],
+    "config_dir": [],
+    "placement": DEVICE,
+    "reuse_steps": 0,
+}  # no name: all of them
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
 from harness.bench.common.output import Report
-from harness.config.catalogue import entries
-from harness.config.plugins import build
+from harness.config.catalogue import CONF, entries
+from harness.config.plugins import build, suggestion
 from methods.base import BudgetError, Method
 
 MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
@@ -22,25 +23,25 @@ def names() -> list[str]:
     return [entry.name for entry in entries("method") if entry.base is None and not entry.bridged]
 
 
-def load(name: str, **changes: Any) -> Method:
-    """`changes`: parameters in place of the yaml's."""
-    known = {entry.name: entry for entry in entries("method")}
+def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
+    """`folders`: more of them with method/NAME.yaml. `changes`: parameters in place of the yaml's."""
+    known = {entry.name: entry for entry in entries("method", (CONF, *folders))}
     if name not in known:
-        raise ValueError(f"--methods {name} is unknown: choose from {', '.join(known)}.")
+        raise ValueError(f"--methods {name} is unknown{suggestion(name, known)}")
     method: Method = build(known[name].values() | changes, "method")
     return method
 
 
-def parsed(spec: str) -> tuple[str, Method]:
+def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
     """`quest` or `quest:select_per=kv_head,page_size=32`."""
     name, _, rest = spec.partition(":")
     changes = dict(item.split("=", 1) for item in rest.split(",") if item)
-    return spec, load(name, **{key: yaml.safe_load(value) for key, value in changes.items()})
+    return spec, load(name, folders, **{key: yaml.safe_load(value) for key, value in changes.items()})
 
 
-def chosen(specs: Sequence[str]) -> dict[str, Method]:
-    """Those named, or every method there is."""
-    return dict(parsed(spec) for spec in specs or names())
+def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Method]:
+    """Those named, or every method of ours."""
+    return dict(parsed(spec, folders) for spec in specs or names())
 
 
 def measured(
@@ -50,7 +51,7 @@ def measured(
     A budget that is too small for a method, or a lack of memory, is a row that says so."""
     for tokens in options.tokens:
         measure = behind(tokens)
-        for name, method in chosen(options.methods).items():
+        for name, method in chosen(options.methods, options.config_dir).items():
             row: dict[str, Any] = {"method": name, "tokens": tokens}
             if report.out_of_time(f"{name} at {tokens}"):
                 continue

@@ -76,7 +76,7 @@ def test_a_turn_is_timed() -> None:
     [
         (["--tokens", "64", "128"], "--tokens needs three lengths"),
         (["--tokens", "64", "64", "128"], "--tokens needs three lengths"),
-        (["--methods", "pqcash"], "--methods pqcash is unknown: choose from"),
+        (["--methods", "pqcash"], "--methods pqcash is unknown; did you mean pqcache?"),
     ],
 )
 def test_wrong_words_are_refused(

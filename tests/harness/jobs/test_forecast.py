@@ -22,11 +22,11 @@ from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.shared_prefill import SharedPrefill
+from harness.machines.allocations import Allocations
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
-from harness.machines.allocations import Allocations
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
 from tests.quick import mostly_slow

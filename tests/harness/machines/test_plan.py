@@ -299,7 +299,7 @@ def test_a_method_that_does_not_suit_the_model_leaves_the_others(capsys: pytest.
     [
         (["--machine", "A100"], "The machine A100 is unknown"),
         ([*SHORT, "--model", "llama-9b"], "model.shape=llama-9b is unknown: choose one of"),
-        ([*SHORT, "--methods", "pqcash"], "--methods pqcash is unknown: choose from"),
+        ([*SHORT, "--methods", "pqcash"], "--methods pqcash is unknown; did you mean pqcache?"),
         ([*SHORT, "--methods", "full", "--batch", "4000"], "A batch of 4000 does not fit on RTX-4090"),
         ([*SHORT, "--methods", "shadowkv", "--budget", "8"], "set budget to at least"),
         ([*SHORT, "--tokens", "9000"], "more than the window of random/smollm2, 8192"),
@@ -324,6 +324,20 @@ def test_options_are_checked(words: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         command.main([*SHORT, *words])
     assert f"argument {words[0]}" in capsys.readouterr().err
+
+
+def test_a_method_of_ones_own_is_planned_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("_target_: methods.snapkv.SnapKV\nwindow: 16\n")
+    assert not command.main(
+        [*SHORT, "--methods", "mine", "full", "--placement", "device", "--config-dir", str(tmp_path)]
+    )
+    assert "mine" in capsys.readouterr().out
+
+
+def test_a_method_that_keeps_nothing_elsewhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not command.main([*SHORT, "--methods", "full", "shadowkv", "--placement", "host"])
+    assert "full keeps everything on the device: add --placement device for its row." in capsys.readouterr().out
 
 
 def test_host_memory_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
