@@ -24,5 +24,8 @@ class Traffic:
 
     def add(self, other: Traffic) -> None:
         """Count what another has counted as well."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+_COUNTS = tuple(field.name for field in fields(Traffic))  # looked up once: a step adds up several times per layer
