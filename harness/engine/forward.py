@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules
+from harness.engine.joined import join_weights
 from harness.models.architectures import ARCHITECTURES
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
@@ -44,6 +45,9 @@ class BlockForward:
         self.decoder: Any = model.get_decoder()
         _check(model, self.decoder)
         self.blocks = [_block(layer) for layer in self.decoder.layers]
+        if self.decoder.embed_tokens.weight.is_cuda:
+            join_weights(self.decoder.layers)  # only now, as the blocks above refuse what is quantised
+            self.blocks = [_block(layer) for layer in self.decoder.layers]
         norm, head = self.decoder.norm, model.get_output_embeddings()
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward, ForwardError
 from harness.engine.hf import UnsupportedError
+from harness.engine.joined import join_weights
 from methods.full import Full
 from tests.tiny import BY_BLOCKS, prompt, tiny
 
@@ -77,3 +80,54 @@ def test_a_refused_model_runs_its_own_forward() -> None:
             tokens.append(engine.generate(prompt(30), max_new_tokens=6).tokens)
     assert tokens[0] == tokens[1]
     assert len(seen) == 6  # the prompt and five tokens
+
+
+def join_inputs(model: PreTrainedModel) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Joins the weights as on a GPU. -> of each layer what q, k and v are slices of, and gate and up, if anything"""
+    weights = pytest.importorskip("kernels.gpu.weights")
+    join_weights(model.model.layers)
+    pairs = [weights.joint(block) for block in BlockForward(model).blocks]
+    return [tuple(None if part is None else part.weight for part in pair) for pair in pairs]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("architecture", BY_BLOCKS)
+def test_joint_weights_change_nothing_but_where_they_lie(architecture: str, inference: bool, tmp_path: Path) -> None:
+    plain, model, ids = tiny(architecture), deepcopy(tiny(architecture)), prompt(20)
+    before = dict(model.named_parameters())
+    with torch.inference_mode(inference):
+        joined = join_inputs(model)
+        places = [module.data_ptr() for module in model.parameters()]
+        assert all(part is not None for pair in joined for part in pair)
+        join_weights(model.model.layers)  # as a second engine of the model does
+        assert places == [module.data_ptr() for module in model.parameters()]
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.parameters()}
+    assert sum(storages.values()) == sum(x.nbytes for x in plain.parameters())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in plain.state_dict().items())
+
+
+def test_on_the_cpu_weights_stay_where_they_lie() -> None:
+    model = deepcopy(tiny("llama"))
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    BlockForward(model)
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_weights_that_cannot_be_joined_stay_apart() -> None:
+    """One of another dtype; one whose memory others use, which would not become free."""
+    model = deepcopy(tiny("llama"))
+    first, second, third = model.model.layers
+    first.self_attn.k_proj.to(torch.bfloat16)
+    second.mlp.up_proj.weight.data = torch.zeros(200, 128)[:160]
+    third.mlp.gate_proj.weight = third.mlp.up_proj.weight
+    assert [[part is not None for part in pair] for pair in join_inputs(model)] == [
+        [False, True],
+        [True, False],
+        [True, False],
+    ]
