@@ -13,6 +13,8 @@ KINDS = (
     "layer",
     "decode",
     "throughput",
+    "latency",
+    "replay",
     "ops",
     "generate",
     "kvpress",

@@ -23,7 +23,9 @@ class LinkCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
     """Speeds of every lane. An operation takes its launch and the longer of its bytes and its arithmetic; a layer takes
-    `layer_s` beside its operations. While a gather runs the device computes `gather_slows` times as slowly."""
+    `layer_s` beside its operations. While a gather runs the device computes `gather_slows` times as slowly. Where no
+    other thread moves rows to the device, as on a CPU with links, the device itself copies `copied_bytes_s`, which the
+    link does not wait for."""
 
     read_bytes_s: float = inf
     flop_s: float = inf
@@ -36,6 +38,7 @@ class CostTable:
     worker_bytes_s: float = inf
     worker_flop_s: float = inf
     gather_slows: float = 1.0
+    copied_bytes_s: float = inf
 
     def operation_s(self, operation: Operation) -> float:
         moved = (operation.read + operation.written) / self.read_bytes_s

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from harness.machines.costs import CostTable
 from harness.machines.schedule import (
     COMPUTE,
     LANES,
+    TO_DEVICE,
     WORKERS,
     Lane,
     LayerBorder,
@@ -108,6 +110,8 @@ class _Machine:
         if work.gather:
             self._gathers.append((start, end))
         self.spans.append(LaneSpan(work.lane, work.name, start, end, self.layer))
+        if work.lane == TO_DEVICE and self.costs.copied_bytes_s < inf:
+            self.compute("copy", work.nbytes / self.costs.copied_bytes_s)
 
     def _end(self, key: int) -> float:
         if key not in self.ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ def test_synthetic_prompts_leave_layer_by_layer(tmp_path: Path) -> None:
     layer = rows[0]["host_bytes"] // MODEL.describe().num_layers
     weights = sum(x.nbytes for x in MODEL.load("fp32", "cpu").model.parameters())
     assert rows[0]["device_bytes"] - weights < 4 * layer
+
+
+def test_the_command_draws_and_no_batch_attends_one_by_one_for_its_checks(tmp_path: Path) -> None:
+    sizes = ["--shape", "tiny", "--layers", "2", "--dtype", "fp32", "--tokens", "300", "--device-memory", "1GB"]
+    assert main(["throughput", *sizes, "--most", "2", "--methods", "snapkv", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [(row["batch"], row["one_by_one"]) for row in rows] == [(1, None), (2, None)]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_a_cpu_must_say_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,17 @@ def test_a_gather_slows_the_device_and_workers_fall_behind() -> None:
     assert times.hidden_s(WORKERS) == seconds(2e-3)
 
 
+def test_a_device_that_copies_its_rows_itself_computes_later_and_the_link_does_not_wait() -> None:
+    """2 ms of copies run beside 8 ms of the link, and what comes behind the wait is 1 ms."""
+    schedule = [sent(1, TO_DEVICE, 8000), Waited(1), Operation("x", 1000)]
+    costs = CostTable(read_bytes_s=1e6, to_device=LinkCost(1e6), copied_bytes_s=4e6)
+    assert replay(schedule, costs).end_s == pytest.approx(9e-3)
+    away = [sent(1, TO_HOST, 8000), Operation("x", 1000)]
+    assert replay(away, costs).end_s == pytest.approx(1e-3)
+    slow = replay(schedule, CostTable(read_bytes_s=1e6, to_device=LinkCost(4e6), copied_bytes_s=1e6))
+    assert slow.end_s == pytest.approx(9e-3)
+
+
 def test_a_schedule_that_waits_for_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="waits for work 3, which nothing before has submitted"):
         replay([Waited(3)], CostTable())
