@@ -15,7 +15,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -74,9 +73,7 @@ class Memory:
         return self._taken() - self.before
 
     def _taken(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        return self.counted.alive.total()
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else self.counted.alive.total()
 
 
 class GrowingBatch:
@@ -293,11 +290,11 @@ def main(options: argparse.Namespace) -> None:
     )
     report = output.Report("throughput", title, options, TABLE, synthetic=options.synthetic, model=loaded.name)
     run(options, loaded, source.describe(), text, report)
-    labels = ("sequences", "tokens per second, all together")
-    report.finish(partial(_draw, labels=labels))
+    report.finish(_draw)
 
 
-def _draw(path: Path, rows: Sequence[output.BenchRow], *, labels: tuple[str, str], title: str) -> None:
+def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
     """A line for each method and length."""
+    labels = ("sequences", "tokens per second, all together")
     shown = [row | {"rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']}"} for row in rows]
     output.lines(path, shown, x="batch", y="rates", series="what", labels=labels, title=title)
