@@ -137,6 +137,6 @@ def main(options: argparse.Namespace) -> None:
 
 def _draw(path: Any, rows: Sequence[output.BenchRow], title: str) -> None:
     """TT2T against the batch, a line for each method and length."""
-    shown = [row | {"series": f"{row['method']}, {row['tokens']}"} for row in rows]
+    shown = [{**row, "series": f"{row['method']}, {row['tokens']}"} for row in rows]
     labels = ("sequences that decode together", "seconds to the second token")
     output.lines(path, shown, x="batch", y="tt2t_s", series="series", labels=labels, title=title)

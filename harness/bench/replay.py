@@ -252,7 +252,7 @@ def main(options: argparse.Namespace) -> None:
 
 def _draw(path: Any, rows: Sequence[output.BenchRow], title: str) -> None:
     shown = [
-        row | {"label": f"{row['method']}, {row['tokens']}, {row['transfer_ms']:g} ms, overlap {row['way']}"}
+        {**row, "label": f"{row['method']}, {row['tokens']}, {row['transfer_ms']:g} ms, overlap {row['way']}"}
         for row in rows
     ]
     output.bars(path, shown, label="label", y="ratio", unit="live / replayed", title=title)

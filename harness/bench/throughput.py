@@ -296,5 +296,5 @@ def main(options: argparse.Namespace) -> None:
 def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
     """A line for each method and length."""
     labels = ("sequences", "tokens per second, all together")
-    shown = [row | {"rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']}"} for row in rows]
+    shown = [{**row, "rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']}"} for row in rows]
     output.lines(path, shown, x="batch", y="rates", series="what", labels=labels, title=title)
