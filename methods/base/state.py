@@ -46,8 +46,8 @@ class CacheState:
         return self.engine.begin(read, self.traffic, self.request.device)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
-        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later. It is no step's,
-        and so counts in no `traffic`."""
+        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later. It belongs to
+        no step, and so counts in no `traffic`."""
         return self.engine.work(compute, self.request.device)
 
     def send(self, write: Callable[[Traffic], None]) -> None:
