@@ -28,6 +28,7 @@ coded_attention = Op("coded_attention", triton="kernels.gpu.coded", cpu="kernels
 decode_rows = Op("decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
 gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
+gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
 channel_scores = Op(

@@ -127,6 +127,19 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return flat.index_select(0, _flat_index(x, rows)).view(*rows.shape, x.shape[3])
 
 
+def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
+    """Copy rows of each KV head out of two tiers, to where their numbers lie. far [B G S D], on the device or in host
+    memory, held [B G C D], rows and slots [B G K] -> [B G K D]
+
+    A row whose slot is 0 or more is read from there in `held`, any other one from `far`; without `slots`, all are.
+    Kernels of a GPU read pinned host memory in place, so that no row's number goes to the host.
+    """
+    fetched = gather_rows(far, rows.to(far.device)).to(rows.device)
+    if held is None or slots is None:
+        return fetched
+    return torch.where(slots.unsqueeze(-1) >= 0, gather_rows(held, slots.clamp(min=0)), fetched)
+
+
 @by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. Of a row that comes twice, either

@@ -187,6 +187,8 @@ def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
     yield OpCase("gather_rows", chosen, (x.kv[0], rows))
+    slots = torch.where(rows % 4 == 0, -1, rows % x.budget)  # three of four are held
+    yield OpCase("gather_tiers", chosen, (x.kv[0], rows, x.kv[0][:, :, : x.budget], slots))
     yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
     codes = x.coded(BITS[1])
     at = rows % codes.k.shape[2]

@@ -91,7 +91,7 @@ class StepRecorder(DispatchRecorder):
     def operation(self, name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Around an operation of kernels/ops.py."""
         within, self._within = self._within, self._within + 1
-        if within and name == "gather_rows":
+        if within and name in ("gather_rows", "gather_tiers"):
             self._pieces += arguments[1].numel()
         try:
             result = call()

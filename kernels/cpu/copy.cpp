@@ -32,6 +32,20 @@ template <class F> void each(const CopyRows& call, F f) {
 EXPORT void gather_rows(const CopyRows& call) {
     each(call, [](char* row, char* place, int64_t width) { std::memcpy(place, row, width); });
 }
+EXPORT void gather_tiers(const CopyTiers& call) {
+    int64_t total = call.pairs * call.count, per_task = TASK / call.width + 1;
+    each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
+        for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
+            int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
+            int64_t slot = call.slots ? call.slots[i] : -1;
+            const char* row =
+                slot < 0
+                    ? (const char*)call.far + sequence * call.far_batch + group * call.far_group + call.rows[i] * call.far_row
+                    : (const char*)call.held + sequence * call.held_batch + group * call.held_group + slot * call.held_row;
+            std::memcpy((char*)call.block + i * call.width, row, call.width);
+        }
+    });
+}
 EXPORT void put_rows(const CopyRows& call) {
     each(call, [](char* row, char* place, int64_t width) { std::memcpy(row, place, width); });
 }

@@ -21,15 +21,27 @@ class CopyRows(Struct):
     pairs = groups = count = channels = width = integer()
 
 
-_library = load("copy", Function("gather_rows", CopyRows), Function("put_rows", CopyRows))
+class CopyTiers(Struct):
+    """Describes a call that copies rows of `width` bytes out of two tensors."""
+
+    far = anything(strides="batch group row")  # [B G S D]
+    held = anything(strides="batch group row", optional=True)  # [B G C D]
+    rows = int64s("pairs * count")
+    slots = int64s("pairs * count", optional=True)  # 0 or more: the row is there in `held`
+    block = anything("pairs * count * channels", written=True)
+    pairs = groups = count = channels = width = integer()
+
+
+_library = load(
+    "copy", Function("gather_rows", CopyRows), Function("put_rows", CopyRows), Function("gather_tiers", CopyTiers)
+)
 
 
 def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
-    """Copy rows of each KV head out of x, as kernels/reference.py defines it. Rows of pinned memory come in pinned
-    memory, so that a GPU copies them without waiting."""
+    """Copy rows of each KV head out of x, as kernels/reference.py defines it."""
     (first, table), sizes = _located(x), rows.sizes if isinstance(rows, Ragged) else None
     chosen = filled(rows).long().contiguous()
-    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype, pin_memory=first.is_pinned())
+    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
     if out.numel():
         counts = None if sizes is None else sizes.on(out.device)
         _library.gather_rows(x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(out, chosen))
@@ -44,6 +56,22 @@ def _unfit(x: Tensor) -> str | None:
     if x.is_cuda:
         return f"takes tensors on the CPU, got {x.device}"
     return None if x.stride(3) == 1 else "needs the channels of a row side by side"
+
+
+def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
+    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it."""
+    chosen = rows.long().contiguous()
+    out = torch.empty((*chosen.shape, far.shape[3]), dtype=far.dtype)
+    if out.numel():
+        at = None if slots is None else slots.long().contiguous()
+        _library.gather_tiers(far=far, held=held, rows=chosen, slots=at, block=out, **_sizes(out, chosen))
+    return out
+
+
+def gather_tiers_refuses(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> str | None:
+    if rows.is_cuda:
+        return f"brings rows to the CPU, and they are for {rows.device}"
+    return _unfit(far) or (None if held is None else _unfit(held))
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import head_rows, located, unfit
+from kernels.gpu.common import INTERPRETED, head_rows, located, unfit
 from kernels.ragged import Ragged, filled, first_of
 
 _TILE = 2048  # entries
+_APART = 1024  # entries of a tile whose rows come over the bus: more programs ask for more of them at a time
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
 
 
@@ -23,15 +24,41 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
 
 
 def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
-    return _unfit(first_of(x), filled(rows))
+    return _unfit(first_of(x), filled(rows), first_of(x))
 
 
-def _unfit(x: Tensor, rows: Tensor) -> str | None:
+def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
+    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Those of pinned host memory come
+    over the bus while the kernel runs."""
+    (batch, groups, count), dim, word = rows.shape, far.shape[3], _WORDS[far.element_size()]
+    out = torch.empty((*rows.shape, dim), dtype=far.dtype, device=rows.device)
+    wide = min(_TILE, triton.next_power_of_2(dim))
+    at_once = max(1, _APART // wide)
+    if out.numel():
+        _from_tiers[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
+            far.view(word), None if held is None else held.view(word), rows.contiguous(),
+            None if slots is None else slots.contiguous(), out.view(word), *far.stride()[:3],
+            *((0, 0, 0) if held is None else held.stride()[:3]), count, groups, dim, wide, at_once, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def gather_tiers_refuses(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> str | None:
+    if far.device.type == "cpu" and not (INTERPRETED or far.is_pinned()):
+        return "reads host memory that is pinned"
+    near = [x for x in (held, slots) if x is not None] + ([] if far.device.type == "cpu" else [far])
+    if held is not None and held.stride(3) != 1:
+        return "needs the channels of a row side by side"
+    return _unfit(far, rows, *near)
+
+
+def _unfit(x: Tensor, rows: Tensor, *near: Tensor) -> str | None:
+    """Say why rows of x cannot be copied, or return None. `near`: what else must lie beside the rows' numbers."""
     if x.element_size() not in _WORDS:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):
         return f"takes rows as int64 or int32, got {rows.dtype}"
-    return unfit(x, rows) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
+    return unfit(rows, *near) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
@@ -42,7 +69,7 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
-    return _unfit(first_of(x), rows) or unfit(values)
+    return _unfit(first_of(x), rows, first_of(x), values)
 
 
 def _run(x: Tensor | Ragged, rows: Tensor, counts: Tensor | None, block: Tensor, put: bool) -> None:
@@ -80,3 +107,26 @@ def _copy(
         tl.store(inside, tl.load(outside, mask=there), mask=there)
     else:
         tl.store(outside, tl.load(inside, mask=there), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _from_tiers(
+    far, held, rows, slots, out, fb: tl.int64, fg: tl.int64, ft: tl.int64, hb: tl.int64, hg: tl.int64, ht: tl.int64,
+    count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copy a tile of one head. What a slot holds is not asked of `far`."""
+    this = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
+    live = place < count
+    here = (place < 0)[:, None]
+    sequence, group, at = this // GROUPS, this % GROUPS, this * count + place
+    row = tl.load(rows + at, mask=live, other=0).to(tl.int64)
+    inside = live[:, None] & (channel < DIM)
+    if slots is not None:
+        slot = tl.load(slots + at, mask=live, other=-1).to(tl.int64)
+        here = (slot >= 0)[:, None]
+        near = held + sequence * hb + group * hg + slot[:, None] * ht + channel
+        tl.store(out + at[:, None] * DIM + channel, tl.load(near, mask=inside & here), mask=inside & here)
+    over = far + sequence * fb + group * fg + row[:, None] * ft + channel
+    tl.store(out + at[:, None] * DIM + channel, tl.load(over, mask=inside & ~here), mask=inside & ~here)

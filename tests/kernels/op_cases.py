@@ -187,6 +187,16 @@ def gather_rows() -> Iterator[OpCase]:
     yield OpCase("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
 
 
+def gather_tiers() -> Iterator[OpCase]:
+    for name, (batch, _, groups, dim, count) in SHAPES.items():
+        far, chosen = stored(5, batch, groups, count, dim), max(1, count // 2)
+        rows, held = pick(6, batch, groups, count, chosen), stored(7, batch, groups, 5, dim)
+        slots = torch.randint(-2, 5, rows.shape, generator=draw(8))
+        yield OpCase("gather_tiers", f"{name}-{chosen}", (far, rows, held, slots))
+    yield OpCase("gather_tiers", "one-tier", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9), None, None))
+    yield OpCase("gather_tiers", "none-chosen", (stored(5, 1, 2, 3, 16), pick(6, 1, 2, 3, 0), None, None))
+
+
 def row_scores() -> Iterator[OpCase]:
     for name, width in (("dim16", 16), ("dim64", 64), ("dim96", 96), ("dim128", 128), ("dim256", 256), ("dim25", 25)):
         for group, count in ((1, 1), (3, 65), (4, 128), (8, 333)):
@@ -280,6 +290,7 @@ def cases() -> list[OpCase]:
         *column_sums(),
         *prefill_attention_with_column_sums(),
         *gather_rows(),
+        *gather_tiers(),
         *row_scores(),
         *channel_sums(),
         *channel_scores(),
