@@ -63,7 +63,9 @@ class OffloadedLayer(Layer, capturable=True):
 
     def decode(self, x: AttnInput) -> Tensor:
         self.send_for()
-        if (following := self.following()) is not None:
+        following = self.following()
+        # of a captured step nothing is left under way: the first layer's prompt comes in the step that reads it
+        if following is not None and not (self.cache.counters.running and following.spec.index <= self.spec.index):
             following.send_for()
         return super().decode(x)
 

@@ -60,7 +60,6 @@ from methods.parts.growing import GrowingRows
 from methods.parts.limited_pool import Counts, Eviction, Fetched
 from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
 from methods.parts.uneven import limited, one_by_one
-from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +167,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     """Reads what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' read. With placement=host they are read in each step, since only n' rows are to be moved.
+    first n' read, or moved.
     """
 
     method: InfiniGen
@@ -280,7 +279,19 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.plan is not None and self.selects_next:
             self.guessed = self.fetches(self.guessed_query(before))
             if self.layer.far is not None:
-                self.send_for(self.guessed[0])  # they come while the layer before computes
+                self._send_for(*self.guessed)  # they come while the layer before computes
+
+    def fetch(self, rows: Tensor) -> Segment:
+        if self.arrival is None:
+            self._send_for(rows, self.counts)
+        return super().fetch(rows)
+
+    def _send_for(self, rows: Tensor, counts: Counts) -> None:
+        slots = None
+        if isinstance(counts, Tensor):
+            read = torch.arange(rows.shape[2], device=rows.device) < counts.view(-1, 1, 1)
+            slots = torch.where(read, -1, 0).expand(rows.shape)
+        self.send_for(rows, slots)
 
     def guessed_query(self, before: AttnInput) -> Tensor:
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
@@ -308,7 +319,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
-        if self.cache.counters.running or (self.request.placement == DEVICE and queues(self.request.device)):
+        if self.cache.counters.running or queues(self.request.device):
             counted = Counted(asked, limit.most if isinstance(limit, Each) else limit)
             return filled(ops.top_k(ranks, counted)), asked
         counts = asked.tolist()

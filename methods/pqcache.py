@@ -209,5 +209,12 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
         if how.cache_tokens and far is not None:
             self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
 
+    def capture_refusal(self) -> str | None:
+        if self.blocks is not None:
+            return (
+                "blocks of cache_tokens come behind the step that offers them, and how many come is asked on the host"
+            )
+        return super().capture_refusal()
+
     def reopen(self) -> None:
         self.blocks = self.clustered = None

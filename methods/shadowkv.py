@@ -28,6 +28,7 @@ from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
+from methods.base.counters import queues
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
@@ -203,9 +204,14 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return self.attend(x.q, self.store.since(0), read)
 
     def _read_cached(self, chunks: Tensor, hits: HitCache) -> Segment:
-        """Rebuild chunks, except for what the last step has left on the device."""
-        made = hits.read(chunks, self._rebuild)
+        """Rebuild chunks, except for what the last step has left on the device; of the keys all, where the host cannot
+        know how many are new."""
         self.cache.traffic.looked_up += chunks.numel()
+        if self.cache.counters.running or queues(self.request.device):
+            slots = hits.slots(chunks)
+            self.cache.traffic.tally("found", (slots >= 0).sum())
+            return hits.exchange(chunks, self._rebuild(chunks, slots))
+        made = hits.read(chunks, self._rebuild)
         self.cache.traffic.found += chunks.numel() - hits.missed
         return made
 
@@ -224,14 +230,12 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         found = token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
         return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
 
+    def together_refusal(self) -> str | None:
+        return None if self.hits is None else "hit_cache=true holds the chunks of one sequence"
+
     def form(self) -> int | None:
         """Return the rank of the keys' factors, which a short prompt limits."""
         return None if self.plan is None else self.basis.shape[2]
-
-    def capture_refusal(self) -> str | None:
-        if self.hits is not None:
-            return "hit_cache=true asks the host how many chunks are new"
-        return super().capture_refusal()
 
     def _compress(self, plan: ChunkPlan) -> None:
         whole, count = self.store, plan.candidates
@@ -270,21 +274,24 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
         self.chunks = self.chunks.unsqueeze(-1)
 
-    def _rebuild(self, chunks: Tensor | Ragged) -> Segment:
-        """Return keys from their factors, and values from their rows, which come meanwhile. [B G K] -> K*c tokens"""
-        coming, size = self._values(chunks), self.method.chunk
+    def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
+        """Return keys from their factors, and values from their rows, which come meanwhile, or from their slots of what
+        is held. [B G K] -> K*c tokens"""
+        coming, size = self._values(chunks, slots), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
         positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         live = positions.counts if isinstance(positions, Ragged) else None
         return Segment(filled(keys), coming().view(keys.shape), live=live)
 
-    def _values(self, chunks: Tensor | Ragged) -> Callable[[], Tensor]:
+    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
         """Ask for the values of chunks, which the result waits for; those of several sequences are there."""
         if not isinstance(held := self.values, Rows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
-        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic)).wait
+        cached = slots is not None and self.hits is not None and self.hits.held is not None
+        near = self.hits.kv.v.view(*slots.shape, -1) if cached else None
+        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
 
     def reopen(self) -> None:
         """Rebuild the candidates, with the outliers' exact keys among them: a further turn attends to everything."""

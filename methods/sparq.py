@@ -33,6 +33,7 @@ from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
 from methods.tiers.rows import Rows
+from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         mean = self.value_sum / self.store.count(self.layer.away).view(-1, 1, 1, 1)
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
+
+    def capture_refusal(self) -> str | None:
+        if self.layer.far is not None and self.layer.far.tier != DEVICE and not self.method.channel_copy:
+            return f"channel_copy=false picks channels of the keys on the {self.layer.far.tier}"
+        return super().capture_refusal()
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""

@@ -148,7 +148,8 @@ class KVCache(Cache):
 
     @property
     def traffic(self) -> Traffic:
-        return self.state.traffic
+        """Whoever asks waits for what the device alone knows of it."""
+        return self.state.traffic.settle()
 
     @property
     def counters(self) -> StepCounters:

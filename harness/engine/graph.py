@@ -29,6 +29,8 @@ from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
 from kernels.ragged import Ragged
 from kernels.told import telling
+from methods.base import CacheState
+from methods.tiers.traffic import Traffic
 
 RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
 READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
@@ -114,6 +116,7 @@ class CapturedStep:
         self._logits: Tensor
         self._is_kept = False
         self._after: Callable[[], None] | None = None  # lets Python know of the first replay
+        self._moved: list[tuple[CacheState, Traffic]] = []  # by a replay, of what is the same in each
 
     def __call__(self, token: Tensor) -> Tensor:
         rows = len(token)
@@ -126,6 +129,8 @@ class CapturedStep:
         self._replay()
         if self._after is None:
             self.cache.count_replayed(1)
+            for state, moved in self._moved:
+                state.traffic.add(moved)
         else:
             self._after()
             self._after = None
@@ -175,6 +180,8 @@ class CapturedStep:
         return True
 
     def _capture(self) -> None:
+        states = [member.state for member in self.cache.members]
+        counted = [state.traffic.copy() for state in states]
         before = SavedState(self.cache)
         held = self.cache.results() if isinstance(self.cache, SlotsCache) else []
         self._say_capturing(True)
@@ -186,6 +193,7 @@ class CapturedStep:
             self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:
             self._say_capturing(False)
+            self._moved = [(state, state.traffic.less(one)) for state, one in zip(states, counted, strict=True)]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
             self._keep(replay, held)
         finally:

@@ -74,7 +74,8 @@ class Snapshot:
     keys and values name the tensors that steps only append to (`steady`), and go back to their length."""
 
     def __init__(self, cache: KVCache) -> None:
-        self._python, visited = SavedState(cache), set[int]()
+        cache.traffic.settle()
+        self._cache, self._python, visited = cache, SavedState(cache), set[int]()
         held = [tensor.untyped_storage() for root in (*cache.layers, cache.watch) for tensor in changing(root, visited)]
         self._contents = [(one, one.clone()) for one in {one.data_ptr(): one for one in held}.values()]
 
@@ -85,6 +86,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """May be called again after further steps."""
+        self._cache.traffic.settle()  # then nothing of these steps is left beside what Python counts
         self._python.restore()
         for storage, held in self._contents:
             storage.copy_(held)

@@ -42,8 +42,10 @@ class CacheState:
     engine: TransferEngine = field(default_factory=TransferEngine)
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
-        """Ask for the rows that `read` brings to the device, and that somebody waits for later."""
-        return self.engine.begin(read, self.traffic, self.request.device)
+        """Ask for the rows that `read` brings to the device, and that somebody waits for later: in the same step, while
+        steps are captured."""
+        begin = self.engine.branch if self.counters.running else self.engine.begin
+        return begin(read, self.traffic, self.request.device)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
         """Begin work on a prompt that later layers may hide, and whose result somebody waits for later. It belongs to

@@ -74,6 +74,15 @@ def distinct_rows(rows: Tensor, groups: int, stored: int) -> Distinct:
     return Distinct(heads, distinct, (ends - counts + places).clamp(max=len(distinct) - 1), own)
 
 
+def first_places(rows: Tensor) -> Tensor:
+    """Find where among a head's rows each stands for the first time, without waiting for the device. rows [B G K] ->
+    [B G K]"""
+    ordered, order = rows.sort(dim=-1, stable=True)
+    again = torch.cat([torch.zeros_like(order[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]], -1)
+    begins = torch.arange(rows.shape[-1], device=rows.device).expand_as(order).masked_fill(again, 0).cummax(-1).values
+    return torch.empty_like(order).scatter_(-1, order, order.gather(-1, begins))
+
+
 def ends(x: Tensor, first: int, last: int, dim: int = -1) -> Tensor:
     """Join the first and the last entries of a dimension."""
     size = x.shape[dim]

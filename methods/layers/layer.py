@@ -12,7 +12,7 @@ from methods.layers.keep import Evict
 from methods.layers.policy import Policy
 from methods.layers.read import Read
 from methods.layers.storage import Storage
-from methods.tiers.tier import DEVICE
+from methods.tiers.tier import DEVICE, HOST
 
 
 class Layer(Storage, capturable=True):
@@ -138,8 +138,8 @@ class Layer(Storage, capturable=True):
         return kept
 
     def capture_refusal(self) -> str | None:
-        if self.request.placement != DEVICE:
-            return f"placement={self.request.placement} gathers the chosen rows on the host"
+        if self.request.placement not in (DEVICE, HOST):
+            return f"placement={self.request.placement} reads the chosen rows from files"
         if self.request.reuse_steps:
             return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"
         if self.most_generated is not None:

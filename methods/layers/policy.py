@@ -152,6 +152,10 @@ class Policy:
         held = {name: vars(self).get(name) for name in type(self).of_each or {}}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
+    def together_refusal(self) -> str | None:
+        """Say why this policy, as it is now, takes its steps for one sequence after the other, or return None."""
+        return None
+
     def hand_back(self, member: Policy, own: slice) -> None:
         """Tell `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""
         for name, how in (type(self).of_each or {}).items():

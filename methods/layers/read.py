@@ -11,9 +11,10 @@ from torch import Tensor
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput
-from methods.layers.indices import distinct_rows, side_by_side, union_per_kv_head
+from methods.base.counters import queues
+from methods.layers.indices import distinct_rows, first_places, side_by_side, union_per_kv_head
 from methods.layers.policy import Policy
-from methods.tiers.tier import DEVICE
+from methods.tiers.tier import DEVICE, HOST
 from methods.tiers.transfer.engine import Arrival
 
 PlanT = TypeVar("PlanT")  # says how a budget is spent
@@ -76,10 +77,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
-    def send_for(self, rows: Tensor) -> None:
-        """Ask for chosen tokens of those sent away, [B G K], before the step that will `fetch` the same."""
+    def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
+        """Ask for chosen tokens of those sent away, [B G K], before the step that will `fetch` the same, but for those
+        that nobody will read (`Pool.gather`)."""
         assert self.layer.far is not None
-        self.arrival = self.layer.far.gather(rows)
+        self.arrival = self.layer.far.gather(rows, slots)
 
     def fetch(self, rows: Tensor) -> Segment:
         """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K], counted from the first of
@@ -95,6 +97,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             together = rows.reshape(len(rows), groups, -1)
             places = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
             return far.gather(together).wait()._replace(rows=places.repeat(groups, 1).expand_as(rows))
+        if far.tier == HOST and (self.cache.counters.running or queues(self.request.device)):
+            together = rows.reshape(len(rows), groups, -1)
+            first = first_places(together)
+            slots = torch.where(first == torch.arange(together.shape[2], device=rows.device), -1, 0)
+            return far.gather(together, slots).wait()._replace(rows=first.view_as(rows))
         distinct = distinct_rows(rows, groups, far.length)
         k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows).wait()[:2])
         return Segment(k, v, distinct.own)

@@ -23,6 +23,7 @@ from methods.layers.read import Read
 from methods.pools.near import KVStore
 from methods.pools.together import StoreOfSeveral
 from methods.tiers.rows import DeviceRows
+from methods.tiers.tier import DEVICE
 
 
 def alone_because(layer: KVLayer) -> str | None:
@@ -31,10 +32,15 @@ def alone_because(layer: KVLayer) -> str | None:
         return f"{type(layer).__name__} attends for one sequence after the other"
     if (refusal := layer.capture_refusal()) is not None:
         return refusal
+    if layer.request.placement != DEVICE:
+        return f"rows of placement={layer.request.placement} come for one sequence after the other"
     if layer.far is not None:
         return "codes are decoded for one sequence after the other"
     if type(layer.store) is not KVStore:
         return "heads hold different numbers of tokens"
+    reasons = (policy.together_refusal() for policy in layer.policies)
+    if (refusal := next((reason for reason in reasons if reason), None)) is not None:
+        return refusal
     strangers = [type(policy).__name__ for policy in layer.policies if type(policy).of_each is None]
     return f"{strangers[0]} chooses for one sequence after the other" if strangers else None
 

@@ -27,7 +27,8 @@ class HitCache:
     """Holds keys and values of K chunks per KV head, `size` tokens each.
 
     New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
-    that one rectangular block is moved and counted.
+    that one rectangular block is moved and counted. Where nobody may wait for how many are new, `slots` says what is held,
+    and `exchange` takes all in: exactly the new ones are moved and counted.
     """
 
     def __init__(self, size: int, total: int) -> None:
@@ -42,6 +43,24 @@ class HitCache:
         held."""
         if (lacking := self.lacking(chunks)) is not None:
             self.take_in(lacking, load(lacking.chunks))
+        return self.kv
+
+    def slots(self, chunks: Tensor) -> Tensor:
+        """Return where chunks [B G K] are held, -1 for nowhere. Waits for nothing, as `exchange` does."""
+        none = torch.full((*chunks.shape[:2], self.total), -1, device=chunks.device)
+        if self.held is None:
+            return none.gather(2, chunks)
+        order = torch.arange(chunks.shape[2], device=chunks.device).expand_as(self.held)
+        return none.scatter_(2, self.held, order).gather(2, chunks)
+
+    def exchange(self, chunks: Tensor, tokens: Segment) -> Segment:
+        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held. tokens [B G K*size
+        D]"""
+        if self.held is None:
+            self.take_in(Lacking(None, chunks), tokens)
+        else:
+            for mine, new in ((self.held, chunks), (self.kv.k, tokens.k), (self.kv.v, tokens.v)):
+                mine.copy_(new)
         return self.kv
 
     def lacking(self, chunks: Tensor) -> Lacking | None:

@@ -72,12 +72,15 @@ class Pool:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
-    def gather(self, rows: Tensor) -> Arrival[Segment]:
-        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D]"""
-        by_group = rows.reshape(*self._tokens[0].shape[:2], -1)
+    def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
+        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D].
+        Nobody reads those whose slot, of the same shape, is 0 or more: they need not move."""
+        groups = self._tokens[0].shape[:2]
+        by_group = rows.reshape(*groups, -1)
+        unread = None if slots is None else slots.reshape(*groups, -1)
 
         def read(traffic: Traffic) -> Segment:
-            k, v = self._decoded(by_group, traffic)
+            k, v = self._decoded(by_group, traffic, slots=unread)
             return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
         return self.cache.fetch(read)
@@ -160,22 +163,28 @@ class Pool:
             self.cache.send(partial(rows.put, x, start))
 
     @staticmethod
-    def _read(held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None) -> tuple[Tensor, ...]:
+    def _read(
+        held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None, slots: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Take the same rows out of tensors that lie in one tier: their numbers go there once."""
         if not held:
             return ()
         rows = rows.to(held[0].home)
         if heads is None:
-            return tuple(x.gather(rows, traffic) for x in held)
+            return tuple(x.gather(rows, traffic, slots) for x in held)
         heads = heads.to(held[0].home)
         return tuple(x.pick(heads, rows, traffic) for x in held)
 
-    def _decoded(self, rows: Tensor, traffic: Traffic, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _decoded(
+        self, rows: Tensor, traffic: Traffic, heads: Tensor | None = None, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the tokens `rows`, decoded: those of each head, or of `heads`, one for each."""
         encoded = self.encoded
         if encoded:
             at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
-            decoded = self._decoded_rows(at, traffic) if heads is None else self._decoded_singly(at, heads, traffic)
+            decoded = (
+                self._decoded_rows(at, traffic, slots) if heads is None else self._decoded_singly(at, heads, traffic)
+            )
             if encoded == self.length:
                 return decoded
         at = (rows - encoded).clamp(min=0)
@@ -185,14 +194,14 @@ class Pool:
         late = (rows >= encoded).unsqueeze(-1)
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
-    def _decoded_rows(self, rows: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:
+    def _decoded_rows(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return encoded tokens of each head [B G K], decoded. On the device they are read where they lie."""
         blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
         dtype = self.cache.request.dtype
         if self.tier == DEVICE:
             tokens = tuple(x.held(x.shape[2]) for x in self._tokens)
             return self.codec.decode_rows(Encoded(tokens, of_block), rows, blocks, dtype)
-        moved = self._read(self._tokens, rows, traffic, None)
+        moved = self._read(self._tokens, rows, traffic, None, slots)
         return self.codec.decode_rows(Encoded(moved, of_block), None, blocks, dtype)
 
     def _decoded_singly(self, rows: Tensor, heads: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:

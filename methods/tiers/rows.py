@@ -73,8 +73,11 @@ class Rows(ABC):
         """Return the first `count` rows [B G count W] where they lie: nothing moves."""
         return self._all()[:, :, :count]
 
-    def gather(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return chosen rows on the device. rows [B G K] -> [B G K W]"""
+    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+        """Return chosen rows on the device. rows [B G K] -> [B G K W]
+
+        Rows whose slot [B G K] is 0 or more do not move: they are copied from there in `held` [B G C W], or hold
+        anything without it. A tier on the device, or in files, may take its own in their place."""
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
@@ -149,6 +152,28 @@ class HostRows(MemoryRows):
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda")
+
+    @property
+    def home(self) -> torch.device:
+        return self.device
+
+    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+        """Let the device read the rows in place, so that nobody waits for their numbers."""
+        if slots is not None and held is None:
+            nothing = (*self.shape[:2], 1, self.shape[3])
+            held, slots = self.stored.new_zeros(nothing, device=self.device), slots.clamp(max=0)
+        moved: Tensor = ops.gather_tiers(self.stored, rows, held, slots)
+        if slots is None:
+            traffic.to_device_bytes += moved.nbytes
+        else:
+            traffic.tally("to_device_bytes", (slots < 0).sum() * (self.shape[3] * self.dtype.itemsize))
+        return moved
+
+    def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
+        every = self.stored.flatten(0, 2)[None, None]
+        picked: Tensor = ops.gather_tiers(every, (heads * self.shape[2] + rows)[None, None], None, None)[0, 0]
+        traffic.to_device_bytes += picked.nbytes
+        return picked
 
     def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
         traffic.to_device_bytes += x.nbytes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "found", "exposed_s", "hidden_s")
 
 
 @dataclass
@@ -17,6 +21,7 @@ class Traffic:
     found: int = 0  # rows of these that it had
     exposed_s: float = 0.0  # for which the model stood still until rows had come to the device
     hidden_s: float = 0.0  # in which rows came while it computed
+    tallies: dict[str, Tensor] = field(default_factory=dict)  # what the device alone knows of these, until `settle`
 
     @property
     def total_bytes(self) -> int:
@@ -24,8 +29,31 @@ class Traffic:
 
     def add(self, other: Traffic) -> None:
         """Count what another has counted as well."""
-        for name in _COUNTS:
+        for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, amount in other.tallies.items():
+            self.tally(name, amount)
 
+    def less(self, before: Traffic) -> Traffic:
+        """Return what has been counted in Python since `before`, without times: they are of that once."""
+        counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTED[:-2]}
+        return Traffic(**counted)
 
-_COUNTS = tuple(field.name for field in fields(Traffic))  # looked up once: a step adds up several times per layer
+    def tally(self, name: str, amount: Tensor) -> None:
+        """Count an `amount` [] that the device alone knows, without waiting for it. The tensor that holds the sum stays
+        the same, so that steps which are captured and replayed count too."""
+        if name in self.tallies:
+            self.tallies[name] += amount
+        else:
+            self.tallies[name] = amount.clone()
+
+    def settle(self) -> Traffic:
+        """Return this, with all counts in Python now. Waits for the device where it knew more."""
+        for name, sum_ in self.tallies.items():
+            setattr(self, name, getattr(self, name) + int(sum_))
+            sum_.zero_()
+        return self
+
+    def copy(self) -> Traffic:
+        """Return what is counted now, which further counting leaves as it is."""
+        return replace(self.settle(), tallies={})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -72,7 +71,7 @@ class Slot:
         self._other_reads = 0.0
         self._excess: list[Tensor | float] = []  # of the union over these, at every UNION_EVERY-th step
         self._unites = True  # heads of a group may read different tokens
-        self._before = replace(cache.traffic)  # the first step
+        self._before = cache.traffic.copy()  # the first step
 
     @property
     def ended(self) -> bool:
@@ -95,7 +94,7 @@ class Slot:
             self._take(logits)
         if not self.cache.sealed and (self.cache.has_closed or not self.ended):
             self.out.seal_s = seal(self.cache)
-            self._before = replace(self.cache.traffic)
+            self._before = self.cache.traffic.copy()
         if self._fed:
             self._asked = self.clock.now()
         self.out.share_s = self.clock.now()
@@ -147,7 +146,8 @@ class Slot:
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
-            if self._device.type != "cpu" or self.cache.state.engine.links is not None:  # rows cross a bus
+            crosses_bus = self._device.type != "cpu" or self.cache.state.engine.links is not None
+            if crosses_bus and out.capture_s is None:  # nobody clocks what happens within a replayed step
                 out.measured |= {
                     "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
                     "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.streams import beside_the_model, reach, reached
+from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
 from methods.tiers.transfer.threads import INLINE
 
 T = TypeVar("T")
@@ -115,6 +115,12 @@ class TransferEngine:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
         for counts in `into` as well."""
         return Arrival(self, self.mover, self._carried, read, into, on)
+
+    def branch(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
+        """Begin the same in a step that may be captured: no thread takes part, and whoever asks waits for the rows in
+        this step."""
+        kind: type[Arrival[T]] = Branch if self.ahead else Arrival
+        return kind(self, INLINE, self._carried, read, into, on)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
         """Begin to compute something on the CPU beside the model, once all that the device `on` has been given is
@@ -216,6 +222,21 @@ class Arrival(Generic[T]):
         rows = self._read(self._moved)
         self._began, self._ready = self._taking(self._moved, asked) or (began, self._engine.clock.now())
         return rows
+
+
+class Branch(Arrival[T]):
+    """Stands for rows that come within a step: on a CUDA device, on a stream that leaves the model's where they are
+    asked for, and joins it again where they are waited for."""
+
+    def wait(self) -> T:
+        rows = super().wait()
+        join(self._on)
+        _keep_for_this_stream(rows)
+        return rows
+
+    def _start(self) -> None:
+        with forked(self._on):
+            super()._start()
 
 
 def _keep_for_this_stream(rows: object) -> None:

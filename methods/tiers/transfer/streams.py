@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -20,6 +21,30 @@ def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -
             stream.wait_event(behind)
         yield
         stream.synchronize()
+
+
+@cache
+def _side(on: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(on)
+
+
+@contextmanager
+def forked(on: torch.device) -> Iterator[None]:
+    """Run what is begun within behind all that the caller's stream was given, and beside what it is given from now on.
+    A step that is captured has both as branches."""
+    if on.type != "cuda":
+        yield
+        return
+    side = _side(on)
+    side.wait_stream(torch.cuda.current_stream(on))
+    with torch.cuda.stream(side):
+        yield
+
+
+def join(on: torch.device) -> None:
+    """Let the caller's stream go on behind all that was `forked`, without waiting on the host."""
+    if on.type == "cuda":
+        torch.cuda.current_stream(on).wait_stream(_side(on))
 
 
 def reach(on: torch.device) -> None:

@@ -29,18 +29,12 @@ from methods.base.counters import CaptureError, StepCounters
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
-from methods.shadowkv import ShadowKV
 from methods.tiers.integers import IntCodec
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny
-
-
-def capturable(name: str) -> Method:
-    method = small(name)
-    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
 
 
 def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[Generation, Engine]:
@@ -57,7 +51,7 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
 @walked
 def test_replayed_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
     ids = prompt(80, batch=batch)
-    with attach(capturable(name), 0.5) as kv:
+    with attach(small(name), 0.5) as kv:
         wanted, _ = generate(kv, ids, False, context_tokens=context)
         got, engine = generate(kv, ids, True, context_tokens=context)
     assert engine.plain_steps is None
@@ -89,12 +83,43 @@ def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[lis
     return turns, engine
 
 
+OFFLOADING = [name for name in NAMES if small(name).offloads]
+
+
+def from_host(name: str, graphs: StepCapture | None, prompts: int, **how: Any) -> tuple[list[Generation], Engine]:
+    """Answers to prompts whose chosen rows lie on the host."""
+    options = {"budget": 0.5, "placement": "host", "calibration": prompt(64, seed=9)} | how
+    with attached(tiny("llama"), offloading(name), **options) as kv, use_backend("torch"):
+        engine = Engine(kv, graphs=graphs)
+        return [engine.generate(prompt(80, seed=seed), max_new_tokens=9) for seed in range(prompts)], engine
+
+
+def offloading(name: str) -> Method:
+    return replace(small(name), group=16, residual=32) if name.startswith("kivi") else small(name)  # type: ignore[call-arg]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_steps_with_rows_on_the_host_are_captured(name: str, overlap: bool) -> None:
+    """Tokens, bytes at rest and bytes that move are those of plain steps, also where rows would come ahead."""
+    wanted, _ = from_host(name, None, 2)
+    got, engine = from_host(name, Tape(), 2, overlap=overlap)
+    assert engine.plain_steps is None
+    for made, plain in zip(got, wanted, strict=True):
+        assert made.capture_s is not None
+        moved, before = (one.measured.pop("moved_bytes_per_step") for one in (made, plain))
+        assert (made.tokens, made.kv, made.measured) == (plain.tokens, plain.kv, plain.measured)
+        # on the host ShadowKV's hit cache moves as many chunks for each head as for the one with the most new ones
+        assert 0 < moved <= before if name.startswith("shadowkv") else moved == before > 0
+
+
 @pytest.mark.tokens
 @pytest.mark.parametrize("new", mostly_slow([1, 2, 3, 6], 2, 6))
 @walked
 def test_a_further_turn_is_captured_anew(name: str, new: int) -> None:
     """A step that was captured and never replayed (an answer of two tokens) has not run."""
-    with attach(capturable(name), 0.6) as kv:
+    with attach(small(name), 0.6) as kv:
         wanted, _ = two_turns(kv, None, new)
         got, engine = two_turns(kv, Tape(), new)
     assert engine.plain_steps is None
@@ -135,7 +160,7 @@ class FailsAt:
 @pytest.mark.parametrize("place", mostly_slow([0, 1, 2, 3], 1, 3))
 @walked
 def test_where_capturing_fails_steps_go_on_one_by_one(name: str, place: int) -> None:
-    with attach(capturable(name), 0.6) as kv:
+    with attach(small(name), 0.6) as kv:
         wanted, _ = two_turns(kv, None, 6)
         graphs = FailsAt(kv, place)
         got, engine = two_turns(kv, graphs, 6)
@@ -151,7 +176,7 @@ def test_an_interrupt_while_capturing_leaves_the_cache_as_it_was() -> None:
             step()
             raise KeyboardInterrupt
 
-    with attach(capturable("snapkv"), 0.6) as kv:
+    with attach(small("snapkv"), 0.6) as kv:
         engine = Engine(kv, graphs=Interrupted())
         cache = engine.cache(prompt(60), 9)
         logits = engine.prefill(cache, prompt(60))
@@ -176,7 +201,7 @@ def test_every_architecture_can_be_captured(architecture: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).encodes])
 def test_steps_over_codes_are_captured(name: str) -> None:
     codec, calibration = IntCodec(bits=4, group=8), prompt(64, seed=9)
-    with attached(tiny("llama"), capturable(name), budget=0.5, codec=codec, calibration=calibration) as kv:
+    with attached(tiny("llama"), small(name), budget=0.5, codec=codec, calibration=calibration) as kv:
         wanted, _ = generate(kv, prompt(80), False)
         got, engine = generate(kv, prompt(80), True)
     assert engine.plain_steps is None
@@ -190,7 +215,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     for name in NAMES:
         steps: list[list[Tensor]] = []
         for graphs in (None, Tape()):
-            with attach(capturable(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
+            with attach(small(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
                 engine = Engine(kv)
                 assert engine.forward is not None
                 cache = engine.cache(ids, 12)
@@ -206,9 +231,15 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
 @pytest.mark.parametrize(
     ("name", "how", "changes", "reason"),
     [
-        ("pqcache", {"placement": "host"}, {}, "placement=host gathers"),
+        ("pqcache", {"placement": "disk"}, {}, "placement=disk reads"),
+        (
+            "pqcache",
+            {"placement": "host"},
+            {"cache_tokens": 16, "cache_block": 4},
+            "blocks of cache_tokens come behind",
+        ),
+        ("sparq", {"placement": "host"}, {"channel_copy": False}, "channel_copy=false picks"),
         ("pqcache", {"reuse_steps": 1}, {}, "reuse_steps=1"),
-        ("shadowkv", {}, {"hit_cache": True}, "hit_cache=true asks the host"),
         ("quest", {}, {"last_page": False}, "different numbers of tokens"),
         ("full", {"fidelity": 1}, {}, "fidelity compares"),
         ("full", {"trace": True}, {}, "trace=on clocks"),
@@ -341,7 +372,7 @@ def test_each_device_has_counters_of_its_own() -> None:
 @pytest.mark.tokens
 def test_every_example_is_captured_and_not_the_first_alone() -> None:
     """A pool whose last graph has gone cannot be opened again while a workspace lies in it: an anchor keeps it open."""
-    with attach(capturable("snapkv"), 0.5) as kv, fake_cuda.installed():
+    with attach(small("snapkv"), 0.5) as kv, fake_cuda.installed():
         engine = Engine(kv, graphs=CudaGraphs(torch.device("cpu")))
         for seed in range(3):
             ids = prompt(80, seed=seed)

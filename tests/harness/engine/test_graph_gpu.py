@@ -14,8 +14,7 @@ from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
-from tests.harness.engine.test_graph import capturable
-from tests.methods.test_contract import NAMES
+from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
 
 pytestmark = [
@@ -27,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_gives_the_tokens_of_single_launches(name: str) -> None:
     model, said = deepcopy(tiny("llama")).to("cuda"), []  # type: ignore[arg-type]
-    with attached(model, capturable(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
+    with attached(model, small(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
         engines: list[Any] = [Engine(kv), Engine(kv, graphs=CudaGraphs(model.device))]
         for seed in range(3):  # the second and third take over the graph of the first, or the memory of the one before
             made: list[Generation] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in engines]

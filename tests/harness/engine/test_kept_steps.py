@@ -17,9 +17,8 @@ from kernels.each import Each
 from kernels.ragged import Ragged, with_free_slots
 from kernels.told import StepInputs, tell, telling
 from methods.layers import Layer
-from tests.harness.engine.test_graph import capturable
 from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
-from tests.methods.test_contract import attach
+from tests.methods.test_contract import attach, small
 from tests.tape import Tape
 from tests.tiny import prompt
 
@@ -89,7 +88,7 @@ def test_examples_of_one_sequence_share_a_step(name: str) -> None:
 
 @pytest.mark.tokens
 def test_a_longer_text_and_a_larger_budget_are_other_sizes() -> None:
-    with attach(capturable("pqcache"), 40) as kv:
+    with attach(small("pqcache"), 40) as kv:
         plain, engine, tape = engines(kv)
         for length in (115, 121, 205, 231):
             ids = prompt(length, seed=length)
@@ -103,7 +102,7 @@ def test_a_step_that_takes_memory_itself_is_captured_for_each() -> None:
     """As plain torch does, for which a sequence is a tensor."""
     from kernels.dispatch import use_backend
 
-    with attach(capturable("snapkv"), 0.5) as kv, use_backend("torch"):
+    with attach(small("snapkv"), 0.5) as kv, use_backend("torch"):
         plain, engine, tape = engines(kv)
         made = in_a_batch(engine, 2)
         alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
@@ -113,7 +112,7 @@ def test_a_step_that_takes_memory_itself_is_captured_for_each() -> None:
 
 @torch.inference_mode()
 def test_free_slots_read_nothing_and_write_nowhere() -> None:
-    with attach(capturable("full"), None) as kv:
+    with attach(small("full"), None) as kv:
         engine, caches = engine_of(kv), []
         for length in (60, 71, 83):
             ids = prompt(length, seed=length)
