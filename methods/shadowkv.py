@@ -289,8 +289,9 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         if not isinstance(held := self.values, Rows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
-        cached = slots is not None and self.hits is not None and self.hits.held is not None
-        near = self.hits.kv.v.view(*slots.shape, -1) if cached else None
+        hits, near = self.hits, None
+        if slots is not None and hits is not None and hits.held is not None:
+            near = hits.kv.v.view(*slots.shape, -1)
         return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
 
     def reopen(self) -> None:

@@ -1,8 +1,12 @@
-"""What only a GPU can show: real CUDA graphs give the tokens of steps that are launched one by one."""
+"""What a GPU promises of captured steps: real CUDA graphs give the tokens of steps that are launched one by one.
+
+On a machine without one the same bodies run with the recorder of steps in the place of graphs.
+"""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,27 +14,84 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from harness.engine.attach import attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
-from tests.methods.test_contract import NAMES, small
-from tests.tiny import prompt, tiny
+from kernels.dispatch import use_backend
+from tests.harness.engine.test_kept_steps import in_a_batch
+from tests.methods.test_contract import in_each_place, small
+from tests.methods.test_no_waiting import devices
+from tests.tape import Tape
+from tests.tiny import SHAPE, prompt, tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+HEADS = [(3, 1, 64), (5, 5, 80), (6, 3, 96), (7, 1, 128), (9, 3, 256)]  # query heads, KV heads, their size
+SHAPED = ("full", "pqcache", "sparq", "shadowkv")
+COMING = ("full", "infinigen", "pqcache", "shadowkv")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_graph_gives_the_tokens_of_single_launches(name: str) -> None:
-    model, said = deepcopy(tiny("llama")).to("cuda"), []  # type: ignore[arg-type]
-    with attached(model, small(name), budget=0.5, calibration=prompt(64, seed=9)) as kv:
-        engines: list[Any] = [Engine(kv), Engine(kv, graphs=CudaGraphs(model.device))]
-        for seed in range(3):  # the second and third take over the graph of the first, or the memory of the one before
-            made: list[Generation] = [engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in engines]
+@cache
+def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
+    if heads is None:
+        return deepcopy(tiny("llama")).to(device)  # type: ignore[arg-type]
+    torch.manual_seed(7)
+    of_heads = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    config = AutoConfig.for_model("llama", **SHAPE | of_heads, initializer_range=0.15)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
+
+
+def engines(kv: Any, device: str) -> tuple[Engine, Engine]:
+    """One that launches its steps one by one, and one that captures them; their first answers, which are checked, are
+    given."""
+    graphs: Any = CudaGraphs(torch.device("cuda")) if device == "cuda" else Tape()
+    both = Engine(kv), Engine(kv, graphs=graphs)
+    for engine in both:
+        engine.generate(prompt(60), max_new_tokens=2)
+    return both
+
+
+@devices
+@in_each_place
+def test_a_graph_gives_the_tokens_of_single_launches(name: str, placement: str, device: str) -> None:
+    """The second and third prompt take over the graph of the first, or the memory of the one before."""
+    how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
+    with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
+        plain, captured = engines(kv, device)
+        for seed in range(3):
+            made: list[Generation] = [
+                engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in (plain, captured)
+            ]
             assert made[0].tokens == made[1].tokens
-            said.append(made[1])
-    assert engines[1].plain_steps is None
-    assert all(generation.capture_s for generation in said)
+            assert made[1].capture_s
+            # ShadowKV's hit cache moves more where the host may ask how many chunks are new
+            moved = [one.measured["moved_bytes_per_step"] for one in made]
+            assert moved[0] == moved[1] or (name.startswith("shadowkv") and 0 < moved[1] < moved[0])
+    assert captured.plain_steps is None
+
+
+@devices
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], device: str) -> None:
+    """Against plain torch, launched one by one."""
+    for name in SHAPED:
+        with attached(model_on(device, heads), small(name), budget=0.5) as kv:
+            _, captured = engines(kv, device)
+            with use_backend("torch"):
+                wanted = Engine(kv).generate(prompt(80), max_new_tokens=8)
+            assert captured.generate(prompt(80), max_new_tokens=8).tokens == wanted.tokens, name
+            assert captured.plain_steps is None
+
+
+@devices
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", COMING)
+def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
+    how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
+    with attached(model_on(device), small(name), **how) as kv:
+        plain, captured = engines(kv, device)
+        wanted, made = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
+    assert [one.tokens for one in made] == [one.tokens for one in wanted]
+    assert all(one.capture_s for one in made)
+    assert captured.plain_steps is None

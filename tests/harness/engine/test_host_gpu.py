@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
-from kernels import ops
-from kernels.dispatch import use_backend
+from kernels import ops, reference
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
 from methods.tiers.integers import IntCodec
@@ -97,9 +96,19 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
 
 
 @devices
-def test_rows_gathered_from_pinned_memory_are_pinned(device: str) -> None:
-    pytest.importorskip("kernels.cpu.copy", exc_type=ImportError)
-    x = random(1, 1, 2, 50, 16)
-    with use_backend("cpu"):
-        found = ops.gather_rows(x.pin_memory() if device == "cuda" else x, pick(3, 1, 2, 50, 9))
-    assert found.is_pinned() == (device == "cuda")
+def test_the_device_reads_pinned_rows_in_place(device: str) -> None:
+    """Without a wait for their numbers; what a slot holds is read there."""
+    far, held = random(1, 1, 2, 50, 16), random(2, 1, 2, 4, 16).to(device)
+    rows, slots = pick(3, 1, 2, 50, 9).to(device), torch.tensor([-1, 0, 3] * 6).view(1, 2, 9).to(device)
+    far = far.pin_memory() if device == "cuda" else far
+    ops.gather_tiers(far, rows, held, slots)  # compiled
+    if device == "cuda":
+        assert ops.gather_tiers.refusal("triton", far, rows, held, slots) is None
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = ops.gather_tiers(far, rows, held, slots)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert found.device == held.device
+    assert torch.equal(found.cpu(), reference.gather_tiers(far, rows.cpu(), held.cpu(), slots.cpu()))

@@ -34,9 +34,9 @@ def examples() -> list[tuple[Any, int]]:
     return [(prompt(length, seed=i), new) for i, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))]
 
 
-def in_a_batch(engine: Engine, most: int) -> list[Generation]:
-    """All examples, `most` of them at once: one joins where another has left."""
-    batch, waiting, slots = RunningBatch(engine), examples(), list[Slot]()
+def in_a_batch(engine: Engine, most: int, few: int | None = None) -> list[Generation]:
+    """All examples, or the first `few`, `most` of them at once: one joins where another has left."""
+    batch, waiting, slots = RunningBatch(engine), examples()[:few], list[Slot]()
     while waiting or batch.slots:
         while waiting and len(batch.slots) < most:
             ids, new = waiting.pop(0)

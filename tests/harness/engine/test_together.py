@@ -100,10 +100,10 @@ def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
     ("name", "how", "why"),
     [
         ("infllm", {}, "InfLLMRead chooses for one sequence after the other"),
-        ("shadowkv", {}, "hit_cache=true asks the host how many chunks are new"),
+        ("shadowkv", {}, "hit_cache=true holds the chunks of one sequence"),
         ("kivi", {}, "KiviLayer attends for one sequence after the other"),
         ("adakv", {}, "heads hold different numbers of tokens"),
-        ("pqcache", {"placement": "host"}, "placement=host gathers the chosen rows on the host"),
+        ("pqcache", {"placement": "host"}, "rows of placement=host come for one sequence after the other"),
         ("pqcache", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
         ("pqcache", {"reuse_steps": 2}, "reuse_steps=2 lets one step choose and others not"),
     ],

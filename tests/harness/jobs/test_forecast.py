@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 
@@ -80,24 +81,29 @@ def ids(seed: int, tokens: int = PROMPT) -> Tensor:
     return torch.randint(3, WIDE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def attach(holder: Holder) -> Attachment:
+def attach(holder: Holder, of: PreTrainedModel | None = None) -> Attachment:
     placement = holder.settings.placement
-    return Attachment(model(), holder.method, holder.budget, placement, ids(0), 0, None, None)
+    return Attachment(of or model(), holder.method, holder.budget, placement, ids(0), 0, None, None)
 
 
-@torch.inference_mode()
 def peaks(holder: Holder, further: int = 0) -> Allocations:
     """Bytes at most in a turn, and in one more of `further` tokens."""
     attachment = attach(holder)
-    with routed(model()), Allocations() as counted:
+    with Allocations() as counted:
+        take_turns(attachment, holder, further)
+    return counted
+
+
+@torch.inference_mode()
+def take_turns(attachment: Attachment, holder: Holder, further: int = 0) -> None:
+    with routed(attachment.model):
         engine = Engine(attachment, prefill_chunk=holder.settings.prefill_chunk)
         cache = attachment.start(KVCache, capacity=PROMPT + NEW + (further and further + NEW))
         for tokens in (PROMPT, further) if further else (PROMPT,):
             cache.open_turn()
-            engine.prefill(cache, ids(1, tokens), whole=True)
+            engine.prefill(cache, ids(1, tokens).to(attachment.model.device), whole=True)
             cache.seal()
-            engine.run(ids(2, 1), cache)
-    return counted
+            engine.run(ids(2, 1).to(attachment.model.device), cache)
 
 
 def forecast(holder: Holder) -> Need:
@@ -158,6 +164,21 @@ CASES = [
 def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
     """Chunks make the prefill small, so that the seal is what counts."""
     assert_foreseen(holder_of(*case))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("case", [case for case in QUICK if case[0] != "lm_infinite"], ids=str)
+def test_the_peak_on_a_gpu_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
+    """As torch's allocator counts it: no more than was said, above the floor."""
+    holder, device = changed(holder_of(*case), device="cuda"), torch.device("cuda")
+    attachment = attach(holder, deepcopy(model()).to(device))  # type: ignore[arg-type]
+    take_turns(attachment, holder)  # compiles, and takes what stays with the device
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    take_turns(attachment, holder)
+    assert torch.cuda.max_memory_allocated() - before <= max(1.1 * forecast(holder).total, FLOOR)
 
 
 @pytest.mark.slow
