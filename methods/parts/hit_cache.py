@@ -27,8 +27,8 @@ class HitCache:
     """Holds keys and values of K chunks per KV head, `size` tokens each.
 
     New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
-    that one rectangular block is moved and counted. Where nobody may wait for how many are new, `slots` says what is held,
-    and `exchange` takes all in: exactly the new ones are moved and counted.
+    that one rectangular block is moved and counted. Where nobody may wait for how many are new, `slots` says what is
+    held, and `exchange` takes all in: exactly the new ones are moved and counted.
     """
 
     def __init__(self, size: int, total: int) -> None:

@@ -37,7 +37,7 @@ EXCEPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # and what is left to do:
     ("quest", {}, {"last_page": False}, "lets heads read different numbers of tokens"),
     ("infinigen", {}, {"pool_capacity": 0.9}, "a limited pool counts its tokens in Python"),
-    ("pqcache", {"placement": "host"}, {"cache_tokens": 16, "cache_block": 4}, "the host asks how many"),
+    ("pqcache", {"placement": "host"}, {"cache_tokens": 16, "cache_block": 4}, "come behind the step that offers them"),
     ("sparq", {"placement": "host"}, {"channel_copy": False}, "picks channels of the keys on the host"),
     ("pqcache", {"placement": "disk"}, {}, "reads the chosen rows from files"),
 ]

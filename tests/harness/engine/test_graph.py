@@ -100,7 +100,9 @@ def offloading(name: str) -> Method:
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", OFFLOADING)
+@pytest.mark.parametrize(
+    "name", mostly_slow(OFFLOADING, "full_offloaded", "infinigen", "pqcache", "rocketkv", "shadowkv")
+)
 def test_steps_with_rows_on_the_host_are_captured(name: str, overlap: bool) -> None:
     """Tokens, bytes at rest and bytes that move are those of plain steps, also where rows would come ahead."""
     wanted, _ = from_host(name, None, 2)

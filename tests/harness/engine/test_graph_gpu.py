@@ -6,6 +6,7 @@ On a machine without one the same bodies run with the recorder of steps in the p
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,15 +22,20 @@ from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from kernels.dispatch import use_backend
+from methods.base import Method
 from tests.harness.engine.test_kept_steps import in_a_batch
-from tests.methods.test_contract import in_each_place, small
-from tests.methods.test_no_waiting import devices
+from tests.methods.test_contract import NAMES, small
+from tests.methods.test_no_waiting import ON_GPU, devices
 from tests.tape import Tape
 from tests.tiny import SHAPE, prompt, tiny
 
 HEADS = [(3, 1, 64), (5, 5, 80), (6, 3, 96), (7, 1, 128), (9, 3, 256)]  # query heads, KV heads, their size
-SHAPED = ("full", "pqcache", "sparq", "shadowkv")
-COMING = ("full", "infinigen", "pqcache", "shadowkv")
+# PQCache with as many centroids as keys: of tokens that share theirs, backends may choose either
+SHAPED: list[Method] = [small("full"), replace(small("pqcache"), b=8), small("sparq"), small("shadowkv")]  # type: ignore[call-arg]
+COMING = [("full", "device"), ("full_offloaded", "host")]
+COMING += [(name, placement) for name in ("infinigen", "pqcache", "shadowkv") for placement in ("device", "host")]
+QUICK = [("snapkv", "device"), ("infinigen", "host"), ("rocketkv", "host"), ("shadowkv", "host")]
+PLACES = [(name, place) for name in NAMES for place in ("device", "host") if place == "device" or small(name).offloads]
 
 
 @cache
@@ -38,7 +44,8 @@ def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
         return deepcopy(tiny("llama")).to(device)  # type: ignore[arg-type]
     torch.manual_seed(7)
     of_heads = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
-    config = AutoConfig.for_model("llama", **SHAPE | of_heads, initializer_range=0.15)
+    shape = SHAPE | of_heads | {"hidden_size": 32 * heads[0], "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", **shape, initializer_range=0.15)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
 
 
@@ -52,9 +59,14 @@ def engines(kv: Any, device: str) -> tuple[Engine, Engine]:
     return both
 
 
-@devices
-@in_each_place
-def test_a_graph_gives_the_tokens_of_single_launches(name: str, placement: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "name", "placement"),
+    [
+        *(pytest.param("cpu", *place) for place in QUICK),
+        *(pytest.param("cuda", *place, marks=ON_GPU) for place in PLACES),
+    ],
+)
+def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, placement: str) -> None:
     """The second and third prompt take over the graph of the first, or the memory of the one before."""
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
@@ -75,18 +87,17 @@ def test_a_graph_gives_the_tokens_of_single_launches(name: str, placement: str, 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], device: str) -> None:
     """Against plain torch, launched one by one."""
-    for name in SHAPED:
-        with attached(model_on(device, heads), small(name), budget=0.5) as kv:
+    for method in SHAPED:
+        with attached(model_on(device, heads), method, budget=0.5) as kv:
             _, captured = engines(kv, device)
             with use_backend("torch"):
                 wanted = Engine(kv).generate(prompt(80), max_new_tokens=8)
-            assert captured.generate(prompt(80), max_new_tokens=8).tokens == wanted.tokens, name
+            assert captured.generate(prompt(80), max_new_tokens=8).tokens == wanted.tokens, method
             assert captured.plain_steps is None
 
 
 @devices
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("name", COMING)
+@pytest.mark.parametrize(("name", "placement"), COMING)
 def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), **how) as kv:
