@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "found", "exposed_s", "hidden_s")
@@ -47,6 +48,7 @@ class Traffic:
         else:
             self.tallies[name] = amount.clone()
 
+    @torch.inference_mode()
     def settle(self) -> Traffic:
         """Return this, with all counts in Python now. Waits for the device where it knew more."""
         for name, sum_ in self.tallies.items():

@@ -23,6 +23,7 @@ from harness.engine.trace import Tracer
 from harness.jobs.planning.effective import effective
 from harness.models.random import Random
 from harness.results.identity import asked
+from kernels import ops
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
 from methods.base.counters import CaptureError, StepCounters
@@ -92,6 +93,28 @@ def from_host(name: str, graphs: StepCapture | None, prompts: int, **how: Any) -
     with attached(tiny("llama"), offloading(name), **options) as kv, use_backend("torch"):
         engine = Engine(kv, graphs=graphs)
         return [engine.generate(prompt(80, seed=seed), max_new_tokens=9) for seed in range(prompts)], engine
+
+
+@pytest.mark.tokens
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
+@pytest.mark.parametrize("name", mostly_slow(["infinigen", "pqcache", "rocketkv", "shadowkv", "sparq"], "infinigen"))
+def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its interpreter."""
+    pytest.importorskip("triton")
+    wanted, _ = from_host(name, None, 1)
+    plain, calls = ops.gather_tiers, list[Any]()
+
+    def by_triton(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        with use_backend("triton"):
+            gathered: Tensor = plain(*arguments)
+        return gathered
+
+    monkeypatch.setattr(ops, "gather_tiers", by_triton)
+    got, engine = from_host(name, Tape(), 1)
+    assert calls
+    assert engine.plain_steps is None
+    assert got[0].tokens == wanted[0].tokens
 
 
 def offloading(name: str) -> Method:
