@@ -60,6 +60,7 @@ from methods.parts.growing import GrowingRows
 from methods.parts.limited_pool import Counts, Eviction, Fetched
 from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
 from methods.parts.uneven import limited, one_by_one
+from methods.tiers.tier import DISK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     """Reads what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' read, or moved.
+    first n' read, or moved. With placement=disk they are read in each step, since only n' rows are to be moved.
     """
 
     method: InfiniGen
@@ -319,7 +320,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
-        if self.cache.counters.running or queues(self.request.device):
+        if self.cache.counters.running or (self.request.placement != DISK and queues(self.request.device)):
             counted = Counted(asked, limit.most if isinstance(limit, Each) else limit)
             return filled(ops.top_k(ranks, counted)), asked
         counts = asked.tolist()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from methods.tiers.traffic import Traffic
+from methods.tiers.transfer import streams
 from methods.tiers.transfer.engine import Links, TransferEngine
 
 CPU = torch.device("cpu")
@@ -133,3 +136,42 @@ def test_the_wall_clock_is_never_early() -> None:
     engine.begin(moving(20_000), traffic, CPU).wait()  # 20 ms
     assert time.perf_counter() - began >= 0.02
     assert traffic.exposed_s >= 0.0199
+
+
+def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph wants it: each branch begins behind what its step has done, and ends in it."""
+    noted, device = list[str](), torch.device("cuda", 0)
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name if isinstance(name, str) else "side"
+
+        def wait_stream(self, other: Stream) -> None:
+            noted.append(f"{self.name} behind {other.name}")
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        noted.append(f"on {stream.name}")
+        yield
+        noted.append("back")
+
+    model = Stream("model")
+    for name, fake in (("Stream", Stream), ("stream", entered), ("current_stream", lambda on: model)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    streams._side.cache_clear()
+    engine, traffic = TransferEngine(ahead=True, threads=1), Traffic()
+
+    def read(moved: Traffic) -> int:
+        noted.append("read")
+        moved.to_device_bytes += 8
+        return 5
+
+    try:
+        arrival = engine.branch(read, traffic, device)
+        noted.append("computes")
+        assert arrival.wait() == 5
+    finally:
+        engine.close()
+        streams._side.cache_clear()
+    assert noted == ["side behind model", "on side", "read", "back", "computes", "model behind side"]
+    assert traffic.to_device_bytes == 8
