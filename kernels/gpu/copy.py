@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import INTERPRETED, head_rows, located, unfit
+from kernels.gpu import common
+from kernels.gpu.common import head_rows, located, unfit
 from kernels.ragged import Ragged, filled, first_of
 
 _TILE = 2048  # entries
@@ -44,7 +45,7 @@ def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor |
 
 
 def gather_tiers_refuses(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> str | None:
-    if far.device.type == "cpu" and not (INTERPRETED or far.is_pinned()):
+    if far.device.type == "cpu" and not (common.INTERPRETED or far.is_pinned()):
         return "reads host memory that is pinned"
     near = [x for x in (held, slots) if x is not None] + ([] if far.device.type == "cpu" else [far])
     if held is not None and held.stride(3) != 1:
