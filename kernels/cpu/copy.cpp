@@ -37,7 +37,7 @@ EXPORT void gather_tiers(const CopyTiers& call) {
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
             int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
-            int64_t slot = call.slots ? call.slots[i] : -1;
+            int64_t slot = call.slots[i];
             const char* row =
                 slot < 0
                     ? (const char*)call.far + sequence * call.far_batch + group * call.far_group + call.rows[i] * call.far_row

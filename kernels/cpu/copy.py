@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,9 @@ class CopyTiers(Struct):
     """Describes a call that copies rows of `width` bytes out of two tensors."""
 
     far = anything(strides="batch group row")  # [B G S D]
-    held = anything(strides="batch group row", optional=True)  # [B G C D]
+    held = anything(strides="batch group row")  # [B G C D]
     rows = int64s("pairs * count")
-    slots = int64s("pairs * count", optional=True)  # 0 or more: the row is there in `held`
+    slots = int64s("pairs * count")  # 0 or more: the row is there in `held`
     block = anything("pairs * count * channels", written=True)
     pairs = groups = count = channels = width = integer()
 
@@ -60,10 +62,11 @@ def _unfit(x: Tensor) -> str | None:
 
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
     """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it."""
-    chosen = rows.long().contiguous()
+    if held is None or slots is None:
+        return cast(Tensor, gather_rows(far, rows))
+    chosen, at = rows.long().contiguous(), slots.long().contiguous()
     out = torch.empty((*chosen.shape, far.shape[3]), dtype=far.dtype)
     if out.numel():
-        at = None if slots is None else slots.long().contiguous()
         _library.gather_tiers(far=far, held=held, rows=chosen, slots=at, block=out, **_sizes(out, chosen))
     return out
 
