@@ -7,7 +7,7 @@ Results are rounded where transformers' modules round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class DecoderBlock:
     gate: Linear
     up: Linear
     down: Linear
+    # addresses of these weights, as backends pass them to their calls, under their names; `replace` takes none over
+    prepared: dict[str, bytes] = field(init=False, repr=False, default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -64,6 +66,8 @@ class Head:
     eps: float
     norm: Tensor  # [E]
     linear: Linear
+    # addresses of these weights, as backends pass them to their calls, under their names; `replace` takes none over
+    prepared: dict[str, bytes] = field(init=False, repr=False, default_factory=dict)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -90,14 +90,14 @@ def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
     x, counts = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
     most, ks = (count.most, count.on(x.device)) if isinstance(count, Each) else (count, None)
     size = x.shape[-1]
-    if x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x):
+    if not x.is_contiguous() and (x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x)):
         x = x.contiguous()
     out = torch.empty((*x.shape[:-1], most), dtype=torch.int64)
     if out.numel():
         rows, stride = x.numel() // size, x.stride(-2) if x.dim() > 1 else size
         _library.top_k(
             scores=x, out=out, counts=counts, ks=ks, rows=rows, count=size, stride=stride, k=most,
-            lists=max(1, rows // len(x)),
+            lists=max(1, rows // x.shape[0]),
         )  # fmt: skip
     return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
 

@@ -56,9 +56,11 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     size = _BYTES.get(q.dtype)
     if size is None or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if (q.shape[3] * size) % 64 or q.shape[3] * size // 64 not in _LINES:
+    width = q.shape[3] * size
+    if width % 64 or width // 64 not in _LINES:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    for k, v in (map(first_of, segment[:2]) for segment in segments):
+    for segment in segments:
+        k, v = first_of(segment.k), first_of(segment.v)
         if k.dtype != q.dtype or v.dtype != q.dtype:
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:
@@ -73,11 +75,11 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
-    groups = max((k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
+    groups = max([(k if rows is None else rows).shape[1] for k, _, rows, _ in segments])
     packed, kept = [], []  # kept: what must live until the call is over
     for k, v, rows, live in segments:
         listed = k if rows is None else rows
-        count, rows_share, k_share = listed.shape[2], groups // listed.shape[1], groups // k.shape[1]
+        lists, count = listed.shape[1:3]
         if not count:
             continue
         if live is not None:
@@ -87,9 +89,15 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         if rows is not None:
             rows = (rows.whole if isinstance(rows, Ragged) else rows).long().contiguous()
         kept += [rows, live]
+        k_table, v_table = None, None
+        k_share, rows_share = groups // k.shape[1], groups // lists
+        if isinstance(k, Ragged):
+            k, k_table = k.first, k.table
+        if isinstance(v, Ragged):
+            v, v_table = v.first, v.table
         described = PackedSegment.pack(
-            k=first_of(k), v=first_of(v), rows=rows, k_table=_table(k), v_table=_table(v), live=live, count=count,
-            k_share=k_share, rows_share=rows_share,
+            k=k, v=v, rows=rows, k_table=k_table, v_table=v_table, live=live, count=count, k_share=k_share,
+            rows_share=rows_share,
         )  # fmt: skip
         packed.append(described)
     q = q.contiguous()
@@ -99,7 +107,3 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         heads=heads // groups, dim=dim, scale=scale,
     )  # fmt: skip
     return out
-
-
-def _table(x: Tensor | Ragged) -> Tensor | None:
-    return x.table if isinstance(x, Ragged) else None

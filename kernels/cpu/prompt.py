@@ -74,11 +74,12 @@ def inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x, project it and rotate the heads, as attention_inputs of kernels/block.py defines it."""
     (batch, tokens, channels), dim = x.shape, block.head_dim
-    normed = torch.empty_like(x)
-    q, k, v = (x.new_empty((batch, part.weight.shape[0] // dim, tokens, dim)) for part in (block.q, block.k, block.v))
+    heads, kv_heads = block.q.weight.shape[0] // dim, block.k.weight.shape[0] // dim
+    normed, q = torch.empty_like(x), x.new_empty((batch, heads, tokens, dim))
+    k, v = x.new_empty((batch, kv_heads, tokens, dim)), x.new_empty((batch, kv_heads, tokens, dim))
     run(
         weights.of_block(block), x=x, cos=cos, sin=sin, normed=normed, q=q, k=k, v=v, batch=batch, tokens=tokens,
-        channels=channels, q_channels=q.shape[1] * dim, kv_channels=k.shape[1] * dim, angles=cos.shape[0],
+        channels=channels, q_channels=heads * dim, kv_channels=kv_heads * dim, angles=cos.shape[0],
         turned=cos.shape[2],
     )  # fmt: skip
     return normed, q, k, v
@@ -88,8 +89,9 @@ def output(
     x: Tensor, attended: Tensor, block: DecoderBlock, run: Callable[..., None] = _library.prompt_output
 ) -> Tensor:
     """Apply output projection and MLP, as block_output of kernels/block.py defines it."""
-    out, heads = torch.empty_like(x), attended.transpose(1, 2).contiguous()
-    (batch, tokens, channels), q_channels = x.shape, heads.shape[2] * heads.shape[3]
+    (batch, tokens, channels), q_channels = x.shape, attended.shape[1] * attended.shape[3]
+    # of one token the heads lie in the same order either way
+    out, heads = torch.empty_like(x), (attended if tokens == 1 else attended.transpose(1, 2)).contiguous()
     run(
         weights.of_block(block), x=x, attended=heads, out=out, rows=batch * tokens, channels=channels,
         q_channels=q_channels,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
@@ -66,25 +64,25 @@ class BlockOutput(Struct):
 
 
 _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-_packed: WeakKeyDictionary[DecoderBlock | Head, bytes] = WeakKeyDictionary()
+_NAME = "cpu"  # under which blocks and heads keep their structs
 
 
 def of_block(block: DecoderBlock) -> bytes:
     """Return struct BlockWeights; its addresses hold as long as the block does."""
-    return _packed.get(block) or _pack_block(block)
+    return block.prepared.get(_NAME) or _pack_block(block)
 
 
 def of_head(head: Head) -> bytes:
     """Return struct HeadWeights; its addresses hold as long as the head does."""
-    return _packed.get(head) or _pack_head(head)
+    return head.prepared.get(_NAME) or _pack_head(head)
 
 
 def unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
     """Say why the compiled files cannot multiply x by these weights, or return None if they can."""
+    if _NAME in weights.prepared and x.dtype is weights.norm.dtype and x.is_cpu:
+        return None
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes float32 and bfloat16 on the CPU, got {x.dtype} on {x.device}"
-    if weights in _packed and weights.norm.dtype == x.dtype:
-        return None
     for weight in _tensors(weights):
         if weight is not None and (weight.dtype != x.dtype or not weight.is_contiguous()):
             return f"takes contiguous weights of one dtype, got {weight.dtype} beside {x.dtype}"
@@ -104,20 +102,22 @@ def _pack_block(block: DecoderBlock) -> bytes:
     linears: dict[str, Tensor | None] = {}
     for name in _LINEARS:
         linears |= _parts(name, getattr(block, name))
-    _packed[block] = BlockWeights.pack(
+    packed = BlockWeights.pack(
         norm=block.norm, q_norm=block.q_norm, k_norm=block.k_norm, mlp_norm=block.mlp_norm,
         channels=len(block.norm), heads=len(block.q.weight) // dim, kv_heads=len(block.k.weight) // dim, head_dim=dim,
         inner=len(block.gate.weight), eps=block.eps, **linears,
     )  # fmt: skip
-    return _packed[block]
+    block.prepared[_NAME] = packed
+    return packed
 
 
 def _pack_head(head: Head) -> bytes:
     rows, channels = head.linear.weight.shape
-    _packed[head] = HeadWeights.pack(
+    packed = HeadWeights.pack(
         norm=head.norm, channels=channels, rows=rows, eps=head.eps, **_parts("weights", head.linear)
     )
-    return _packed[head]
+    head.prepared[_NAME] = packed
+    return packed
 
 
 def _parts(name: str, linear: Linear) -> dict[str, Tensor | None]:

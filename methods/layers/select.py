@@ -52,9 +52,10 @@ class Select(Read[Plan], capturable=True):
     def always_read(self) -> list[Segment]:
         """Return what every step reads: the sinks, the prompt-local window and all that came after the seal."""
         assert self.plan is not None
-        if self.layer.far is not None:
-            return [self.store.since(0)]
-        return [self.store.between(0, self.plan.sinks), self.store.since(self.sealed - self.plan.local)]
+        layer, store = self.layer, self.layer.store
+        if layer.far is not None:
+            return [store.since(0)]
+        return [store.between(0, self.plan.sinks), store.since(layer.sealed - self.plan.local)]
 
     def middle(self) -> Segment:
         """Return the tokens between sinks and window, in the store."""
