@@ -132,7 +132,7 @@ class SavedTurn:
         cache = behind.start(talk.capacity)
         logits = behind.prefill(cache, prompt)
         talk.begin(cache)
-        talk.answered(behind.decode(cache, logits, self._steps), "length")
+        talk.answered(behind.decode(cache, logits, self._steps, talk.decoded), "length")
         saved = talk.save()
         turn_s = watch.seconds()
         beside_s = self.jobs.beside()

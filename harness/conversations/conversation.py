@@ -15,7 +15,8 @@ conversation that is over keeps nothing: no turn comes back for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Conversation:
         self.dropped = 0  # tokens that left the window before this turn
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
         self.save_ahead_s = 0.0
+        self._leaves_at = inf  # tokens in the cache when rows of the answer are to leave next
         self._found: Resumed | None = None  # between two turns there is no cache
 
     @property
@@ -102,6 +104,13 @@ class Conversation:
         self._found = Resumed(cache)
         self._begun()
 
+    def decoded(self, said: Sequence[int], catch_up: Callable[[], None]) -> None:
+        """The answer is `said` so far, and all but its last token is fed: rows that fill a block leave while the
+        others are decoded. `catch_up`: lets the cache know of all steps."""
+        if len(self.text) + len(said) - 1 >= self._leaves_at:
+            catch_up()
+            self._leave_ahead([*self.text, *said[:-1]])
+
     def answered(self, tokens: Sequence[int], stop: str) -> None:
         self.text += without_eos(tokens, stop)
 
@@ -120,7 +129,16 @@ class Conversation:
         return self.fed if self.by_token else len(self.text)
 
     def _begun(self) -> None:
-        """The cache holds the prompt. No row leaves ahead of a save that will not come."""
-        cache, self.new_tokens = self.found.cache, len(self.text) - self.found.reused
-        fed = self.text[: cache.num_tokens]
-        self.save_ahead_s = 0.0 if self.over else self.histories.save_ahead(self.session, fed, cache)
+        """The cache holds the prompt."""
+        self.new_tokens = len(self.text) - self.found.reused
+        self.save_ahead_s = self._leave_ahead(self.text)
+
+    def _leave_ahead(self, text: Sequence[int]) -> float:
+        """No row leaves ahead of a save that will not come. -> seconds that the caller waited"""
+        self._leaves_at = inf
+        if self.over:
+            return 0.0
+        cache = self.found.cache
+        seconds = self.histories.save_ahead(self.session, text[: cache.num_tokens], cache)
+        self._leaves_at = self.histories.leaves_at(cache)
+        return seconds

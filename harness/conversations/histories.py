@@ -1,6 +1,7 @@
 """Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
 
-`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order.
+`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this
+order, and `save_ahead` again while the answer grows.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
 from typing import ClassVar
 
@@ -107,14 +109,18 @@ class Histories(ABC):
         return Resumed(self.start(found.cache.capacity), load_s=found.load_s)
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """The prompt is prefilled and not sealed: what `save` will be given may begin to leave the device. `tokens`:
-        all that was fed to `cache`. -> seconds that the caller waited"""
+        """The prompt is prefilled and not sealed, or the answer has come to `leaves_at`: what `save` will be given may
+        begin to leave the device. `tokens`: all that was fed to `cache`. -> seconds that the caller waited"""
         began = perf_counter()
         self._leave_ahead(session, tokens, cache)
         return perf_counter() - began
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:  # noqa: B027
         """Where something can leave before the turn has ended."""
+
+    def leaves_at(self, cache: KVCache) -> float:
+        """How many tokens `cache` holds when `save_ahead` is to be called again; infinity for never."""
+        return inf
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
         """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,15 @@ class Text(NamedTuple):
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Text:
         return cls(len(tokens), hash(tuple(tokens)))
+
+
+@dataclass(slots=True)
+class Early:
+    """Rows that leave ahead of a save: of the tokens from `start` to `end`, in the order of `leavings`."""
+
+    start: int
+    end: int
+    leavings: list[Leaving] = field(default_factory=list)
 
 
 class StoredHistories(Histories):
@@ -70,7 +80,7 @@ class StoredHistories(Histories):
         self._device = attachment.model.device
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
-        self._early: WeakKeyDictionary[KVCache, tuple[int, Leaving]] = WeakKeyDictionary()  # from which token on
+        self._early: WeakKeyDictionary[KVCache, Early] = WeakKeyDictionary()
         self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
         self._held: dict[str, Text] = {}  # by session: what is to be found of it
         self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
@@ -126,19 +136,29 @@ class StoredHistories(Histories):
         """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
         if not (self.cut.by_token and self.store.contents.threads.beside):
             return
-        known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
-        whole = (len(tokens) - known) // self.store.block_tokens * self.store.block_tokens
-        if whole:
-            self._early[cache] = known, self._leaving(cache.contents(), tokens[: known + whole], known)
+        if (early := self._early.get(cache)) is None:
+            known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
+            early = self._early[cache] = Early(known, known)
+        if whole := (len(tokens) - early.end) // self.store.block_tokens * self.store.block_tokens:
+            early.leavings.append(self._leaving(cache.contents(), tokens[: early.end + whole], early.end))
+            early.end += whole
+
+    def leaves_at(self, cache: KVCache) -> float:
+        early = self._early.get(cache)
+        return inf if early is None else early.end + self.store.block_tokens
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, Text.of(tokens)
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
-        start, early = self._early.pop(cache, (known, None))
-        leaving, end = [], known
-        if early is not None and start == known and early.text == list(tokens[known:][: len(early.text)]):
-            leaving, end = [early], known + len(early.text)
+        early = self._early.pop(cache, None)
+        leaving, end = list[Leaving](), known
+        for begun in early.leavings if early is not None and early.start == known else ():
+            text = begun.text
+            if text != list(tokens[end : end + len(text)]):  # an answer that another one has replaced
+                break
+            leaving.append(begun)
+            end += len(text)
         leaving.append(self._leaving(contents, tokens, end, self.cut.rest(contents)))
         if not self.store.hold(session, known, leaving, lineage):
             leaving = [self._leaving(contents, tokens, 0, self.cut.rest(contents))]

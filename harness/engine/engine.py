@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.slot import Decoded, Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
@@ -133,13 +133,15 @@ class Engine(Stepper):
         max_new_tokens: int,
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
+        decoded: Decoded | None = None,
     ) -> Generation:
         """All behind the prefill: question [B Q] (protocol=context, else Q = 0), seal unless that is done, decode.
         The prefill's `logits` [B V] are not needed where there is a question."""
         batch = RunningBatch(self)
         slot = batch.join(
-            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
-        )
+            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler,
+            decoded=decoded,
+        )  # fmt: skip
         return _to_the_end(batch, slot)
 
 

@@ -186,7 +186,7 @@ class Asking:
 
     def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> Slot:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
-        return batch.join(cache, logits, unread, began=began, **self.ending(turn))
+        return batch.join(cache, logits, unread, began=began, decoded=self.talk.decoded, **self.ending(turn))
 
     def _counts(self) -> dict[str, Any]:
         """Of a conversation's turn, whichever."""

@@ -126,7 +126,7 @@ class Loop:
 
     def _join(self, visit: Visit, logits: Tensor | None, ending: dict[str, Any]) -> None:
         cache, nothing = visit.found.cache, self._tensor(visit.unread)
-        slot = self._batch.join(cache, logits, nothing, began=perf_counter(), **ending)
+        slot = self._batch.join(cache, logits, nothing, began=perf_counter(), decoded=visit.decoded, **ending)
         if slot.ended:  # by its first token
             self._batch.leave(slot)
             self._finish(slot, visit)

@@ -15,6 +15,7 @@ from harness.conversations.conversation import Conversation
 from harness.conversations.fingerprint import fingerprint
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
+from harness.engine.batch.slot import Decoded
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.store import HistoryStore
@@ -52,10 +53,10 @@ class History:
         assert logits is not None
         return int(logits.argmax())
 
-    def decode(self, cache: KVCache, logits: Tensor, steps: int) -> list[int]:
+    def decode(self, cache: KVCache, logits: Tensor, steps: int, decoded: Decoded | None = None) -> list[int]:
         """-> the tokens that were fed to a prefilled cache"""
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.kv.model.device)
-        made = self._engine.complete(cache, logits, nothing, began=0.0, max_new_tokens=steps + 1)
+        made = self._engine.complete(cache, logits, nothing, began=0.0, max_new_tokens=steps + 1, decoded=decoded)
         return made.tokens[0][:-1]
 
     def opened(self, closing: ExitStack, **settings: Any) -> StoredHistories:

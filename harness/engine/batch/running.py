@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from time import perf_counter
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation, Stop, never
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.slot import Decoded, Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
@@ -43,11 +44,13 @@ class RunningBatch:
         max_new_tokens: int,
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
+        decoded: Decoded | None = None,
     ) -> Slot:
         """A prefilled sequence, or B that share `cache`. logits [B V]: of its last token; question [B Q]: fed token by
         token behind the seal (protocol=context, else Q = 0), and then the logits may be left out."""
         stops = list(stops or [never] * len(question))
         slot = Slot(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
+        slot.decoded = decoded
         slot.begin(logits)
         self.slots.append(slot)
         return slot
@@ -97,6 +100,8 @@ class RunningBatch:
                 slot.captured(capture_s)
             self._note_reads(number, slot)
             slot.advance(token, own)
+            if slot.decoded is not None and slot.out.tokens[0] and not slot.ended:
+                slot.decoded(slot.out.tokens[0], partial(self._catch_up, number, slot))
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
 
@@ -105,6 +110,11 @@ class RunningBatch:
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
+            self._catch_up(number, slot)
+
+    def _catch_up(self, number: int, slot: Slot) -> None:
+        """A cache that steps alone knows of every step."""
+        if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 
     def _note(self, running: list[Slot], seconds: float, capture_s: float | None) -> None:
@@ -129,7 +139,6 @@ class RunningBatch:
     def _part(self) -> None:
         if self._captured is not None:
             self.stepper.close(self._captured)
-        if isinstance(self._cache, SlotsCache):
-            for number, slot in enumerate(self._together):
-                slot.note_reads(self._cache.catch_up(number))
+        for number, slot in enumerate(self._together):
+            self._catch_up(number, slot)
         self._together, self._cache, self._captured = [], None, None  # nothing outlives its sequence

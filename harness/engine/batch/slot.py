@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -49,6 +50,9 @@ class SlotClock:
         self._began += seconds
 
 
+Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # an answer so far; what brings its cache up to date
+
+
 class Slot:
     """Runs on `clock` while it is prefilled and sealed, and in steps. Holds one sequence, or B of equal length that
     share `cache`."""
@@ -60,6 +64,7 @@ class Slot:
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
         self.clock = SlotClock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
+        self.decoded: Decoded | None = None  # is told of each step that does not end the answer, within the clock
         self.parts: list[dict[str, float]] = []  # of each step that was clocked (harness/engine/trace.py)
         self.read: list[float] = []  # bytes that each of the traced steps read, where all layers say
         self._device = cache.state.request.device

@@ -14,12 +14,17 @@ from weakref import ref
 import pytest
 import torch
 
+from harness.conversations.conversation import Conversation
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.slot import Slot
 from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
 from harness.history.disk import HistoryWarning
 from harness.history.overlap.leaving import Leaving
 from harness.history.overlap.saving import Saving
+from harness.history.store import HistoryStore
 from methods.base import AttnInput
 from methods.full import Full
 from tests.harness.conversations.test_histories import LENGTHS, MB, NEW, TIERS, Talk, lasting, stored
@@ -303,3 +308,77 @@ def test_a_turn_says_what_was_hidden(held: Held) -> None:
         assert histories.store.statistics.leaving_hidden_s == pytest.approx(saves[0].hidden_s())
         assert histories.store.statistics.leaving_s >= histories.store.statistics.leaving_hidden_s
         histories.close()
+
+
+def spoken(kv: Any, histories: StoredHistories, beside: int) -> list[list[int]]:
+    """Two turns each of several conversations, whose answers are decoded together: all that was said."""
+    engine, lengths, said = Engine(kv), (45, 9), list[list[int]]()
+    talks = [Conversation(histories, f"talk {number}", 150, 3) for number in range(beside)]
+    for turn, length in enumerate(lengths):
+        batch, running = RunningBatch(engine), dict[Slot, Conversation]()
+        for number, talk in enumerate(talks):
+            talk.ask(prompt(length + number, seed=10 * turn + number)[0].tolist())
+            talk.resume()
+            logits = talk.compute(lambda cache, ids: engine.prefill(cache, torch.tensor([list(ids)])))
+            slot = batch.join(
+                talk.found.cache, logits, torch.empty(1, 0, dtype=torch.long), began=0.0,
+                max_new_tokens=30 + number, decoded=talk.decoded,
+            )  # fmt: skip
+            running[slot] = talk
+        while running:
+            for slot in batch.step():
+                said += slot.out.tokens
+                talk = running.pop(slot)
+                talk.answered(slot.out.tokens[0], slot.out.stops[0])
+                talk.save()
+    return said
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(
+    ("name", "placement", "tier", "beside"),
+    [
+        ("full", "device", "disk", 1),
+        ("full", "device", "host", 3),
+        ("quest", "device", "host", 3),
+        ("pqcache", "host", "host", 3),
+        ("pqcache", "disk", "disk", 1),
+        ("infinigen", "host", "host", 1),
+    ],
+)
+def test_decoded_rows_leave_in_blocks_and_are_those_that_leave_behind_the_turn(
+    name: str, placement: str, tier: str, beside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, lengths, leave = small(name), list[int](), HistoryStore.leave
+
+    def noting(store: HistoryStore, tokens: list[int], *more: Any) -> Leaving:
+        lengths.append(len(tokens))
+        return leave(store, tokens, *more)
+
+    monkeypatch.setattr(HistoryStore, "leave", noting)
+    said, left = [], []
+    with attached(
+        tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
+        calibration=prompt(64, seed=9), disk=tmp_path,
+    ) as kv:  # fmt: skip
+        for threads in (0, 2):
+            lengths.clear()
+            folder = tmp_path / str(threads) if tier == "disk" else None
+            histories = stored(kv, folder, io_threads=threads, **TIERS[tier])
+            said.append(spoken(kv, histories, beside))
+            sizes = [
+                (key, block.tokens, block.size)
+                for key, parts in histories.store.contents.sessions.items()
+                for block in parts
+            ]
+            left.append((sorted(sizes), sorted(contents(histories), key=str)))
+            histories.close()
+    assert sizes
+    assert said[0] == said[1]
+    assert left[0] == left[1]
+    if beside == 1:
+        # 45 tokens and 29 decoded ones; then the one that was not fed, 9 tokens and 29: behind prefill, steps and turn
+        in_blocks = [40, 8, 8, 8, 8, 2, 8, 8, 8, 8, 7]
+        assert lengths == (in_blocks if method.rows_stay else [74, 113])
+    else:
+        assert lengths.count(8) >= 8 * beside
