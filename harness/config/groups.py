@@ -14,7 +14,7 @@ from methods.tiers.tier import TIERS
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 POLICIES = ("scheduler_aware", "lru", "fifo")
 LOST = ("count", "fail")
-OF_DISK = ("folder", "durable", "copies")  # settings that nothing reads without a disk tier
+OF_DISK = ("folder", "durable", "copies", "reserve")  # settings that nothing reads without a disk tier
 
 
 def check_codec(key: str, codec: str | None) -> None:
@@ -56,6 +56,7 @@ class StoreSettings:
     share: bool = False
     durable: bool = False
     copies: bool = False
+    reserve: float = 0.0
     io_threads: int = 2
     write_buffer: Union[int, str] = "256MB"  # noqa: UP007
     lost: str = "count"
@@ -89,6 +90,10 @@ class StoreSettings:
                     )
         if self.copies and 2 * self.capacities["disk"] <= sum(self.capacities.values()):
             raise SettingsError("store.copies=true needs more bytes on disk than in memory: raise store.disk.")
+        if self.reserve and not self.capacities["host"]:
+            raise SettingsError(
+                "store.reserve is a share of host memory, which has no bytes: set store.host=8GB as well."
+            )
         check_codec("store.codec", self.codec)
         if self.codec is not None:
             self._check_blocks(codecs.codec_of(self.codec).block)

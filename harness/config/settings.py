@@ -75,6 +75,7 @@ RANGES = {
     "windows.recent_ratio": Range(least=0, below=1),
     "store.block_tokens": FROM_1,
     "store.io_threads": FROM_0,
+    "store.reserve": Range(least=0, below=1),
     "store.ttl_s": Range(above=0, hint="or null for no end"),
     "overflow.window": FROM_1,
     "overflow.ratio": Range(above=0, below=1),

@@ -43,17 +43,23 @@ def without_copies(capacities: Mapping[str, int]) -> int:
 class Placement:
     """`capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds since the last use after which a
     session is dropped. `copies`: what lies on disk leaves as many bytes free there as the tiers above hold, for spare
-    copies of their sessions. Moves are to be carried out as `in_order` says."""
+    copies of their sessions. `reserve`: share of host memory that is to be free; below it, sessions go to disk ahead
+    of need. Moves are to be carried out as `in_order` says."""
 
     def __init__(
-        self, capacities: Mapping[str, int], policy: EvictionPolicy, ttl_s: float = inf, copies: bool = False
+        self,
+        capacities: Mapping[str, int],
+        policy: EvictionPolicy,
+        ttl_s: float = inf,
+        copies: bool = False,
+        reserve: float = 0.0,
     ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
             given[DISK] = without_copies(given)
         self.levels = [Level(name, size) for name, size in given.items()]  # the fastest tier first
         self.names = list(given)
-        self.policy, self.ttl_s = policy, ttl_s
+        self.policy, self.ttl_s, self.reserve = policy, ttl_s, reserve
         self.queue = JobQueue()
         self.items: OrderedDict[str, PlacedSession] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
@@ -83,6 +89,7 @@ class Placement:
             self._bytes += size
         self._touch(item, now_s)
         self._place(item, self.names.index(fastest) if fastest in self.names else 0, source, moves)
+        self._relieve(item, moves)
         return moves
 
     def use(self, session: str, now_s: float) -> list[Move]:
@@ -90,7 +97,9 @@ class Placement:
         item = self.items[session]
         self._touch(item, now_s)
         self.levels[item.level].push(item, self.rank(item))
-        return self._raise(item, 0)
+        moves = self._raise(item, 0)
+        self._relieve(item, moves)
+        return moves
 
     def prefetch(self) -> Iterator[list[Move]]:
         """Brings the sessions of the next jobs from disk into host memory, where nothing more valuable has to give way.
@@ -188,6 +197,21 @@ class Placement:
         for victim in victims:
             self._place(victim, level + 1, tier.name, moves)
         return True
+
+    def _relieve(self, stays: PlacedSession, moves: list[Move]) -> None:
+        """From host memory to disk until the reserve is free, but for `stays`, which has just come, and for what a job
+        in the window waits for. Nothing leaves the disk for this."""
+        if not self.reserve or HOST not in self.names or DISK not in self.names:
+            return
+        level = self.names.index(HOST)
+        tier, disk = self.levels[level], self.levels[level + 1]
+        self._note_fallen()
+        while tier.items and tier.free < self.reserve * tier.capacity:
+            victim = tier.lowest(self.rank)
+            if victim is stays or self.rank(victim)[0] or victim.size > disk.free:
+                return
+            tier.remove(victim)
+            self._settle(victim, level + 1, HOST, moves)
 
     def _settle(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
         item.level = level

@@ -53,9 +53,10 @@ def has_rows(method: Method, codec: object, generated: int | None) -> bool:
 
 
 class HistoryStore:
-    """`capacities`: bytes by tier, as `host=10**9`. `durable`: what lies in memory is also written to disk, as a spare
-    copy, where there is room. `copies`: there is room for those of all that comes up from disk. `ttl_s`: seconds since
-    the last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that
+    """`capacities`: bytes by tier, as `host=10**9`. `durable`: what lies in memory is also written to disk, as a
+    spare copy, where there is room. `copies`: there is room for those of all that comes up from disk. `reserve`:
+    share of host memory that is kept free, by moving sessions to disk ahead of need. `ttl_s`: seconds since the
+    last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that
     are handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may
     wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the
     fingerprint must name it. `share`: a text may begin with what another session has stored. `clock` never jumps;
@@ -71,6 +72,7 @@ class HistoryStore:
         ttl_s: float = inf,
         durable: bool = False,
         copies: bool = False,
+        reserve: float = 0.0,
         wait: bool = False,
         on: str = "cpu",
         io_threads: int = 2,
@@ -86,7 +88,7 @@ class HistoryStore:
         check_arguments(capacities, folder=folder, policy=policy, ttl_s=ttl_s, **numbers)
         self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
         self.format = Format(codec, dtype)
-        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies)
+        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
             self.placement,

@@ -73,6 +73,7 @@ OTHERS: dict[str, Other] = {
     "store.share": Other(True, STORE),
     "store.durable": Other(True, ON_DISK),
     "store.copies": Other(True, ON_DISK),
+    "store.reserve": Other(0.25, ON_DISK),
     "store.io_threads": Other(1, STORE),
     "store.write_buffer": Other("1MB", STORE),
     "store.lost": Other("fail", STORE),

@@ -49,7 +49,11 @@ class Server:
         self.store: Placement | None = None
         if scenario.policy != RECOMPUTE:
             self.store = Placement(
-                scenario.capacities, POLICIES[scenario.policy](), scenario.ttl_s or inf, scenario.copies
+                scenario.capacities,
+                POLICIES[scenario.policy](),
+                scenario.ttl_s or inf,
+                scenario.copies,
+                scenario.reserve,
             )
         self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
         self.queue = self.store.queue if self.store else JobQueue()

@@ -310,14 +310,18 @@ def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "threads", "copies"),
+    ("policy", "threads", "copies", "reserve"),
     [
-        (SchedulerAware, 2, False),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((LRU, 0, False), (FIFO, 2, False), (LRU, 2, True))),
+        (SchedulerAware, 2, False, 0.0),
+        (SchedulerAware, 2, False, 0.4),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in ((LRU, 0, False, 0.0), (LRU, 2, False, 0.4), (FIFO, 2, False, 0.0), (LRU, 2, True, 0.0))
+        ),
     ],
 )
 def test_the_simulator_and_the_store_do_the_same(
-    policy: type[EvictionPolicy], threads: int, copies: bool, tmp_path: Path
+    policy: type[EvictionPolicy], threads: int, copies: bool, reserve: float, tmp_path: Path
 ) -> None:
     """One trace through both: whatever the simulated server does, the store is asked to do. They find and drop the
     same, and write and read the same bytes."""
@@ -327,7 +331,7 @@ def test_the_simulator_and_the_store_do_the_same(
     )
     prices = Prices(gpu_usd_per_hour=1.0, dram_usd_per_gb_hour=1.0, ssd_usd_per_gb_hour=1.0)
     costs = Costs(Hardware(pcie_bytes_per_s=inf, disk_bytes_per_s=inf), prices, {"toy": model})
-    settings = capacities | {"copies": copies}
+    settings = capacities | {"copies": copies, "reserve": reserve}
     scenario = Scenario(model="toy", policy=policy.name, warmup=0, block_tokens=4, **settings)  # type: ignore[arg-type]
     shape = {"think_s": 2.0, "question_share": 0.3, "correlation": 0.3}
     trace = [replace(one, turns=tuple(map(short, one.turns))) for one in drawn(40, 3.0, **shape)]  # type: ignore[arg-type]
