@@ -146,3 +146,27 @@ def test_caches_dropped_in_flight_leave_nothing(name: str, tmp_path: Path, monke
     assert not [rows for rows in all_rows() if id(rows) not in before]
     assert not list(tmp_path.glob("*"))
     assert not threads()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_leave_have_their_place_before_the_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step allocates further `HostRows`. What a gather allocates for rows that it brings is not counted here."""
+    rooms, room = list[int](), vars(HostRows)["room"].__func__
+
+    def noting(kind: Any, *given: Any) -> torch.Tensor:
+        rows: torch.Tensor = room(kind, *given)
+        rooms.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(HostRows, "room", classmethod(noting))
+    with attach(name, "host", True, tmp_path) as kv:
+        engine, ids = Engine(kv), prompt(60, seed=1)
+        cache, batch = kv.start(KVCache, capacity=100), RunningBatch(engine)
+        batch.join(cache, engine.prefill(cache, ids, whole=True), ids[:, :0], began=0.0, max_new_tokens=40)
+        before = len(rooms)
+        while batch.slots:
+            batch.step()
+    assert before > 0
+    assert len(rooms) == before
