@@ -64,7 +64,7 @@ def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> N
     assert made.summary["tpot_s"]["p50"] is made.summary["throughput_tok_s"] is None
     assert made.summary["trace"].keys() == {"step_s", *(f"{part}_s" for part in PARTS)}
     assert names_in(made.folder / PROFILE) >= {
-        "decode step", "top_k", "gather_rows"
+        "decode step", "top_k", "gather_tiers"
     }  # fmt: skip
     assert made.full_folder is not None
     assert "segment_attention" in names_in(made.full_folder / PROFILE)
