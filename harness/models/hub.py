@@ -13,6 +13,7 @@ from evals.data import value_of
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import Identity, ModelError, ModelSource
 from harness.models.snapshots import SMALL_FILES, WEIGHT_FILES, has_weights, snapshot
+from harness.terminal.notices import say_once
 
 if TYPE_CHECKING:
     import torch
@@ -81,9 +82,18 @@ class HuggingFace(ModelSource):
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import is_accelerate_available
 
         auto: Any = AutoModelForCausalLM
         folder, options = self.folder(weights=True), {"config": self.config(), "dtype": dtype, "use_safetensors": True}
+        if device != "cpu" and is_accelerate_available():  # each weight goes from its file to the device at once
+            options["device_map"] = {"": device}
+        elif device != "cpu":
+            size = self.describe().num_parameters * dtype.itemsize
+            say_once(
+                f"{self.name} passes through host memory on its way to {device}, which takes {size / 2**30:.1f} GiB of "
+                "it: pip install 'kv-harness[gpu]' brings accelerate, with which weights go there straight"
+            )
         with _said_of(folder):
             model: PreTrainedModel = auto.from_pretrained(folder, **options, **OFFLINE)
         return model.to(device)  # type: ignore[arg-type]

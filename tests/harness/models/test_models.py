@@ -19,6 +19,7 @@ import torch
 import yaml
 from huggingface_hub import errors
 from hydra.utils import get_class, instantiate
+from transformers import AutoModelForCausalLM
 
 from harness.models import embedded, gguf_file, snapshots
 from harness.models.base import ModelError, ModelSource
@@ -234,6 +235,33 @@ def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved:
     assert loaded.weights == "local"
     assert loaded.window == 4096
     assert loaded.model.config._attn_implementation == ("eager" if architecture == "gpt_oss" else "sdpa")
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers places weights with accelerate only")
+def test_weights_go_to_a_device_without_a_copy_in_host_memory(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device stands for one: nothing is stored there. Without accelerate the copy is made, and what it costs is
+    said."""
+    folder = saved("llama")
+    placed: list[Any] = []
+    read = AutoModelForCausalLM.from_pretrained
+
+    def noted(*args: Any, **options: Any) -> Any:
+        model = read(*args, **options)
+        placed.append(({x.device.type for x in model.state_dict().values()}, hasattr(model, "_hf_hook")))
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    for there in (True, False):
+        monkeypatch.setattr("transformers.utils.is_accelerate_available", lambda there=there: there)
+        model = local(folder).build(torch.float32, "meta")
+        assert {x.device.type for x in model.state_dict().values()} == {"meta"}
+        said = capsys.readouterr().err
+        assert ("takes 0.0 GiB of it" in said, "accelerate" in said) == (not there, not there)
+    local(folder).build(torch.float32, "cpu")
+    assert placed == [({"meta"}, False), ({"cpu"}, False), ({"cpu"}, False)]
+    assert not capsys.readouterr().err
 
 
 def test_the_revision_of_a_folder_follows_its_files(saved: Callable[[str], Path]) -> None:
@@ -501,8 +529,6 @@ def test_the_embedded_tokenizer_agrees_with_transformers_but_for_space_before_di
 @needs_wheel
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads a GGUF file with accelerate only")
 def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
-    from transformers import AutoModelForCausalLM
-
     file = embedded.find_gguf()
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
     ours = SmolLM2().load("fp32", "cpu").model.state_dict()
