@@ -7,19 +7,22 @@ alone. Products and sums run in fp32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from kernels.each import Each
 from kernels.quantise import dequantise
+from kernels.ragged import Ragged, by_sequence
 from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 
 
 class Coded(NamedTuple):
     """Names keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
 
-    A number is least + code * step. Its range holds the least numbers of all groups, then their steps.
+    A number is least + code * step. Its range holds the least numbers of all groups, then their steps. Sequences of
+    different lengths have `Ragged` in place of tensors (kernels/ragged.py).
     """
 
     k: Tensor  # [B G S D*bits/8] uint8
@@ -34,13 +37,18 @@ class Coded(NamedTuple):
         """Return the channels of a head."""
         return self.k_range.shape[3] // 2
 
-    def tokens(self, first: int, end: int) -> Coded:
+    def tokens(self, first: int | Each, end: int | Each) -> Coded:
         """Return the tokens from `first` to `end`, which are whole blocks."""
-        k, v, v_range = (x[:, :, first:end] for x in (self.k, self.v, self.v_range))
-        k_range = self.k_range[:, :, first // self.block : end // self.block]
+        k, v, v_range = (_between(x, first, end) for x in (self.k, self.v, self.v_range))
+        k_range = _between(self.k_range, first // self.block, end // self.block)
         return self._replace(k=k, v=v, k_range=k_range, v_range=v_range)
 
 
+def _between(x: Tensor, first: int | Each, end: int | Each) -> Tensor:
+    return cast(Tensor, x.slice(first, end)) if isinstance(x, Ragged) else x[:, :, first:end]
+
+
+@by_sequence
 def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
     """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q [B H 1 D] -> [B H 1
     D], [B H] (fp32)"""
@@ -52,6 +60,7 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     return attended
 
 
+@by_sequence
 def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decode tokens of each KV head. rows [B G K], those of `k`, `v` and `v_range`, or None for all of them; blocks [B
     G K], the rows of `k_range` that belong to them -> k, v [B G K D]

@@ -82,11 +82,11 @@ void add_logits(const CodedAttention& in, const Tile& tile, const float (*q)[MOS
 // Multiplies a tile's weights with the ranges of its values. What their least numbers add is the same in all channels of a
 // range, so its sums, per lane, stand behind those of the channels.
 void weigh_ranges(const CodedAttention& in, const Tile& tile, Scratch& s, int heads, State* state) {
-    const int ranges = in.ranges, width = 2 * ranges;
+    const int ranges = in.ranges;
     alignas(LINE) uint16_t halves[2 * MOST_RANGES][TOKENS];
     for (int t = 0; t < TOKENS; t++) {
-        const uint16_t* from = (const uint16_t*)tile.v_range + std::min(t, tile.count - 1) * width;
-        for (int c = 0; c < width; c++) halves[c][t] = from[c];
+        auto from = (const uint16_t*)(tile.v_range + std::min(t, tile.count - 1) * in.v_range_token);
+        for (int c = 0; c < 2 * ranges; c++) halves[c][t] = from[c];
     }
     for (int c = 0; c < ranges; c++) {
         f32 least[2], step[2];
@@ -149,14 +149,26 @@ template <int BITS> void attend(const CodedAttention& in, const Tile& tile, Scra
         in_steps<4>(heads, [&](int h, auto n) { add_values<BITS, n, 1>(in, tile, s, h, i, state + h); });
 }
 
-// Attends from the heads of a group to its blocks `first` up to `end`.
+// Returns a call as that of its sequence b alone, whose tensors begin where the call's tables say, if it has some.
+template <class Call> Call of_sequence(const Call& in, int64_t b) {
+    Call one = in;
+    auto place = [&](const void*& x, int64_t batch, int64_t& group, int64_t& row, const int64_t* table) {
+        x = table ? (const void*)table[3 * b] : (const char*)x + b * batch;
+        if (table) group = table[3 * b + 1], row = table[3 * b + 2];
+    };
+    place(one.k, in.k_batch, one.k_group, one.k_token, in.k_table);
+    place(one.v, in.v_batch, one.v_group, one.v_token, in.v_table);
+    place(one.k_range, in.k_range_batch, one.k_range_group, one.k_range_block, in.k_range_table);
+    place(one.v_range, in.v_range_batch, one.v_range_group, one.v_range_token, in.v_range_table);
+    return one;
+}
+
+// Attends from the heads of group g of a sequence to its blocks `first` up to `end`.
 template <int BITS>
-void attend_blocks(const CodedAttention& in, const float* q, int64_t pair, int64_t first, int64_t end, State* state) {
-    const int64_t b = pair / in.groups, g = pair % in.groups;
-    auto head = [&](const void* x, int64_t batch, int64_t group) { return (const char*)x + b * batch + g * group; };
-    const char *k = head(in.k, in.k_batch, in.k_group), *v = head(in.v, in.v_batch, in.v_group);
-    const char* k_range = head(in.k_range, in.k_range_batch, in.k_range_group);
-    const char* v_range = head(in.v_range, in.v_range_batch, in.v_range_group);
+void attend_blocks(const CodedAttention& in, const float* q, int64_t g, int64_t first, int64_t end, State* state) {
+    const char *k = (const char*)in.k + g * in.k_group, *v = (const char*)in.v + g * in.v_group;
+    const char *k_range = (const char*)in.k_range + g * in.k_range_group;
+    const char *v_range = (const char*)in.v_range + g * in.v_range_group;
     auto scratch = std::make_unique<Scratch>();
     for (int64_t block = first; block < end; block++)
         for (int64_t h = 0; h < in.heads; h += HEADS) {
@@ -181,26 +193,53 @@ template <class T> Buffer<float> scaled(const CodedAttention& in) {
     return q;
 }
 
+// Names a sequence's call, and how its blocks are cut: into parts of so many, which are tasks from `task` on.
+struct Share {
+    CodedAttention call;
+    int64_t blocks, parts, length, task;
+};
+
 template <int BITS, class T> void run(const CodedAttention& in) {
     Buffer<float> q = scaled<T>(in);
-    const int64_t pairs = in.batch * in.groups, blocks = in.count / in.block, size = in.heads * in.dim;
-    // The shape of a sequence alone sets this: neither threads nor neighbours change its result.
-    int64_t parts = std::min(std::max<int64_t>(TASKS / in.groups, 1), (in.count + FEWEST - 1) / FEWEST);
-    const int64_t length = (blocks + parts - 1) / parts, tasks = pairs * parts;
+    const int64_t size = in.heads * in.dim;
+    std::vector<Share> shares;
+    std::vector<int64_t> sequence_of;  // of each task
+    int64_t work = 0;
+    for (int64_t b = 0; b < in.batch; b++) {
+        int64_t count = in.counts ? std::min(in.counts[b], in.count) : in.count, blocks = count / in.block;
+        // The shape of a sequence alone sets this: neither threads nor neighbours change its result.
+        int64_t parts = std::min(std::max<int64_t>(TASKS / in.groups, 1), (count + FEWEST - 1) / FEWEST);
+        parts = std::max<int64_t>(parts, 1);
+        shares.push_back({of_sequence(in, b), blocks, parts, (blocks + parts - 1) / parts, (int64_t)sequence_of.size()});
+        sequence_of.insert(sequence_of.end(), in.groups * parts, b);
+        work += count * in.groups * in.heads;
+    }
+    const int64_t tasks = sequence_of.size();
     Buffer<float> sums(tasks * in.heads * sums_per_head(in));
     std::vector<State> states(tasks * in.heads);
     for (size_t i = 0; i < states.size(); i++) states[i] = {-INFINITY, f32{}, sums.data() + i * sums_per_head(in)};
-    each_task(tasks, in.count * pairs * in.heads > 1024, [&](int64_t task) {
-        int64_t pair = task / parts, first = std::min(task % parts * length, blocks);
-        attend_blocks<BITS>(in, q.data() + pair * size, pair, first, std::min(first + length, blocks),
-                            states.data() + task * in.heads);
+    each_task(tasks, work > 1024, [&](int64_t task) {
+        const int64_t b = sequence_of[task];
+        const Share& share = shares[b];
+        int64_t g = (task - share.task) / share.parts;
+        int64_t first = std::min((task - share.task) % share.parts * share.length, share.blocks);
+        attend_blocks<BITS>(share.call, q.data() + (b * in.groups + g) * size, g, first,
+                            std::min(first + share.length, share.blocks), states.data() + task * in.heads);
     });
-    for (int64_t i = 0; i < pairs * in.heads; i++) {
-        State* state = states.data() + i / in.heads * parts * in.heads + i % in.heads;
-        float total = join(state, parts, in.heads, sums_per_head(in), in.lse + i);
+    for (int64_t i = 0; i < in.batch * in.groups * in.heads; i++) {
+        const int64_t pair = i / in.heads;
+        const Share& share = shares[pair / in.groups];
+        T* out = (T*)in.out + i * in.dim;
+        if (!share.blocks) {  // no codes: they take no part in a softmax with other tokens
+            for (int64_t c = 0; c < in.dim; c++) put(out + c, 0);
+            in.lse[i] = -INFINITY;
+            continue;
+        }
+        State* state = states.data() + (share.task + pair % in.groups * share.parts) * in.heads + i % in.heads;
+        float total = join(state, share.parts, in.heads, sums_per_head(in), in.lse + i);
         for (int64_t c = 0; c < in.dim; c++) {
             float least = sum(load<f32>(state->acc + in.dim + c / (in.dim / in.ranges) * LANES));
-            put((T*)in.out + i * in.dim + c, (state->acc[c] + least) / total);
+            put(out + c, (state->acc[c] + least) / total);
         }
     }
 }
@@ -236,14 +275,16 @@ void decode_row(const char* row, const char* range, int64_t dim, int64_t ranges,
 
 template <int BITS, class T> void decode(const DecodeRows& in) {
     const int64_t total = in.pairs * in.count, tasks = (total + ROWS - 1) / ROWS;
+    std::vector<DecodeRows> calls;
+    for (int64_t b = 0; b < in.pairs / in.groups; b++) calls.push_back(of_sequence(in, b));
     each_task(tasks, total > 2 * ROWS, [&](int64_t task) {
         for (int64_t i = task * ROWS; i < std::min(total, (task + 1) * ROWS); i++) {
-            int64_t b = i / in.count / in.groups, g = i / in.count % in.groups, row = in.rows ? in.rows[i] : i % in.count;
-            auto at = [&](const void* x, int64_t batch, int64_t group) { return (const char*)x + b * batch + g * group; };
-            const char* k = at(in.k, in.k_batch, in.k_group) + row * in.k_token;
-            const char* v = at(in.v, in.v_batch, in.v_group) + row * in.v_token;
-            const char* k_range = at(in.k_range, in.k_range_batch, in.k_range_group) + in.blocks[i] * in.k_range_block;
-            const char* v_range = at(in.v_range, in.v_range_batch, in.v_range_group) + row * in.v_range_token;
+            const int64_t g = i / in.count % in.groups, row = in.rows ? in.rows[i] : i % in.count;
+            const DecodeRows& one = calls[i / in.count / in.groups];
+            const char* k = (const char*)one.k + g * one.k_group + row * one.k_token;
+            const char* v = (const char*)one.v + g * one.v_group + row * one.v_token;
+            const char* k_range = (const char*)one.k_range + g * one.k_range_group + in.blocks[i] * one.k_range_block;
+            const char* v_range = (const char*)one.v_range + g * one.v_range_group + row * one.v_range_token;
             decode_row<BITS>(k, k_range, in.dim, in.dim, (T*)in.k_out + i * in.dim);
             decode_row<BITS>(v, v_range, in.dim, in.ranges, (T*)in.v_out + i * in.dim);
         }

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.coded import Coded
 from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.ragged import Ragged, first_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
@@ -24,8 +25,11 @@ class CodedAttention(Struct):
     v = anything(strides="batch group token")
     k_range = anything(strides="batch group block")  # fp16 [B G S/block 2*D]
     v_range = anything(strides="batch group token")  # fp16 [B G S 2*ranges]
+    k_table = v_table = k_range_table = v_range_table = int64s("batch * 3", optional=True)  # as in decode.py
+    counts = int64s("batch", optional=True)  # how many tokens each sequence has; None: `count`
     bits = block = ranges = integer()
-    batch = groups = heads = dim = count = integer()
+    batch = groups = heads = dim = integer()
+    count = integer(0)
     scale = real()
 
 
@@ -38,6 +42,7 @@ class DecodeRows(Struct):
     v = anything(strides="batch group token")
     k_range = anything(strides="batch group block")
     v_range = anything(strides="batch group token")
+    k_table = v_table = k_range_table = v_range_table = int64s("pairs // groups * 3", optional=True)
     rows = int64s("pairs * count", optional=True)  # None: all, in order
     blocks = int64s("pairs * count")
     bits = ranges = pairs = groups = count = dim = integer()
@@ -52,9 +57,9 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     _library.coded_attention(
-        q=q, out=out, lse=lse, k=coded.k, v=coded.v, k_range=coded.k_range, v_range=coded.v_range, bits=coded.bits,
-        block=coded.block, ranges=coded.v_range.shape[3] // 2, batch=batch, groups=groups, heads=heads // groups,
-        dim=dim, count=count, scale=scale,
+        q=q, out=out, lse=lse, **_places(coded), counts=coded.k.counts if isinstance(coded.k, Ragged) else None,
+        bits=coded.bits, block=coded.block, ranges=coded.v_range.shape[3] // 2, batch=batch, groups=groups,
+        heads=heads // groups, dim=dim, count=count, scale=scale,
     )  # fmt: skip
     return out, lse
 
@@ -72,17 +77,23 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     rows = None if rows is None else rows.long().contiguous()
     if k.numel():
         _library.decode_rows(
-            k_out=k, v_out=v, k=coded.k, v=coded.v, k_range=coded.k_range, v_range=coded.v_range, rows=rows,
-            blocks=blocks.long().contiguous(), bits=coded.bits, ranges=coded.v_range.shape[3] // 2,
-            pairs=batch * groups, groups=groups, count=count, dim=dim,
+            k_out=k, v_out=v, **_places(coded), rows=rows, blocks=blocks.long().contiguous(), bits=coded.bits,
+            ranges=coded.v_range.shape[3] // 2, pairs=batch * groups, groups=groups, count=count, dim=dim,
         )  # fmt: skip
     return k, v
 
 
 def decode_rows_refuses(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
-    if dtype not in _DTYPES or coded.k.is_cuda:
+    if dtype not in _DTYPES or coded.k.device.type != "cpu":
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
     return _unfit(coded)
+
+
+def _places(coded: Coded) -> dict[str, Tensor | None]:
+    """Return the tensors of codes and, of several sequences, the tables of where each of them lies."""
+    tensors = {name: getattr(coded, name) for name in ("k", "v", "k_range", "v_range")}
+    tables = {f"{name}_table": x.table if isinstance(x, Ragged) else None for name, x in tensors.items()}
+    return {name: first_of(x) for name, x in tensors.items()} | tables
 
 
 def _unfit(coded: Coded) -> str | None:
@@ -92,4 +103,4 @@ def _unfit(coded: Coded) -> str | None:
         return f"takes rows and groups of a multiple of {_LANES} codes, got {width} bytes and {ranges} groups of a row"
     if coded.dim > _MOST_CHANNELS or ranges > _MOST_RANGES:
         return f"takes up to {_MOST_CHANNELS} channels in {_MOST_RANGES} groups, got {coded.dim} in {ranges}"
-    return None if coded.v_range.stride(2) == 2 * ranges else "needs the ranges of values side by side"
+    return None

@@ -5,14 +5,29 @@ A tile of tokens lies in one block, so that its keys share one range, which is l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.coded import Coded
-from kernels.gpu.common import DTYPES, padded, product, split, stages, unfit, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import (
+    DTYPES,
+    head_rows,
+    located,
+    padded,
+    product,
+    split,
+    stages,
+    unfit,
+    unfit_floats,
+    unfit_group,
+    unfit_heads,
+)
 from kernels.gpu.decode import merged
+from kernels.ragged import Ragged, first_of
 
 _MOST, _LEAST = 32, 16  # tokens of a tile
 _TILE = 2048  # numbers that a program decodes
@@ -22,13 +37,14 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in decode.py."""
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     q, block = q.contiguous(), _tokens_of_a_tile(coded)
-    pieces, length = split(count, batch * groups, block)
+    pieces, length = split(max(count, 1), batch * groups, block)
     outs = q.new_empty((batch * heads, pieces, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, pieces), dtype=torch.float32)
-    group = heads // groups
+    group, tensors, tables, aligned = heads // groups, *_located(coded)
+    counts = coded.k.counts if isinstance(coded.k, Ragged) else None
     _attend_codes[(batch * groups, pieces)](
-        q, coded.k, coded.v, coded.k_range, coded.v_range, outs, lses, scale, *_strides(coded), count, length, pieces,
-        groups, group, padded(group), dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, coded.block, block,
+        q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, length, pieces, groups, group,
+        padded(group), dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, coded.block, block, *aligned,
         num_warps=4, num_stages=stages(q),
     )  # fmt: skip
     return merged(outs, lses, torch.empty_like(q), pieces, 1)
@@ -43,13 +59,14 @@ def coded_attention_refuses(q: Tensor, coded: Coded, scale: float) -> str | None
 def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decode tokens of each KV head, as kernels/coded.py defines it."""
     (batch, groups, count), dim = blocks.shape, coded.dim
-    k, v = (coded.k_range.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    tensors, tables, aligned = _located(coded)
+    k, v = (blocks.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
     at_once = max(1, _TILE // padded(dim))
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
-            coded.k, coded.v, coded.k_range, coded.v_range, None if rows is None else rows.contiguous(),
-            blocks.contiguous(), k, v, *_strides(coded), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2,
-            coded.bits, at_once, num_warps=4,
+            *tensors, *tables, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
+            *_strides(tensors), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, at_once,
+            *aligned, num_warps=4,
         )  # fmt: skip
     return k, v
 
@@ -65,15 +82,23 @@ def _tokens_of_a_tile(coded: Coded) -> int:
     return min(_MOST, coded.block & -coded.block)
 
 
-def _strides(coded: Coded) -> tuple[int, ...]:
+def _located(coded: Coded) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
+    """Return all four tensors, the tables of where they lie, if they are those of several sequences, and the bytes that
+    places of codes, and those of ranges, are multiples of."""
+    tensors, tables, aligned = zip(*map(located, coded[:4]), strict=True)
+    return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
+
+
+def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Return what lies between sequences, heads and rows of all four tensors."""
-    return tuple(stride for x in coded[:4] for stride in x.stride()[:3])
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
 def _unfit(coded: Coded) -> str | None:
-    if any(x.stride(3) != 1 for x in coded[:4]):
+    tensors = [first_of(x) for x in coded[:4]]
+    if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
-    return unfit(*coded[:4])
+    return unfit(*tensors)
 
 
 @triton.jit
@@ -91,31 +116,42 @@ def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit(do_not_specialize=["count", "length", "parts"])
 def _attend_codes(
-    q, k, v, k_range, v_range, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64,
-    vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count,
-    length, parts, HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, outs, lses, scale,
+    kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
+    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, length, parts, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
+    BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share a range of keys."""
+    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share a range of keys.
+
+    counts: how many tokens each sequence has, else `count`. A piece without any has an lse of minus infinity.
+    """
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
     of_query = this * GROUP + head
     asked = (head < GROUP)[:, None] & (dim < DIM)
     query = tl.load(q + of_query[:, None] * DIM + dim, mask=asked, other=0.0)
+    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
+    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
+    of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
+    of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
     top = tl.full([FOLD], float("-inf"), tl.float32)
     total = tl.zeros([FOLD], tl.float32)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
-    for start in range(piece * length, tl.minimum((piece + 1) * length, count), BLOCK):
+    end = tl.minimum((piece + 1) * length, count)
+    if counts is not None:
+        end = tl.minimum(end, tl.load(counts + batch).to(tl.int32))
+    for start in range(piece * length, end, BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-        there = (token < count) & (dim < DIM)
-        block = k_range + batch * krb + group * krg + (start // SHARED) * krt + tl.zeros([1, 1], tl.int32)
-        key = _numbers(k + batch * kb + group * kg + token * kt, block, dim, there, DIM, DIM, BITS)
+        there = (token < end) & (dim < DIM)
+        block = of_blocks + (start // SHARED) * block_step + tl.zeros([1, 1], tl.int32)
+        key = _numbers(keys + token * key_step, block, dim, there, DIM, DIM, BITS)
         logits = product(query, tl.trans(key.to(query.dtype))) * scale
         highest = tl.maximum(top, tl.max(logits, 1))
         shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
-        of_token = v_range + batch * vrb + group * vrg + token * vrt
-        value = _numbers(v + batch * vb + group * vg + token * vt, of_token, dim, there, DIM, RANGES, BITS)
+        of_token = of_tokens + token * token_step
+        value = _numbers(values + token * value_step, of_token, dim, there, DIM, RANGES, BITS)
         mixed = mixed * shrink[:, None] + product(weights.to(query.dtype), value.to(query.dtype))
         total = total * shrink + tl.sum(weights, 1)
         top = highest
@@ -127,10 +163,11 @@ def _attend_codes(
 
 @triton.jit(do_not_specialize=["count"])
 def _decode_rows(
-    k, v, k_range, v_range, rows, blocks, k_out, v_out, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
-    vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64,
-    vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr,
+    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, rows, blocks, k_out, v_out,
+    kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
+    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Decode some rows of one head."""
     this = tl.program_id(1).to(tl.int64)
@@ -144,10 +181,12 @@ def _decode_rows(
         row = tl.load(rows + this * count + place, mask=listed, other=0).to(tl.int64)
     block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
     row = tl.where(listed, row, 0)
-    of_block = k_range + batch * krb + group * krg + block * krt
-    of_token = v_range + batch * vrb + group * vrg + row * vrt
-    key = _numbers(k + batch * kb + group * kg + row * kt, of_block, dim, there, DIM, DIM, BITS)
-    value = _numbers(v + batch * vb + group * vg + row * vt, of_token, dim, there, DIM, RANGES, BITS)
+    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
+    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
+    of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
+    of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
+    key = _numbers(keys + row * key_step, of_blocks + block * block_step, dim, there, DIM, DIM, BITS)
+    value = _numbers(values + row * value_step, of_tokens + row * token_step, dim, there, DIM, RANGES, BITS)
     to = (this * count + place) * DIM + dim
     tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=there)
     tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=there)

@@ -46,7 +46,9 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
     if isinstance(value, Ragged):
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim)
     if isinstance(value, Coded):  # its ranges are fp16, whatever the dtype
-        return value._replace(**{name: x.to(device) for name, x in value._asdict().items() if isinstance(x, Tensor)})
+        return value._replace(
+            **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}
+        )
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.coded import Coded
 from kernels.each import Each
 from kernels.ragged import Ragged
 from kernels.reference import Segment
+from tests.kernels import coded_cases
 from tests.kernels.op_cases import OpCase, draw, pick, random
 
 SIZES = (1,), (90, 1, 33)
@@ -101,6 +103,33 @@ def chosen() -> Iterator[OpCase]:
         yield OpCase("rebuild_keys", f"{len(sizes)}-of-each", (u, basis, some, *turns))
 
 
+def codes() -> Iterator[OpCase]:
+    """Codes of several blocks, of one, and of none; and rows of them: chosen ones, and all of a few blocks."""
+    for bits, dim, block in ((4, DIM, 16), (8, 96, 32)):
+        of_each = []
+        for tokens in (320, 0, 32):
+            written = coded_cases.coded(
+                coded_cases.Shape(bits, 1, 6, 2, dim, tokens + block, block, dim // 32), spare=1
+            )
+            of_each.append(written.tokens(0, tokens))
+        for name, members in (("3", of_each), ("1", of_each[:1])):
+            joined = _joined(members)
+            q = random(3, len(members), 6, 1, dim)
+            yield OpCase("coded_attention", f"{name}-of-each-int{bits}", (q, joined, 0.2))
+        yield OpCase("coded_attention", f"none-int{bits}", (q, of_each[1], 0.2))
+        joined = _joined([of_each[0], of_each[2]])
+        rows = pick(5, 2, 2, 32, 20)
+        yield OpCase("decode_rows", f"some-of-each-int{bits}", (joined, rows, rows // block, torch.float32))
+        last = joined.tokens(joined.k.sizes - 32, joined.k.sizes)  # type: ignore[attr-defined]
+        every = (torch.arange(32) // block).expand(2, 2, 32)
+        yield OpCase("decode_rows", f"last-of-each-int{bits}", (last, None, every, torch.float32))
+
+
+def _joined(members: Sequence[Coded]) -> Coded:
+    tensors = [cast(Tensor, Ragged(parts)) for parts in list(zip(*members, strict=True))[:4]]
+    return Coded(*tensors, members[0].bits, members[0].block)
+
+
 def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
     """[1 G S D] of each sequence; behind its tokens memory holds anything."""
     parts = [random(seed + 7 * place, 1, groups, size + 5, DIM) for place, size in enumerate(sizes)]
@@ -110,4 +139,4 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 
 def ragged_cases() -> list[OpCase]:
-    return [*attention(), *pq_weights(), *top_k(), *index(), *channels(), *chosen()]
+    return [*attention(), *pq_weights(), *top_k(), *index(), *channels(), *chosen(), *codes()]

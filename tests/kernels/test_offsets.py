@@ -46,6 +46,7 @@ CASES = (
     "top_k-1of70001", "segment_attention-3-of-each-g3", "pq_weights-3-of-each", "top_k-some-of-70001",
     "row_scores-3-of-each", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300", "gather_rows-3-of-each",
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
+    "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
     "coded_attention-int4", "decode_rows-int4-some", "decode_rows-int2-all",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import ops, reference
+from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.each import Each
 from kernels.ragged import Ragged
@@ -33,7 +33,7 @@ def runs() -> list[Any]:
     """Every case in fp32, and the last attention over several sequences, and their codes, in bf16 as well."""
     also = {
         "segment_attention_with_lse-3-of-each-g3", "pq_weights-3-of-each", "row_scores-3-of-each",
-        "channel_scores-3-of-each-90", "rebuild_keys-3-of-each",
+        "channel_scores-3-of-each-90", "rebuild_keys-3-of-each", "coded_attention-3-of-each-int4",
     }  # fmt: skip
     return [
         pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}")
@@ -76,7 +76,7 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
 def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCase, dtype: torch.dtype) -> None:
     args = converted(case.args, torch.float32 if case.op in CHOOSING else dtype)
     with use_backend("cpu"):
-        together, alone = OPS[case.op](*args), getattr(reference, case.op)(*args)
+        together, alone = OPS[case.op](*args), OPS[case.op].backend("torch").run(*args)
     for one, other in zip(results(together), results(alone), strict=True):
         assert torch.equal(one, other)
 
@@ -134,7 +134,7 @@ def test_triton_launches_as_often_for_three_as_for_one(monkeypatch: pytest.Monke
     names = {
         "segment_attention": "{}-of-each-g3", "pq_weights": "{}-of-each", "top_k": "some-of-{}",
         "row_scores": "{}-of-each", "group_weights": "{}-of-each-sum", "group_margins": "some-of-{}",
-        "gather_rows": "{}-of-each", "rebuild_keys": "{}-of-each",
+        "gather_rows": "{}-of-each", "rebuild_keys": "{}-of-each", "coded_attention": "{}-of-each-int4",
     }  # fmt: skip
     for op, name in names.items():
         of_one, of_three = (found[f"{op}-{name.format(count)}"].args for count in (1, 3))
