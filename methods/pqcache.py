@@ -204,6 +204,11 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     def fetch(self, rows: Tensor) -> Segment:
         return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
 
+    @property
+    def fetches_alone(self) -> bool:
+        """Say whether blocks are kept, each sequence's by itself."""
+        return self.blocks is not None
+
     def sent_away(self, tokens: Segment) -> None:
         how, far = self.method, self.layer.far
         if how.cache_tokens and far is not None:

@@ -173,6 +173,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
             return f"channel_copy=false picks channels of the keys on the {self.layer.far.tier}"
         return super().capture_refusal()
 
+    @property
+    def fetches_alone(self) -> bool:
+        """Say that channels of keys are read too."""
+        return True
+
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
         if (far := self.layer.far) is None:

@@ -185,6 +185,7 @@ Call of_sequence(const Call& call, int64_t sequence) {
 template <int W, class Code> void weights(const Call& call, float scale) {
     each_task(call.pairs, call.pairs * call.count > 4096, [&](int64_t pair) {
         Call one = of_sequence(call, pair / call.groups);
+        if (!one.count) return;  // a free slot, which has no centroids either
         int64_t group = pair % call.groups;
         auto codes = (const Code*)one.codes + group * one.count * one.parts;
         Weights<W, Code>{one, Table<W>(one, group), codes, scale}.run(call.out + pair * call.count);

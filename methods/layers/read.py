@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.ragged import Ragged
+from kernels.ragged import Ragged, filled
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput
 from methods.base.counters import queues
@@ -94,9 +94,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if rows.shape[1] == groups:
             return far.gather(rows).wait()
         if far.tier == DEVICE:  # nothing moves, and a step that asks for no count can be captured
-            together = rows.reshape(len(rows), groups, -1)
+            chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
+            together = chosen.reshape(len(chosen), groups, -1)
             places = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
-            return far.gather(together).wait()._replace(rows=places.repeat(groups, 1).expand_as(rows))
+            own = places.repeat(groups, 1).expand_as(chosen)
+            return far.gather(together).wait()._replace(rows=own, live=live)
         if far.tier == HOST and (self.cache.counters.running or queues(self.request.device)):
             together = rows.reshape(len(rows), groups, -1)
             first = first_places(together)
@@ -117,6 +119,12 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             member.rows = self.rows.whole[own, ..., : self.rows.sizes.values[own.start]]
         elif self.rows is not None:
             member.rows = self.rows[own]
+
+    @property
+    def fetches_alone(self) -> bool:
+        """Say whether a step reads what was sent away otherwise than by `fetch` out of the layer's pool, so that it is
+        taken for one sequence after the other."""
+        return False
 
     @property
     def selects_next(self) -> bool:

@@ -21,7 +21,8 @@ from methods.layers.layer import Layer
 from methods.layers.policy import Padded, Policy
 from methods.layers.read import Read
 from methods.pools.near import KVStore
-from methods.pools.together import StoreOfSeveral
+from methods.pools.pool import Pool
+from methods.pools.together import PoolOfSeveral, StoreOfSeveral
 from methods.tiers.rows import DeviceRows
 from methods.tiers.tier import DEVICE
 
@@ -34,7 +35,7 @@ def alone_because(layer: KVLayer) -> str | None:
         return refusal
     if layer.request.placement != DEVICE:
         return f"rows of placement={layer.request.placement} come for one sequence after the other"
-    if layer.far is not None:
+    if layer.far is not None and (layer.reads is None or layer.reads.fetches_alone):
         return "codes are decoded for one sequence after the other"
     if type(layer.store) is not KVStore:
         return "heads hold different numbers of tokens"
@@ -48,7 +49,8 @@ def alone_because(layer: KVLayer) -> str | None:
 def form(layer: Layer) -> Hashable:
     """Return what layers must share to take steps together."""
     reads_all = layer.reads is None or layer.reads.plan is None
-    return type(layer), layer.method, layer.heads, reads_all, tuple(policy.form() for policy in layer.policies)
+    codec = None if layer.far is None else layer.far.codec
+    return type(layer), layer.method, layer.heads, reads_all, codec, tuple(policy.form() for policy in layer.policies)
 
 
 class Slots(NamedTuple):
@@ -74,6 +76,9 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     one.cache = cache = cache.on(one.spec.device)
     one.request = cache.request
     one.store = StoreOfSeveral([layer.store for layer in layers], cache, slots.dead)
+    if layers[0].far is not None:
+        pools = [layer.far for layer in layers if layer.far is not None]
+        one.far = cast(Pool, PoolOfSeveral(pools, cache, slots.dead))
     one.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
     joined = {mine: _joined(policies, one, slots) for mine, *policies in _policies(layers)}
     one.policies = tuple(joined.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -123,6 +123,16 @@ class Pool:
         stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
         tail = self._tail if self.encoded < self.length else []
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
+
+    def rooms(self) -> Iterator[list[Tensor]]:
+        """Yield for each sequence all rows there is room for, where they lie: of the codec's tensors, then of K and V
+        behind the last block."""
+        rows = [*self._tokens, *self._blocks, *self._tail]
+        rooms = [x.held(x.shape[2]) for x in rows]
+        if not self._tail:
+            shape = (self.cache.request.batch, self.spec.num_kv_heads, 0, self.spec.head_dim)
+            rooms += [torch.empty(shape, dtype=self.cache.request.dtype, device=self.cache.request.device)] * 2
+        return (list(of_one) for of_one in zip(*(room.split(1) for room in rooms), strict=True))
 
     def take(self, held: Mapping[str, Tensor]) -> None:
         """Take into this empty pool, and into its own tier, what another pool's `held` returned, wherever that lies

@@ -1,18 +1,24 @@
-"""Holds keys and values of several sequences, each in the store of its own cache, for steps that they take together."""
+"""Holds keys and values of several sequences, each in the store or the pool of its own cache, for steps that they take
+together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from kernels import ops
 from kernels.each import Each, each
-from kernels.ragged import with_free_slots
+from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState
 from methods.pools.near import KVStore
+from methods.pools.pool import Pool
+from methods.tiers.codec import Encoded
+from methods.tiers.tier import DEVICE
+from methods.tiers.transfer.engine import Arrival
 
 
 class StoreOfSeveral(KVStore):
@@ -52,3 +58,42 @@ class StoreOfSeveral(KVStore):
             k, v = (cast(Tensor, side.slice(start, end)) for side in (self._keys, self._values))
             self._segments[start, end] = Segment(k, v)
         return self._segments[start, end]
+
+
+class PoolOfSeveral:
+    """Reads chosen tokens out of `pools`, which lie on the device and have one codec."""
+
+    tier: ClassVar[str] = DEVICE
+
+    def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
+        """`dead`: as in `StoreOfSeveral`."""
+        rooms = [sequence for pool in pools for sequence in pool.rooms()]
+        tensors = [with_free_slots(list(map(_readable, same)), dead=dead) for same in zip(*rooms, strict=True)]
+        *encoded, self._tail_k, self._tail_v = (cast(Tensor, x) for x in tensors)
+        tokens = len(pools[0].layout.tokens)
+        self._stored, self.codec = Encoded(tuple(encoded[:tokens]), tuple(encoded[tokens:])), pools[0].codec
+        counted = [pool.encoded for pool in pools for _ in range(pool.cache.request.batch)]
+        self._encoded, self._tails = Each(counted, dead), tensors[-1].sizes
+        self._groups, self.cache = pools[0].spec.num_kv_heads, cache
+
+    def gather(self, rows: Tensor) -> Arrival[Segment]:
+        """Ask for chosen tokens as `Pool.gather` does. Sequences may choose different numbers of them: the segment is
+        filled up then, and its `live` says how many are there."""
+        return self.cache.fetch(lambda traffic: self._decoded(rows))
+
+    def _decoded(self, rows: Tensor) -> Segment:
+        """Read every row as a code and as one behind the codes, each time one that is there, and take what it is."""
+        chosen = filled(rows)
+        by_group = chosen.reshape(len(chosen), self._groups, -1)
+        encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self._encoded, self._tails))
+        at, behind = by_group.minimum(encoded - 1).clamp(min=0), (by_group - encoded).minimum(tails - 1).clamp(min=0)
+        codes = self.codec.decode_rows(self._stored, at, at // self.codec.block, self.cache.request.dtype)
+        exact = (ops.gather_rows(side, behind) for side in (self._tail_k, self._tail_v))
+        late = (by_group >= encoded).unsqueeze(-1)
+        k, v = (torch.where(late, *both).view(*chosen.shape, -1) for both in zip(exact, codes, strict=True))
+        return Segment(k, v, live=rows.counts if isinstance(rows, Ragged) else None)
+
+
+def _readable(room: Tensor) -> Tensor:
+    """Return a tensor of at least one row, which may be read and is not used where there was none."""
+    return room if room.shape[2] else room.new_zeros((*room.shape[:2], 1, room.shape[3]))

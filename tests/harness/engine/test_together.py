@@ -35,6 +35,7 @@ from methods.sparq import SparQ
 from methods.tiers.integers import IntCodec
 from tests import fast
 from tests.methods.test_contract import attach, small
+from tests.tape import Tape
 from tests.tiny import SHAPE, prompt, tiny
 
 TOGETHER = (
@@ -104,7 +105,7 @@ def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
         ("kivi", {}, "KiviLayer attends for one sequence after the other"),
         ("adakv", {}, "heads hold different numbers of tokens"),
         ("pqcache", {"placement": "host"}, "rows of placement=host come for one sequence after the other"),
-        ("pqcache", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
+        ("sparq", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
         ("pqcache", {"reuse_steps": 2}, "reuse_steps=2 lets one step choose and others not"),
     ],
 )
@@ -220,6 +221,25 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
         for slot, ids in zip(slots, prompts, strict=True):
             alone = engine.generate(ids, max_new_tokens=6)
             assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen"])
+def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
+    """Codes fill no block, one, or several, and behind them stand tokens that fill none. The same in captured steps."""
+    unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
+    how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
+    for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
+        with attached(tiny("llama"), capturable(name), budget=budget, **how) as kv:
+            plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+            while batch.slots:
+                batch.step()
+            assert (engine.one_by_one, engine.plain_steps) == (None, None)
+            for slot, ids in zip(slots, prompts, strict=True):
+                alone = plain.generate(ids, max_new_tokens=6)
+                assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
 
 
 @pytest.mark.tokens
