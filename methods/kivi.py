@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.coded import Coded
 from kernels.reference import Segment
+from kernels.told import tell
 from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
@@ -74,6 +75,7 @@ class KiviLayer(Layer, capturable=True):
     """Holds the tokens that wait in its store, and the values of the block before them."""
 
     method: Kivi
+    parts: tuple[list[Coded], Coded] | None = None  # of the codes of several sequences, which stay as they are
     recent: Tensor | None = None  # [B G residual D], the values of the last block of codes, exact
 
     def seal(self) -> None:
@@ -88,17 +90,21 @@ class KiviLayer(Layer, capturable=True):
     def attend_all(self, q: Tensor) -> Tensor:
         if self.far is None:
             return super().attend_all(q)
-        (codes,) = self.far.segments().wait()
-        assert isinstance(codes, Coded)
-        count = self.far.length - self.method.residual
-        older = [codes.tokens(0, count)] if count else []
-        return self.attend(q, *older, self._last_block(codes.tokens(count, self.far.length)), self.store.since(0))
+        older, last = self.parts or self._parts(self.far)
+        return self.attend(q, *older, self._last_block(last), self.store.since(0))
+
+    def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
+        exact = [layer.recent for layer in cast(Sequence[KiviLayer], layers) if layer.recent is not None]
+        if self.far is not None:
+            self.recent = torch.cat([*exact, *[torch.zeros_like(exact[0][:1])] * (dead or 0)])
+            self.parts = self._parts(self.far)
 
     def bring_back(self) -> None:
         waiting, quantised = self.store.length, self.away
         super().bring_back()
         if quantised:
-            self._with_recent(self.store.v[:, :, :quantised], waiting)
+            newer = self.cache.counters.tensor(waiting, self.request.device)
+            self._with_recent(self.store.v[:, :, :quantised], newer)
         self.recent = None
 
     @property
@@ -133,23 +139,31 @@ class KiviLayer(Layer, capturable=True):
     def _last_block(self, codes: Coded) -> Segment:
         """Return the block of codes whose values may still be exact, decoded."""
         blocks = torch.arange(self.method.residual, device=codes.k.device) // codes.block
-        k, v = ops.decode_rows(codes, None, blocks.expand(codes.k.shape[:3]), self.request.dtype)
-        return Segment(k, self._with_recent(v, self.store.length - 1))
+        k, v = ops.decode_rows(codes, None, blocks.expand(*codes.k.shape[:2], -1), self.request.dtype)
+        return Segment(k, self._with_recent(v, self.store.count(-1)))
 
-    def _with_recent(self, v: Tensor, newer: int) -> Tensor:
+    def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
+        """Return the codes, those of the last block apart."""
+        (codes,) = far.segments().wait()
+        assert isinstance(codes, Coded)
+        count = far.length - self.method.residual
+        return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
+
+    def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
         """Put exact values into v [B G S D], decoded, for the tokens that fewer than `residual` came after, and return
         it; `newer` are not codes. A step may be captured: which values stay as they were is told on the device."""
         assert self.recent is not None
         count = self.method.residual
         at = torch.arange(count, device=v.device).view(-1, 1)
-        old = at < self.cache.counters.tensor(newer, v.device)
-        v[:, :, -count:] = torch.where(old, v[:, :, -count:], self.recent)
+        old = at < newer.view(-1, 1, 1, 1)
+        v[:, :, -count:] = torch.where(old, v[:, :, -count:], tell("recent", self.recent))
         return v
 
     def _quantise(self) -> None:
         waiting, each = self.store, self.method.residual
-        count = self.method.whole_blocks(waiting.length)
-        if not count:
+        if self.cache.counters.running:  # such a step fills no block (`capture_refusal`)
+            return
+        if not (count := self.method.whole_blocks(waiting.length)):
             return
         if self.far is None:
             self.far = self.new_pool(self.request.capacity)

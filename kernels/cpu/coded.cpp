@@ -280,7 +280,9 @@ template <int BITS, class T> void decode(const DecodeRows& in) {
     each_task(tasks, total > 2 * ROWS, [&](int64_t task) {
         for (int64_t i = task * ROWS; i < std::min(total, (task + 1) * ROWS); i++) {
             const int64_t g = i / in.count % in.groups, row = in.rows ? in.rows[i] : i % in.count;
-            const DecodeRows& one = calls[i / in.count / in.groups];
+            const int64_t b = i / in.count / in.groups;
+            if (in.counts && row >= in.counts[b]) continue;
+            const DecodeRows& one = calls[b];
             const char* k = (const char*)one.k + g * one.k_group + row * one.k_token;
             const char* v = (const char*)one.v + g * one.v_group + row * one.v_token;
             const char* k_range = (const char*)one.k_range + g * one.k_range_group + in.blocks[i] * one.k_range_block;

@@ -43,6 +43,7 @@ class DecodeRows(Struct):
     k_range = anything(strides="batch group block")
     v_range = anything(strides="batch group token")
     k_table = v_table = k_range_table = v_range_table = int64s("pairs // groups * 3", optional=True)
+    counts = int64s("pairs // groups", optional=True)  # how many rows each sequence has; None: all that are asked for
     rows = int64s("pairs * count", optional=True)  # None: all, in order
     blocks = int64s("pairs * count")
     bits = ranges = pairs = groups = count = dim = integer()
@@ -74,11 +75,13 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     """Decode tokens of each KV head, as kernels/coded.py defines it."""
     (batch, groups, count), dim = blocks.shape, coded.dim
     k, v = (torch.empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
     rows = None if rows is None else rows.long().contiguous()
     if k.numel():
         _library.decode_rows(
-            k_out=k, v_out=v, **_places(coded), rows=rows, blocks=blocks.long().contiguous(), bits=coded.bits,
-            ranges=coded.v_range.shape[3] // 2, pairs=batch * groups, groups=groups, count=count, dim=dim,
+            k_out=k, v_out=v, **_places(coded), counts=counts, rows=rows, blocks=blocks.long().contiguous(),
+            bits=coded.bits, ranges=coded.v_range.shape[3] // 2, pairs=batch * groups, groups=groups, count=count,
+            dim=dim,
         )  # fmt: skip
     return k, v
 

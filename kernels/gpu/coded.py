@@ -61,10 +61,11 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     (batch, groups, count), dim = blocks.shape, coded.dim
     tensors, tables, aligned = _located(coded)
     k, v = (blocks.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
     at_once = max(1, _TILE // padded(dim))
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
-            *tensors, *tables, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
+            *tensors, *tables, counts, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
             *_strides(tensors), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, at_once,
             *aligned, num_warps=4,
         )  # fmt: skip
@@ -163,7 +164,7 @@ def _attend_codes(
 
 @triton.jit(do_not_specialize=["count"])
 def _decode_rows(
-    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, rows, blocks, k_out, v_out,
+    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, rows, blocks, k_out, v_out,
     kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
     krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -175,6 +176,8 @@ def _decode_rows(
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     dim = tl.arange(0, WIDE)[None, :]
     listed = place < count
+    if counts is not None:
+        listed = listed & (place < tl.load(counts + batch))
     there = listed & (dim < DIM)
     row = place
     if rows is not None:

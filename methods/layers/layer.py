@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -72,6 +72,10 @@ class Layer(Storage, capturable=True):
             self._make_room(self.most_generated)
         self.take_in(x)
         return self.attends.decode(x)
+
+    def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
+        """Join what `layers` hold besides store, pool and policies, as the layer that takes steps for all of them and
+        `dead` free slots. A class with a `decode` of its own takes such steps if it has this method of its own too."""
 
     @property
     def attended(self) -> Attended:

@@ -29,13 +29,14 @@ from methods.tiers.tier import DEVICE
 
 def alone_because(layer: KVLayer) -> str | None:
     """Say why a step of a sealed layer is taken for one sequence after the other, or return None."""
-    if not isinstance(layer, Layer) or type(layer).decode is not Layer.decode:
+    kind = type(layer)
+    if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
         return f"{type(layer).__name__} attends for one sequence after the other"
     if (refusal := layer.capture_refusal()) is not None:
         return refusal
     if layer.request.placement != DEVICE:
         return f"rows of placement={layer.request.placement} come for one sequence after the other"
-    if layer.far is not None and (layer.reads is None or layer.reads.fetches_alone):
+    if layer.far is not None and layer.reads is not None and layer.reads.fetches_alone:
         return "codes are decoded for one sequence after the other"
     if type(layer.store) is not KVStore:
         return "heads hold different numbers of tokens"
@@ -85,6 +86,7 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     one.keeps = one.keeps and cast(Keep, joined[one.keeps])
     one.reads = one.reads and cast(Read[Any], joined[one.reads])
     one.attends = joined[one.attends]
+    one.joined(layers, slots.dead)
     return one
 
 

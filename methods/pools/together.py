@@ -4,12 +4,14 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.coded import Coded
 from kernels.each import Each, each
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
@@ -75,6 +77,23 @@ class PoolOfSeveral:
         counted = [pool.encoded for pool in pools for _ in range(pool.cache.request.batch)]
         self._encoded, self._tails = Each(counted, dead), tensors[-1].sizes
         self._groups, self.cache = pools[0].spec.num_kv_heads, cache
+
+    @property
+    def length(self) -> Each:
+        """Return how many tokens of each sequence are codes."""
+        return self._encoded
+
+    def segments(self) -> Arrival[list[Segment | Coded]]:
+        """Ask for all codes, as `Pool.segments` does where no token stands behind them."""
+        return self.cache.fetch(lambda traffic: [self._coded])
+
+    @cached_property
+    def _coded(self) -> Segment | Coded:
+        tokens, blocks = (
+            tuple(cast(Tensor, cast(Ragged, x).slice(0, count)) for x in tensors)
+            for tensors, count in zip(self._stored, (self._encoded, self._encoded // self.codec.block), strict=True)
+        )
+        return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
     def gather(self, rows: Tensor) -> Arrival[Segment]:
         """Ask for chosen tokens as `Pool.gather` does. Sequences may choose different numbers of them: the segment is

@@ -29,6 +29,7 @@ from harness.machines.schedule import launches
 from kernels import ops
 from methods.base import AttnInput, Method
 from methods.full import Full
+from methods.kivi import Kivi
 from methods.layers import Layer
 from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ
@@ -102,7 +103,6 @@ def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
     [
         ("infllm", {}, "InfLLMRead chooses for one sequence after the other"),
         ("shadowkv", {}, "hit_cache=true holds the chunks of one sequence"),
-        ("kivi", {}, "KiviLayer attends for one sequence after the other"),
         ("adakv", {}, "heads hold different numbers of tokens"),
         ("pqcache", {"placement": "host"}, "rows of placement=host come for one sequence after the other"),
         ("sparq", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
@@ -231,6 +231,55 @@ def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
     for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
         with attached(tiny("llama"), capturable(name), budget=budget, **how) as kv:
+            plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+            while batch.slots:
+                batch.step()
+            assert (engine.one_by_one, engine.plain_steps) == (None, None)
+            for slot, ids in zip(slots, prompts, strict=True):
+                alone = plain.generate(ids, max_new_tokens=6)
+                assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+
+
+def wide() -> Any:
+    """A model whose heads have a size that kernels over codes are built for."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE | {"head_dim": 64})).eval()
+
+
+def test_members_under_kivi_attend_one_by_one_where_they_quantise() -> None:
+    with attach(Kivi(residual=16, group=8), None) as kv:
+        assert reason(engine_of(kv)) == "22 tokens will wait, and 16 are quantised in between"
+
+
+@pytest.mark.parametrize("codes", [True, False], ids=["pqcache", "kivi"])
+@torch.inference_mode()
+def test_steps_over_codes_cost_python_and_launches_no_more_for_more_members(
+    codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, how = small("pqcache") if codes else Kivi(residual=48, group=16), {"codec": IntCodec(bits=4, group=16)}
+    launched, called = [], []
+    with attached(wide(), method, budget=0.5 if codes else None, **how if codes else {}) as kv:
+        engine = engine_of(kv)
+        for slots in (slots_of(engine, count) for count in COUNTS):
+            called.append(calls(engine, slots, monkeypatch))
+            with recorded(()) as schedule:
+                step(engine, slots)
+            launched.append({name: n for name, n in launches(schedule).items() if name in OPERATIONS})
+    assert launched[0]["decode_rows" if codes else "coded_attention"] == len(kv.model.model.layers)
+    assert launched == launched[:1] * len(COUNTS)
+    assert called == called[:1] * len(COUNTS)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(("residual", "group"), [(16, 8), (48, 16)])
+def test_members_under_kivi_attend_together_while_none_quantises(residual: int, group: int) -> None:
+    """One has no codes yet, others have a block of them or several; the values of the last block become codes.
+    Groups of 8 are left to plain torch."""
+    unequal = [prompt(9), prompt(residual + 2, batch=2), prompt(2 * residual), prompt(3 * residual + 5)]
+    alike = [prompt(2 * residual + count, seed=count) for count in (3, 5, 6)]
+    for prompts, graphs in ((unequal, None), (alike, Tape())):
+        with attached(wide(), Kivi(residual=residual, group=group), budget=None) as kv:
             plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
             batch = RunningBatch(engine)
             slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
