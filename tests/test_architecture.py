@@ -30,6 +30,7 @@ ALLOWED = {
     },
 }  # fmt: skip
 LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason why it is not split
+    "kernels/cpu/coded.cpp": "attention over codes and rows of them, which share how a sequence's codes are found",
     "methods/infinigen.py": "one policy, whose parts share what the layer before has guessed; the rest is in parts/",
     "methods/shadowkv.py": "one policy, whose seal and steps share factors and landmarks; the rest is in parts/",
 }
