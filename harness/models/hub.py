@@ -82,7 +82,7 @@ class HuggingFace(ModelSource):
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
-        from transformers.utils import is_accelerate_available
+        from transformers.utils.import_utils import is_accelerate_available
 
         auto: Any = AutoModelForCausalLM
         folder, options = self.folder(weights=True), {"config": self.config(), "dtype": dtype, "use_safetensors": True}

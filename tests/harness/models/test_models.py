@@ -254,7 +254,7 @@ def test_weights_go_to_a_device_without_a_copy_in_host_memory(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
     for there in (True, False):
-        monkeypatch.setattr("transformers.utils.is_accelerate_available", lambda there=there: there)
+        monkeypatch.setattr("transformers.utils.import_utils.is_accelerate_available", lambda there=there: there)
         model = local(folder).build(torch.float32, "meta")
         assert {x.device.type for x in model.state_dict().values()} == {"meta"}
         said = capsys.readouterr().err
