@@ -95,9 +95,9 @@ class PoolOfSeveral:
         )
         return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
-    def gather(self, rows: Tensor) -> Arrival[Segment]:
-        """Ask for chosen tokens as `Pool.gather` does. Sequences may choose different numbers of them: the segment is
-        filled up then, and its `live` says how many are there."""
+    def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
+        """Ask for chosen tokens as `Pool.gather` does; here none of them moves, whatever `slots` says. Sequences may
+        choose different numbers of them: the segment is filled up then, and its `live` says how many are there."""
         return self.cache.fetch(lambda traffic: self._decoded(rows))
 
     def _decoded(self, rows: Tensor) -> Segment:

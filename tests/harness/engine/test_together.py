@@ -230,7 +230,7 @@ def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
     how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
     for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
-        with attached(tiny("llama"), capturable(name), budget=budget, **how) as kv:
+        with attached(tiny("llama"), joinable(name), budget=budget, **how) as kv:
             plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
             batch = RunningBatch(engine)
             slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
