@@ -11,13 +11,17 @@ from matplotlib.figure import Figure as Picture
 
 from harness.config.settings import SettingsError
 from harness.history.simulation.outcome import SimulatedRow
-from harness.history.simulation.scenario import Scenario, scenarios
+from harness.history.simulation.scenario import RECOMPUTE, Scenario, scenarios
 from harness.reports.pictures import figures
 from harness.results.files import read_yaml
 from harness.terminal.tables import Column, digits, percent, text_table
 
 FILE = Path(__file__).with_name("paper.yaml")
-OURS, THEIRS = "#2a6fbb", "#c8442b"
+OURS, MISSED, THEIRS = "#2a6fbb", "#b9cfe6", "#c8442b"
+FAR = 0.10  # points of a share; a quarter of any other number
+STORE_DEFAULTS = {"copies": False, "write_buffer": "256MB"}
+STORE_NOTE = "a store's defaults save less, or nothing: add copies=false write_buffer=256MB to see it"
+FAR_TEXT = "more than 10 points from the paper, or a quarter of another number"
 ELSEWHERE = {
     "18": "`python -m harness.bench history` measures single prefills",
     "19": "`python -m harness.bench overlap` measures pre-loading",
@@ -45,6 +49,13 @@ class PaperClaim:
         return float({"saving": 1 - here / there, "speedup": there / here, "points": here - there}[self.kind])
 
     @property
+    def is_share(self) -> bool:
+        return self.kind in ("saving", "points") or (self.kind == "value" and self.of in SHARES)
+
+    def is_missed(self, value: float) -> bool:
+        return abs(value - self.paper) > (FAR if self.is_share else 0.25 * abs(self.paper))
+
+    @property
     def name(self) -> str:
         where = ", ".join(str(value) for value in self.at.values())
         return f"{where}: {self.of}{' ' * bool(SIGNS[self.kind])}{SIGNS[self.kind]}"
@@ -52,8 +63,7 @@ class PaperClaim:
     def told(self, value: float) -> str:
         if self.kind == "points":
             return percent(value, sign=True)
-        is_share = self.kind == "saving" or (self.kind == "value" and self.of in SHARES)
-        return f"{percent(value)} %" if is_share else digits(value)
+        return f"{percent(value)} %" if self.is_share else digits(value)
 
 
 @dataclass(frozen=True)
@@ -78,30 +88,49 @@ class Figure:
                 yield scenario
 
     def table(self, rows: Sequence[SimulatedRow]) -> str:
-        return text_table(
+        """Claims that the simulator misses are marked, and below it stands what a reader must know of the runs."""
+        ours = [claim.ours(rows) for claim in self.claims]
+        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
+        shown = text_table(
             [
                 Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
                 Column("paper", "", [claim.told(claim.paper) for claim in self.claims]),
-                Column("ours", "", [claim.told(claim.ours(rows)) for claim in self.claims]),
+                Column("ours", "", [claim.told(value) for claim, value in zip(self.claims, ours, strict=True)]),
+                Column("", "", ["!" * is_missed for is_missed in missed], left=True),
             ]
         )
+        notes = [f"! not reproduced: {FAR_TEXT}"] * any(missed)
+        return "\n".join([shown, *notes, *self._store_notes(rows)])
 
     def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
         """Ours as bars, the paper's numbers as lines over them: a PNG at `path`, a PDF beside it."""
         picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
         axes = picture.subplots()
         places = range(len(self.claims))
-        axes.barh(places, [claim.ours(rows) for claim in self.claims], color=OURS, height=0.6, label="simulated")
+        ours = [claim.ours(rows) for claim in self.claims]
+        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
+        for is_missed, color, label in ((False, OURS, "simulated"), (True, MISSED, "simulated, not reproduced")):
+            at = [place for place in places if missed[place] == is_missed]
+            if at:
+                axes.barh(at, [ours[place] for place in at], color=color, height=0.6, label=label)
         for place, claim in zip(places, self.claims, strict=True):
-            label = "paper" if not place else None
-            axes.plot([claim.paper] * 2, [place - 0.4, place + 0.4], color=THEIRS, linewidth=2.5, label=label)
+            name = "paper" if not place else None
+            axes.plot([claim.paper] * 2, [place - 0.4, place + 0.4], color=THEIRS, linewidth=2.5, label=name)
         axes.set_yticks(places, [claim.name for claim in self.claims])
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
         figures.plain(axes)
         axes.legend(frameon=False, fontsize=8.5)
+        axes.set_xlabel("\n".join(self._store_notes(rows)), fontsize=8.5)
         figures.title(picture, f"CachedAttention, figure {self.number}: {self.title}")
         return figures.save(picture, path)
+
+    def _store_notes(self, rows: Sequence[SimulatedRow]) -> Sequence[str]:
+        """What savings against recomputation owe to settings that a store does not have by itself."""
+        saves = any(claim.over and claim.over.get("policy") == RECOMPUTE for claim in self.claims)
+        stores = [row["settings"] for row in rows if row["settings"]["policy"] != RECOMPUTE]
+        tuned = any({key: run[key] for key in STORE_DEFAULTS} != STORE_DEFAULTS for run in stores)
+        return [STORE_NOTE] if saves and tuned else []
 
 
 def figure(number: str) -> Figure:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict
+import json
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.commands.simulate import main
-from harness.history.simulation.paper import FILE, Figure, PaperClaim, figure
+from harness.config.groups import StoreSettings
+from harness.history.simulation.paper import FILE, STORE_DEFAULTS, STORE_NOTE, Figure, PaperClaim, figure
 from harness.results.files import read_yaml
 
 REFERENCE = Path(__file__).parents[3] / "results" / "paper" / "paper_reference.csv"
@@ -62,6 +65,44 @@ def test_a_figure_is_drawn_beside_the_papers_numbers(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "82.0 %" in shown
     assert {path.name for path in tmp_path.iterdir()} >= {"figure_25.png", "figure_25.pdf", "simulation.json"}
+
+
+def published(name: str) -> list[dict[str, Any]]:
+    text = (REFERENCE.parents[1] / "published" / "cachedattention" / f"{name}.json").read_text("utf-8")
+    return list(json.loads(text)["runs"])
+
+
+def test_what_the_simulator_does_not_reproduce_is_marked() -> None:
+    shown = figure("21").table(published("figure_21"))
+    marked = [line.split(":")[0] for line in shown.splitlines() if line.rstrip().endswith("!")]
+    assert marked == ["2TB, scheduler_aware", "10TB, lru", "10TB, fifo"]
+    assert "! not reproduced" in shown
+    assert STORE_NOTE not in shown  # hit rates are no savings
+
+
+def test_savings_say_that_the_stores_own_defaults_save_less() -> None:
+    defaults = {field.name: field.default for field in fields(StoreSettings)}
+    assert {key: defaults[key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
+    rows = published("figure_14")
+    assert STORE_NOTE in figure("14").table(rows)
+    by_default = [{**row, "settings": row["settings"] | STORE_DEFAULTS} for row in rows]
+    assert STORE_NOTE not in figure("14").table(by_default)  # type: ignore[arg-type]
+
+
+def test_the_page_says_what_is_not_reproduced_and_what_the_stores_defaults_cost() -> None:
+    page = " ".join((REFERENCE.parents[2] / "docs" / "history.md").read_text("utf-8").split())
+    hits = {
+        row["settings"]["policy"]: 100 * row["figures"]["hit_rate"]
+        for row in published("figure_21")
+        if row["settings"]["disk"] == "10TB"
+    }
+    assert f"our LRU and FIFO both hit {hits['lru']:.0f} % ({hits['lru']:.1f} and {hits['fifo']:.1f})" in page
+    runs = published("store_defaults")
+    assert {key: runs[0]["settings"][key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
+    once, twice = (
+        100 * (runs[0]["figures"][cost] / runs[1]["figures"][cost] - 1) for cost in ("cost_usd", "cost_usd_with_halts")
+    )
+    assert f"LLaMA-13B costs {once:.0f} % more than recomputation, or {-twice:.0f} % less if halts count twice" in page
 
 
 @pytest.mark.parametrize(
