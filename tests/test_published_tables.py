@@ -22,7 +22,7 @@ def test_every_published_table_is_an_experiment() -> None:
 
 
 def scores(table: str, key: str = "presets.method") -> dict[str, float]:
-    """Mean scores from 0 to 100, by method or by another `key`: Full's, and the others' at the table's largest budget."""
+    """Mean scores from 0 to 100, by method or another `key`: Full's, and the others' at the table's largest budget."""
     with (tables["PUBLISHED"] / f"{table}.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     largest = max(row["budget.asked"] for row in rows)
@@ -51,7 +51,8 @@ def test_sentences_of_the_page_say_what_the_tables_hold() -> None:
         f"{kept('infllm', of_8k)} % at 8192",
         f"The window costs {ablated(4, 0.25) - ablated(4, 0.5):.0f} points with 4 sinks and "
         f"{ablated(32, 0.25) - ablated(32, 0.5):.0f} with 32.",
-        f"The sinks gain {ablated(32, 0.25) - ablated(4, 0.25):.0f} points or cost {ablated(4, 0.5) - ablated(32, 0.5):.0f},",
+        f"The sinks gain {ablated(32, 0.25) - ablated(4, 0.25):.0f} points or cost "
+        f"{ablated(4, 0.5) - ablated(32, 0.5):.0f},",
         f"RocketKV loses {of_2k['rocketkv'] - later['rocketkv']:.0f}, because",
         f"it loses {of_2k['infinigen'] - later['infinigen']:.0f}, or "
         f"{of_2k['infinigen_alpha99'] - later['infinigen_alpha99']:.0f} with the same columns",
