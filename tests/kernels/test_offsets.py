@@ -35,8 +35,8 @@ from kernels.gpu import top_k
 FAR = 1 << 30
 AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number multiplies sizes
     "_attend": 0, "_merge": 0, "_channels": 1, "_log_sum_exp": 0, "_weights": 1, "_tops": 0, "_margins": 1, "_copy": 1,
-    "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1, "_scores": 1,
-    "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
+    "_from_tiers": 1, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
+    "_scores": 1, "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
@@ -45,6 +45,7 @@ CASES = (
     "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
     "top_k-1of70001", "segment_attention-3-of-each-g3", "pq_weights-3-of-each", "top_k-some-of-70001",
     "row_scores-3-of-each", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300", "gather_rows-3-of-each",
+    "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
     "coded_attention-int4", "decode_rows-int4-some", "decode_rows-int2-all",
