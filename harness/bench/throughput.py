@@ -164,7 +164,11 @@ def sweep(growing: GrowingBatch, report: output.Report, what: str) -> Iterator[d
             yield growing.timed()
     count = len(growing.batch.slots)
     if not count:
-        raise ValueError(f"not even one sequence fits: the {ended}'s memory ends")
+        taken, weights = size(growing.memory.most()), size(growing.weights)
+        raise ValueError(
+            f"not even one sequence fits: beside {weights} of weights it takes {taken} of the device while its prompt is "
+            f"computed. Give more --{ended}-memory."
+        )
     yield (growing.timed() if count != timed else {"batch": count}) | {"ended": ended}
 
 
