@@ -166,8 +166,8 @@ def sweep(growing: GrowingBatch, report: output.Report, what: str) -> Iterator[d
     if not count:
         taken, weights = size(growing.memory.most()), size(growing.weights)
         raise ValueError(
-            f"not even one sequence fits: beside {weights} of weights it takes {taken} of the device while its prompt is "
-            f"computed. Give more --{ended}-memory."
+            f"not even one sequence fits: beside {weights} of weights it takes {taken} of the device while its prompt "
+            f"is computed. Give more --{ended}-memory."
         )
     yield (growing.timed() if count != timed else {"batch": count}) | {"ended": ended}
 

@@ -107,8 +107,12 @@ def _changed(run: StoredRun, settings: Flat) -> list[str]:
     preset = next((entry for entry in entries("method") if entry.name == typed), None)
     if preset is None:
         return []
-    usual = {f"method.{key}": value for key, value in preset.values().items()}
-    return spelled_out(settings, [key for key, value in usual.items() if str(settings.get(key, value)) != str(value)])
+    usual = flatten(preset.values(), "method.")
+    nested = tuple(f"method.{key}." for key, value in preset.values().items() if isinstance(value, Mapping))
+    more = {key: None for key in settings if key.startswith(nested) and key not in usual} if nested else {}
+    return spelled_out(
+        settings, [key for key, value in (usual | more).items() if str(settings.get(key, value)) != str(value)]
+    )
 
 
 def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:

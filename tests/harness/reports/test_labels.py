@@ -136,6 +136,16 @@ def test_a_parameter_that_is_not_the_preset_s_is_named_even_where_no_other_row_h
         assert rows(folder) == ["snapkv_kernel15 10%" if window != 8 else "snapkv_kernel15 window=8 10%"]
 
 
+def test_a_press_that_is_not_the_presets_is_named_with_the_press_in_it(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0, 1.0]))
+    values = next(entry for entry in entries("method") if entry.name == "kvpress").values()
+    for number, press in enumerate(({"name": "AdaKVPress", "press": {"name": "KnormPress"}}, values["press"])):
+        method, facts = values | {"press": press}, {"presets": {"method": "kvpress"}}
+        folder = write_run(tmp_path / str(number), records([1.0, 0.0]), "kvpress", method=method, facts=facts)
+        (row,) = rows(folder)
+        assert ("AdaKVPress" in row and "KnormPress" in row) == (number == 0), row
+
+
 def test_the_place_of_the_cache_is_a_column_and_no_name(tmp_path: Path) -> None:
     write_run(tmp_path, records([0.0, 1.0]), "h2o")
     quest(tmp_path, placement="host")
