@@ -164,11 +164,8 @@ def sweep(growing: GrowingBatch, report: output.Report, what: str) -> Iterator[d
             yield growing.timed()
     count = len(growing.batch.slots)
     if not count:
-        taken, weights = size(growing.memory.most()), size(growing.weights)
-        raise ValueError(
-            f"not even one sequence fits: beside {weights} of weights it takes {taken} of the device while its prompt "
-            f"is computed. Give more --{ended}-memory."
-        )
+        needed = f"beside {size(growing.weights)} of weights it takes {size(growing.memory.most())} of the device"
+        raise ValueError(f"not even one sequence fits: {needed} with its prompt. Give more --{ended}-memory.")
     yield (growing.timed() if count != timed else {"batch": count}) | {"ended": ended}
 
 
@@ -238,9 +235,8 @@ def _measure(
                 made = rows.pop() | made
                 report.rows.pop()
             rows.append(row | first | made)
-            told = (
-                f"{what}: {made['batch']} sequences, {made['rate']:.1f} tokens/s, {made['tpot_s'].median * 1e3:.2f} ms"
-            )
+            step_ms = made["tpot_s"].median * 1e3
+            told = f"{what}: {made['batch']} sequences, {made['rate']:.1f} tokens/s, {step_ms:.2f} ms"
             report.add(rows[-1], told + (f"; ended by {made['ended']}" if "ended" in made else ""))
         del growing
     wait_for(kv.model.device)
