@@ -84,7 +84,7 @@ class GrowingBatch:
         graphs = CudaGraphs(kv.model.device) if options.graphs else None
         self.engine = Engine(kv, prefill_chunk=CHUNK if kv.method.dense_prefill else None, graphs=graphs)
         self.batch, self.memory = RunningBatch(self.engine), Memory(kv.model.device)
-        self.taken = weights  # of the device, at most
+        self.taken, self.host = weights, 0  # of the device at most, and of the host, by those that fit
         self.steps = max(3, (options.new - 2) // SIZES)  # at each size, the first untimed
 
     @torch.inference_mode()
@@ -113,16 +113,14 @@ class GrowingBatch:
 
     def ended_by(self) -> str | None:
         """Which memory is exceeded; where none is, what is taken so far fits."""
-        taken, host = self.weights + self.memory.most(), self.options.host_memory
+        taken, limit = self.weights + self.memory.most(), self.options.host_memory
+        host = self.host + footprint(self.batch.slots[-1].cache.layers)[HOST]
         if taken > self.options.device_memory:
             return DEVICE
-        if host is not None and self.host() > host:
+        if limit is not None and host > limit:
             return HOST
-        self.taken = taken
+        self.taken, self.host = taken, host
         return None
-
-    def host(self) -> int:
-        return sum(footprint(slot.cache.layers)[HOST] for slot in self.batch.slots)
 
     def timed(self) -> dict[str, Any]:
         """Steps of those that run."""
@@ -134,7 +132,7 @@ class GrowingBatch:
             "tpot_s": step,
             "rate": len(self.batch.slots) / step.median,
             "device_bytes": self.taken,
-            "host_bytes": self.host(),
+            "host_bytes": self.host,
             "plain_steps": self.engine.plain_steps,
             "one_by_one": self.engine.one_by_one,
             **marks(times),

@@ -109,12 +109,7 @@ OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
 RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}
 FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}  # dtypes with known limits
 LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
-METHODS: dict[str, Any] = {
-    "methods": [],
-    "config_dir": [],
-    "placement": DEVICE,
-    "reuse_steps": 0,
-}  # no name: all of them
+METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE, "reuse_steps": 0}  # no name: all
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:

@@ -34,8 +34,10 @@ OFFLOADING = [
 ]
 
 
-def attach(name: str, placement: str, overlap: bool, disk: Path | None = None, links: Links | None = None) -> Any:
-    method = small(name)
+def attach(
+    name: str | Method, placement: str, overlap: bool, disk: Path | None = None, links: Links | None = None
+) -> Any:
+    method = small(name) if isinstance(name, str) else name
     return attached(
         tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
         calibration=prompt(64, seed=9), disk=disk, overlap=overlap, links=links,

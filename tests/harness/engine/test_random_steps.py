@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engine.attach import Attachment, attached
+from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from methods.tiers.rows import DeviceRows, DiskRows, HostRows
 from tests.fast import PQ
-from tests.harness.engine.test_overlap import OFFLOADING
+from tests.harness.engine.test_overlap import OFFLOADING, attach
 from tests.methods.test_contract import small
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt
 
 ROOM, MOST, SLOTS = 700, 560, 3
 CASES = {name: small(name) for name in OFFLOADING} | {
@@ -79,14 +79,6 @@ def talks(kv: Attachment, seed: int, steps: int) -> list[list[int]]:
     return [*said, *(batch.leave(slot).tokens[0] for slot in list(batch.slots))]
 
 
-def attach(name: str, placement: str, overlap: bool, disk: Path) -> Any:
-    method = CASES[name]
-    return attached(
-        tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
-        calibration=prompt(64, seed=9), disk=disk, overlap=overlap,
-    )  # fmt: skip
-
-
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer")]
 
@@ -96,12 +88,12 @@ def all_rows() -> list[Any]:
 
 
 def check(name: str, placement: str, steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with attach(name, placement, False, folder) as kv:
+    with attach(CASES[name], placement, False, folder) as kv:
         plain = talks(kv, steps, steps)
     assert sum(map(len, plain)) > steps // 2
     with monkeypatch.context() as patch:
         Late(steps, patch)
-        with attach(name, placement, True, folder) as kv:
+        with attach(CASES[name], placement, True, folder) as kv:
             beside = talks(kv, steps, steps)
     assert beside == plain
     gc.collect()
@@ -131,7 +123,7 @@ def test_caches_dropped_in_flight_leave_nothing(name: str, tmp_path: Path, monke
     """Neither a file nor a thread, and no byte: not in a prompt, nor behind the seal, nor in a step."""
     Late(3, monkeypatch)
     before = {id(rows) for rows in all_rows()}
-    with attach(name, "disk", True, tmp_path) as kv, torch.inference_mode():
+    with attach(CASES[name], "disk", True, tmp_path) as kv, torch.inference_mode():
         engine = Engine(kv)
         for number in range(200 // len(CASES) + 1):
             cache = kv.start(KVCache, capacity=80)
@@ -161,7 +153,7 @@ def test_rows_that_leave_have_their_place_before_the_steps(
         return rows
 
     monkeypatch.setattr(HostRows, "room", classmethod(noting))
-    with attach(name, "host", True, tmp_path) as kv:
+    with attach(CASES[name], "host", True, tmp_path) as kv:
         engine, ids = Engine(kv), prompt(60, seed=1)
         cache, batch = kv.start(KVCache, capacity=100), RunningBatch(engine)
         batch.join(cache, engine.prefill(cache, ids, whole=True), ids[:, :0], began=0.0, max_new_tokens=40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -223,6 +224,18 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
             assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
 
 
+def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: Tape | None) -> None:
+    plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
+    batch = RunningBatch(engine)
+    slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+    while batch.slots:
+        batch.step()
+    assert (engine.one_by_one, engine.plain_steps) == (None, None)
+    for slot, ids in zip(slots, prompts, strict=True):
+        alone = plain.generate(ids, max_new_tokens=6)
+        assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+
+
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen"])
 def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
@@ -231,15 +244,7 @@ def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
     for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
         with attached(tiny("llama"), joinable(name), budget=budget, **how) as kv:
-            plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
-            batch = RunningBatch(engine)
-            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-            while batch.slots:
-                batch.step()
-            assert (engine.one_by_one, engine.plain_steps) == (None, None)
-            for slot, ids in zip(slots, prompts, strict=True):
-                alone = plain.generate(ids, max_new_tokens=6)
-                assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+            assert_together_as_alone(kv, prompts, graphs)
 
 
 def wide() -> Any:
@@ -280,15 +285,7 @@ def test_members_under_kivi_attend_together_while_none_quantises(residual: int, 
     alike = [prompt(2 * residual + count, seed=count) for count in (3, 5, 6)]
     for prompts, graphs in ((unequal, None), (alike, Tape())):
         with attached(wide(), Kivi(residual=residual, group=group), budget=None) as kv:
-            plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
-            batch = RunningBatch(engine)
-            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-            while batch.slots:
-                batch.step()
-            assert (engine.one_by_one, engine.plain_steps) == (None, None)
-            for slot, ids in zip(slots, prompts, strict=True):
-                alone = plain.generate(ids, max_new_tokens=6)
-                assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+            assert_together_as_alone(kv, prompts, graphs)
 
 
 @pytest.mark.tokens
