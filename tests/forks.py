@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 import pytest
 
@@ -39,8 +41,9 @@ class Forked:
     def __init__(
         self, target: Callable[..., object], *arguments: Any, cwd: Path = ROOT, path: Sequence[Path] = ()
     ) -> None:
-        self._kept = TemporaryDirectory()
-        self._said = [Path(self._kept.name) / name for name in ("out", "err")]
+        kept = Path(mkdtemp())
+        finalize(self, rmtree, kept, ignore_errors=True)
+        self._said = [kept / name for name in ("out", "err")]
         for file in self._said:
             file.touch()
         words = (target, arguments, cwd, [*map(str, path), *sys.path], self._said)

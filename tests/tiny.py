@@ -44,10 +44,13 @@ BY_BLOCKS = tuple(name for name in ARCHITECTURES if name not in HYBRID)
 @cache
 @torch.inference_mode(mode=False)  # weights made inside would serve no test outside, whichever of them comes first
 def tiny(architecture: str) -> PreTrainedModel:
-    """The same weights each time. Wide initial weights, so that attention is far from uniform."""
-    torch.manual_seed(7)
+    """The same weights each time. Wide initial weights, so that attention is far from uniform.
+
+    What a test draws afterwards does not depend on whether it was the first to ask for the model."""
     config = AutoConfig.for_model(architecture, **SHAPE | ARCHITECTURES[architecture], initializer_range=0.15)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def eager(architecture: str) -> PreTrainedModel:

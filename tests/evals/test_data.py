@@ -176,7 +176,7 @@ class _Refuses(BaseHTTPRequestHandler):
 def test_reachable_means_that_something_answers() -> None:
     with HTTPServer(("127.0.0.1", 0), _Refuses) as server:
         Thread(target=server.handle_request, daemon=True).start()
-        assert reachable(f"http://127.0.0.1:{server.server_port}")
+        assert reachable(f"http://127.0.0.1:{server.server_port}", within_s=600)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not reachable(f"http://127.0.0.1:{silent.getsockname()[1]}", within_s=0.2)
     assert not reachable("http://127.0.0.1:9")

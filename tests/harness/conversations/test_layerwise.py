@@ -110,7 +110,7 @@ def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkey
         read, go = BlockFile.read, Event()
 
         def last_waits(file: BlockFile, names: list[str], pin: bool = False) -> Any:
-            assert not names[0].startswith(f"{len(kv.model_specs) - 1}.") or go.wait(60)
+            assert not names[0].startswith(f"{len(kv.model_specs) - 1}.") or go.wait(600)
             return read(file, names, pin)
 
         prefill = KVCache.attend

@@ -52,7 +52,7 @@ class Held:
     def _held(self, leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
         if next(self._calls) == LAST:
             self.here.set()
-            assert self.go.wait(20)
+            assert self.go.wait(600)
             if self.error:
                 raise RuntimeError(self.error)
         made = list(self._copies(leaving, number, rows, rest))
@@ -213,7 +213,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
         cache, saved = found
         assert cache() is None
         assert not saved.finished
-        assert held.here.wait(20)
+        assert held.here.wait(600)
         histories.store.truncate("alice", 0.0)
         held.go.set()
         assert saved.hidden_s() > 0

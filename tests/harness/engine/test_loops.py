@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from methods.snapkv import SnapKV
 from tests.harness.engine.test_generate import NEW, TURNS, by_engine
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import ARCHITECTURES, eager, prompt, tiny
+from tests.warned import all_warnings
 
 LENGTHS = (71, 40, 55)
 ROWS = [prompt(length, seed=seed) for seed, length in enumerate(LENGTHS, 3)]
@@ -276,11 +276,9 @@ def test_a_room_that_is_said_does_not_grow() -> None:
 
 
 def test_scores_that_no_budget_limited_are_told_of_once() -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with attach(small("snapkv"), 0.4) as kv:
-            for row in ROWS:
-                kv.model(row)
+    with all_warnings() as told, attach(small("snapkv"), 0.4) as kv:
+        for row in ROWS:
+            kv.model(row)
     assert [str(warning.message)[:62] for warning in told] == [
         "A cache of SnapKV took in 71 tokens and was never sealed, so n"
     ]

@@ -18,6 +18,7 @@ from harness.history import index
 from harness.history.disk import HistoryWarning
 from harness.history.store import HistoryStore
 from tests.histories import opened, right, rows
+from tests.warned import all_warnings
 
 NAMES = [f"s{number}" for number in range(6)]
 CUT = "s5"  # its oldest tokens have left: its rows serve no text of their own
@@ -120,12 +121,10 @@ def found(store: HistoryStore) -> list[str]:
 
 def goes_on(folder: Path) -> tuple[list[str], list[str]]:
     """What is found in `folder`, and what was noticed; afterwards the store works as ever."""
-    with warnings.catch_warnings(record=True) as noticed:
-        warnings.simplefilter("always")
-        with opened(folder, host=0) as store:
-            there = found(store)
-            store.put("new", TOKENS, rows("new", TOKENS))
-            assert right(store.get("new", TOKENS), "new", TOKENS)
+    with all_warnings() as noticed, opened(folder, host=0) as store:
+        there = found(store)
+        store.put("new", TOKENS, rows("new", TOKENS))
+        assert right(store.get("new", TOKENS), "new", TOKENS)
     assert all(one.category is HistoryWarning for one in noticed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import sqlite3
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,6 +21,7 @@ from harness.history.index import Index
 from harness.history.store import HistoryStore
 from tests.harness.history.test_damaged_folder import cut, delete, flip, garbage
 from tests.histories import TOKEN_BYTES, opened, right, rows
+from tests.warned import all_warnings
 
 Fault = Callable[[int], bool]  # the number of a write -> whether it finds the disk full
 
@@ -164,8 +164,7 @@ def test_a_folder_that_goes_away_costs_what_it_held(left: str, threads: int, tmp
             if left == "a file":
                 (folder / "blocks").touch()
 
-    with warnings.catch_warnings(record=True) as noticed:
-        warnings.simplefilter("always")
+    with all_warnings() as noticed:
         done = work(folder, 5, 40, remove, io_threads=threads)
     assert noticed
     assert {one.category for one in noticed} == {HistoryWarning}

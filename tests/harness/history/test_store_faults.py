@@ -246,10 +246,11 @@ with opened(folder, wait=True) as store:
 """
     second = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert second.stdout
-    assert "in use by another store" in second.stdout.readline()
-    first.put("s1", TOKENS[:8], rows("s1", TOKENS[:8]))
-    first.close()
-    assert second.stdout.read() == "8\n"
+    with second.stdout as said:
+        assert "in use by another store" in said.readline()
+        first.put("s1", TOKENS[:8], rows("s1", TOKENS[:8]))
+        first.close()
+        assert said.read() == "8\n"
     assert second.wait() == 0
 
 

@@ -42,7 +42,7 @@ def second_layer_held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     go, read = threading.Event(), BlockFile.read
 
     def waits(file: BlockFile, names: list[str], pin: bool = False) -> Any:
-        assert "1.k" not in names or go.wait(60)
+        assert "1.k" not in names or go.wait(600)
         return read(file, names, pin)
 
     monkeypatch.setattr(BlockFile, "read", waits)
@@ -58,7 +58,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterato
     go, action = threading.Event(), getattr(where, name)
 
     def waits(*args: Any, **named: Any) -> Any:
-        assert go.wait(60)
+        assert go.wait(600)
         return action(*args, **named)
 
     monkeypatch.setattr(where, name, waits)

@@ -107,7 +107,7 @@ def test_a_worker_stops_with_its_command(tmp_path: Path, monkeypatch: pytest.Mon
                 session.stop()
             else:
                 session.__exit__()
-            threading.Event().wait(60)
+            threading.Event().wait(600)
         assert stop.code == 130
     finally:
         signal.signal(signal.SIGINT, before)

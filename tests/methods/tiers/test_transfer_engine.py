@@ -99,7 +99,7 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
 
     def read(name: str) -> Callable[[Traffic], tuple[str, bool]]:
         def run(moved: Traffic) -> tuple[str, bool]:
-            going.wait(10)
+            assert going.wait(600)
             order.append(name)
             return threading.current_thread().name, torch.is_inference_mode_enabled()
 
