@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(f"\n{outcome.table(rows, runs)}")
     if figure:
         say(f"\n{figure.table(rows)}")
-    made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "provenance": provenance()}
-    write_json(folder / "simulation.json", made | {"runs": rows})
+    made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
+    write_json(folder / "simulation.json", made | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
     say(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))

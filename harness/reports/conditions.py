@@ -19,17 +19,27 @@ from harness.results.identity import CORE_VERSION, meaning_now
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 
+SUBJECTS = (("dtype", "device", "machine"), ("torch", "commit"))  # a line each
 SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
 
 
-def conditions(comparison: Comparison) -> Iterator[str]:
-    """One line per subject. Where the rows of a table differ in one, it says which row has what."""
+def conditions(comparison: Comparison, apart: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One line per subject. Where the rows of a table differ in one, it says which row has what. Subjects that `apart`
+    holds are left out: they are said elsewhere."""
     entries = comparison.entries
     yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
-    yield "; ".join(_per_row(what, entries) for what in ("dtype", "device", "machine"))
-    yield "; ".join(_per_row(what, entries) for what in ("torch", "commit"))
+    for subjects in SUBJECTS:
+        if told := [_per_row(what, entries) for what in subjects if what not in (apart or {})]:
+            yield "; ".join(told)
     if common := _common_settings([entry.run for entry in entries]):
         yield f"settings: {common}"
+
+
+def shared(comparisons: Sequence[Comparison]) -> dict[str, str]:
+    """Subject -> its sentence, of what all rows of all tables share."""
+    entries = [entry for comparison in comparisons for entry in comparison.entries]
+    subjects = [what for together in SUBJECTS for what in together]
+    return {what: _per_row(what, entries) for what in subjects if len({_facts(one.run)[what] for one in entries}) == 1}
 
 
 def origin(run: StoredRun) -> dict[str, Any]:

@@ -157,12 +157,15 @@ def _short(key: str, keys: Flat) -> str:
 
 
 def spelled(value: Any) -> str:
-    """As on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], and what stays long is its hash."""
+    """As on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], and what stays long is its hash; of a list, its
+    first entry, the number of others and the hash."""
     if isinstance(value, bool):
         return str(value).lower()
+    first, text = "", str(value)
     if isinstance(value, list):
         runs = [(spelled(one), len(list(same))) for one, same in groupby(value)]
-        text = f"[{','.join(text if count == 1 else f'{count}x{text}' for text, count in runs)}]"
-    else:
-        text = str(value)
-    return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        told = [text if count == 1 else f"{count}x{text}" for text, count in runs]
+        text = f"[{','.join(told)}]"
+        if len(told) > 1 and len(told[0]) <= LONGEST // 2:
+            first = f"[{told[0]},+{len(told) - 1}]"
+    return text if len(text) <= LONGEST else f"{first}#{hashlib.sha256(text.encode()).hexdigest()[:6]}"

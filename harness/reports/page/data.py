@@ -12,7 +12,7 @@ from harness.reports.columns import notes
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conclusions import conclusions
-from harness.reports.conditions import conditions
+from harness.reports.conditions import conditions, shared
 from harness.reports.costs import COLOURS, PANELS, Panel
 from harness.reports.document import OTHER_TABLES, SCORES, TableKind
 from harness.reports.labels import budget
@@ -29,14 +29,15 @@ WARNING = "! "
 
 
 def page_data(tables: Sequence[Comparison], left_out: Sequence[str], made: str) -> dict[str, Any]:
-    room = Room()
-    shown = [_table(table, room) for table in tables]
+    room, everywhere = Room(), shared(tables)
+    shown = [_table(table, room, everywhere) for table in tables]
     runs = sum(len(table.entries) for table in tables)
     title = ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
     return {
         "title": f"KV-cache methods: {title}",
         "made": made,
         "runs": runs,
+        "conditions": "; ".join(everywhere.values()),
         "left_out": list(left_out),
         "cut": room.sentence,
         "colours": COLOURS,
@@ -45,13 +46,13 @@ def page_data(tables: Sequence[Comparison], left_out: Sequence[str], made: str) 
     }
 
 
-def _table(table: Comparison, room: Room) -> dict[str, Any]:
+def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict[str, Any]:
     said, pairs = list(notes(table)), noise.pairs(table)
     least = noise.floor(pairs)
     return {
         "title": table.title,
         "metric": table.metric,
-        "conditions": list(conditions(table)),
+        "conditions": list(conditions(table, apart=everywhere)),
         "conclusions": list(conclusions(table)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],

@@ -69,24 +69,58 @@ function contains(pair, word) {
 }
 
 function pairNode(pair) {
-  const at = firstDifference(pair.a.text ?? "", pair.b.text ?? "");
+  const [a, b] = compared(pair.a.text ?? "", pair.b.text ?? "");
   const head = el("div", { class: "which" }, el("strong", {}, pair.id), ` ${pair.group}`, pair.differs ? null : el("span", { class: "soft" }, " same answer"));
-  return el("article", { class: "pair" }, head, side(pair.a, at), side(pair.b, at));
+  return el("article", { class: "pair" }, head, side(pair.a, a), side(pair.b, b));
 }
 
-function firstDifference(a, b) {
-  if (a === b) return -1;
-  const length = Math.min(a.length, b.length);
-  for (let i = 0; i < length; i++) if (a[i] !== b[i]) return i;
-  return length;
+const WORDS = /\p{Script=Han}|[\p{L}\p{N}]+|\s|[^]/gu; // what is marked as a whole: a word, a number, any other character
+const MOST_COMPARED = 4e6; // pairs of words; longer texts are marked whole between their common ends
+
+/** Both texts in pieces, [text, whether the other lacks it]: the words outside their longest common subsequence. */
+function compared(a, b) {
+  const [x, y] = [a.match(WORDS) ?? [], b.match(WORDS) ?? []];
+  let start = 0;
+  while (start < Math.min(x.length, y.length) && x[start] === y[start]) start++;
+  let end = 0;
+  while (end < Math.min(x.length, y.length) - start && x[x.length - 1 - end] === y[y.length - 1 - end]) end++;
+  const common = commonWords(x.slice(start, x.length - end), y.slice(start, y.length - end));
+  return [x, y].map((words, i) => pieces(words, (place) => place < start || place >= words.length - end || common[i].has(place - start)));
 }
 
-function side(one, at) {
+/** Places in `x` and in `y` of a longest common subsequence. */
+function commonWords(x, y) {
+  const found = [new Set(), new Set()];
+  if (x.length * y.length > MOST_COMPARED) return found;
+  const width = y.length + 1;
+  const longest = new Uint16Array((x.length + 1) * width); // of what is left behind each pair of places
+  for (let i = x.length - 1; i >= 0; i--)
+    for (let j = y.length - 1; j >= 0; j--)
+      longest[i * width + j] = x[i] === y[j] ? longest[(i + 1) * width + j + 1] + 1 : Math.max(longest[(i + 1) * width + j], longest[i * width + j + 1]);
+  for (let i = 0, j = 0; i < x.length && j < y.length; ) {
+    if (x[i] === y[j]) (found[0].add(i++), found[1].add(j++));
+    else if (longest[(i + 1) * width + j] >= longest[i * width + j + 1]) i++;
+    else j++;
+  }
+  return found;
+}
+
+/** Neighbours that are alike in one piece. */
+function pieces(words, isCommon) {
+  const found = [];
+  words.forEach((word, place) => {
+    const lacks = !isCommon(place);
+    if (found.length && found.at(-1)[1] === lacks) found.at(-1)[0] += word;
+    else found.push([word, lacks]);
+  });
+  return found;
+}
+
+function side(one, parts) {
   const facts = `${one.score === null ? "" : `score ${points(one.score)} · `}${one.tokens} tokens · ${one.stop}`;
   const text = el("pre", {});
   if (one.text === null) text.append(el("em", {}, "left out: the page is full"));
-  else if (at < 0) text.append(one.text);
-  else text.append(one.text.slice(0, at), el("mark", {}, one.text.slice(at)));
+  else text.append(...parts.map(([words, lacks]) => (lacks ? el("mark", {}, words) : words)));
   if (one.isCut) text.append(el("span", { class: "soft" }, CUT_MARK));
   return el("div", { class: one.score >= 1 ? "side right" : "side" }, el("div", { class: "soft" }, facts), text);
 }

@@ -20,6 +20,7 @@ function heading() {
   return [
     el("div", { class: "top" }, el("h1", {}, data.title), themeSwitch()),
     el("p", { class: "soft" }, `${count(data.runs, "run")} in ${count(data.tables.length, "table")}`),
+    data.conditions ? el("p", { class: "soft" }, data.conditions) : null,
     several ? el("nav", { "aria-label": "Tables" }, el("ol", {}, links)) : null,
     redAlarms(),
     data.left_out.length ? el("ul", { class: "left-out" }, data.left_out.map((text) => el("li", {}, text))) : null,
@@ -97,9 +98,9 @@ function section(table, i) {
   const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
-    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
-    ...table.alarms.map(banner),
     table.conclusions.length ? el("div", { class: "conclusions" }, el("h3", {}, "What can be concluded"), el("ul", {}, table.conclusions.map((text) => el("li", {}, folded(text, null))))) : "",
+    ...table.alarms.map(banner),
+    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
     ...[heatMaps(table), causes, layersChart(table), partsChart(table), parts].filter(Boolean),

@@ -78,6 +78,7 @@ function look() {
   return {
     font: { family: colour("font"), size: 12, color: colour("ink") },
     paper_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("soft") },
     plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12 }, align: "left" },
     showlegend: false,

@@ -330,7 +330,9 @@ def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name, words in (("usual", []), ("twice", ["--costs", str(path)])):
         words = [*words, "policy=recompute", "sessions=20", "warmup=0", "--out", str(tmp_path / name)]
         assert main(words) == 0
-        figures[name] = json.loads((tmp_path / name / "simulation.json").read_text())["runs"][0]["figures"]
+        stored = json.loads((tmp_path / name / "simulation.json").read_text())
+        figures[name] = stored["runs"][0]["figures"]
+        assert stored["costs"]["prices"]["gpu_usd_per_hour"] == (5.0 if name == "usual" else 10.0)
     assert figures["twice"]["cost_usd"] == pytest.approx(2 * figures["usual"]["cost_usd"])
 
 

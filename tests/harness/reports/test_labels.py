@@ -124,6 +124,9 @@ def test_long_values_stay_short_and_different() -> None:
     assert first != second
     assert len(first) == len(second) == 7
     assert first[0] == "#"
+    names = [f"niah_single_{place}" for place in range(12)]
+    assert spelled(names).startswith("[niah_single_0,+11]#")
+    assert spelled(names) != spelled(names[::-1])
 
 
 def test_a_parameter_that_is_not_the_preset_s_is_named_even_where_no_other_row_has_it(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return page_of(folder)
 
 
+def test_what_all_rows_share_is_said_once_at_the_top(path: Path) -> None:
+    data = data_of(path)
+    lines = "\n".join(line for table in data["tables"] for line in table["conditions"])
+    assert data["conditions"].startswith("device: cpu; machine: ")
+    assert "machine: " not in lines
+    assert "dtype: float32, but bfloat16 (full" in lines  # in which rows differ
+
+
 def test_a_folder_for_the_page_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, lines(3, 1.0, 0.2))
     (tmp_path / "file").touch()
@@ -204,7 +212,9 @@ def two_outputs_stand_side_by_side_and_are_searched(opened: Opened) -> None:
     count = section.locator(".count")
     assert count.inner_text() == f"{SIZE} examples in common, {SIZE - 2} with different answers, {SIZE} found"
     assert section.locator(".pair").first.locator("strong").inner_text() == "e2"  # the first that differs
-    assert section.locator(".pair mark").first.inner_text()
+    marked = " ".join(section.locator(".pair").first.locator(".side").nth(1).locator("mark").all_inner_texts())
+    assert "nothing" in marked
+    assert "2" not in marked  # which both answers have
     section.get_by_label("Search outputs").fill("NEEDLE 7 ")
     assert section.locator(".pair").count() == 1
     assert NASTY in section.locator(".pair pre").first.inner_text()  # as text, not as markup

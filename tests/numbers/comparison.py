@@ -1,0 +1,257 @@
+"""Numbers of docs/comparison.md: what its sentences say of the tables between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tests.numbers.files import PUBLISHED, line, table
+
+MIB = 2**20
+SELECTING = ("oracle", "sparq", "rocketkv", "pqcache", "quest")  # near Full
+NEEDLES = {  # rows of the page: the method, and another whose row is the same
+    "oracle": "",
+    "sparq": "",
+    "rocketkv": "",
+    "pqcache": "",
+    "quest": "",
+    "shadowkv": "",
+    "infinigen": "",
+    "infinigen_alpha99": "",
+    "infllm": "",
+    "streaming": "lm_infinite",
+    "h2o": "",
+    "snapkv": "",
+    "snapkv_kernel15": "",
+    "pyramidkv": "",
+    "adakv": "",
+}
+
+
+class Scores:
+    """A published table: numbers of its cells, by method (or another key) and budget in percent."""
+
+    def __init__(self, *names: str, key: str = "presets.method") -> None:
+        lines = [one for name in names for one in table(f"tables/{name}")]
+        self.lines = {(one[key], round(100 * float(one["budget.asked"] or 0))): one for one in lines}
+
+    def of(self, method: str, budget: int = 20, column: str = "score.mean") -> float:
+        """In percent; Full has no budget."""
+        return 100 * float(self.lines[method, 0 if method == "full" else budget][column])
+
+    def group(self, method: str, budget: int, task: str) -> float:
+        return self.of(method, budget, f"score.groups.{task}.mean")
+
+    def loss(self, method: str, budget: int = 20) -> float:
+        return self.of("full") - self.of(method, budget)
+
+    def share(self, method: str) -> str:
+        return f"{100 * self.of(method) / self.of('full'):.0f}"
+
+    def mib(self, method: str, budget: int, *columns: str) -> float:
+        return sum(self.of(method, budget, column) for column in columns) / 100 / MIB
+
+
+OF_2K = Scores("ruler_2k", "ruler_half")
+OF_4K, OF_8K, LATER = (Scores(f"ruler_{name}") for name in ("4k", "8k", "question_later"))
+DIGITS = "score.averages.leading_digits_share"
+DEVICE, HOST, MOVED = "memory.kv_device_bytes", "memory.kv_host_bytes", "memory.moved_bytes_per_step"
+
+
+def held() -> list[str]:
+    parts = (_before, _splits, _longer, _perplexity, _traffic, _needles, _reading, _ablations, _rocketkv)
+    return [text for part in parts for text in part()]
+
+
+def _before() -> Iterator[str]:
+    single = "niah_single_2/2048"
+    pooled = [OF_2K.group("snapkv_kernel15", budget, single) for budget in (20, 50)]
+    plain = [OF_2K.group("snapkv", budget, single) for budget in (20, 50)]
+    yield f"at 20 % it scores {plain[0]:.0f} on `niah_single_2`"
+    yield f"it scores {pooled[0]:.0f}, and at a budget of 50 % it scores {pooled[1]:.0f} instead of {plain[1]:.0f}"
+    score, digits = OF_2K.of("snapkv_kernel15", 10), OF_2K.of("snapkv_kernel15", 10, DIGITS)
+    yield f"at 10 % `snapkv_kernel15` scores {score:.0f} on average and gets {digits:.0f} % of the digits right"
+    low, middle, high = (int(OF_2K.of("full", 0, f"prompt_tokens.{of}") / 100) for of in ("min", "median", "max"))
+    yield f"is often {middle} long"
+    yield f"prompts have {low} to {high} tokens"
+    yield f"A tenth is then {low // 10} tokens"
+    union = OF_2K.of("quest", 20, "budget.union.share")
+    yield f"its selecting layers read {(30 * union - 2 * 100) / 28:.0f} % at a budget of 20 %"
+
+
+def _splits() -> Iterator[str]:
+    split = Scores("ruler_one_split")
+    yield (
+        f"PQCache scores {split.of('pqcache', 10):.1f} instead of {OF_2K.of('pqcache', 10):.1f}, and "
+        f"{split.of('pqcache'):.1f} instead of {OF_2K.of('pqcache'):.1f} at 20 %, where SparQ scores "
+        f"{split.of('sparq'):.1f} and "
+        "moves nearly twice as much"
+    )
+    assert 1.7 < split.mib("sparq", 20, MOVED) / split.mib("pqcache", 20, MOVED) < 2
+    gains = sorted(split.of(method, 10) - OF_2K.of(method, 10) for method in ("oracle", "sparq"))
+    yield f"Oracle and SparQ gain {gains[0]:.1f} to {gains[1]:.1f} points at 10 %"
+
+
+def _longer() -> Iterator[str]:
+    low, middle, high = (int(OF_4K.of("full", 0, f"prompt_tokens.{of}") / 100) for of in ("min", "median", "max"))
+    yield f"at 4096 tokens ({low} to {high}, median {middle})"
+    yield f"Full itself scores {OF_4K.of('full'):.0f}"
+    steady = ("oracle", "sparq", "rocketkv")
+    losses = [abs(of.loss(method)) for method in steady for of in (OF_2K, OF_4K, OF_8K)]
+    assert max(losses) < 5
+    yield "within 5 points of Full at 2048, 4096 and 8192 tokens"
+    ends = {abs(round(OF_8K.of(method, 20, f"full.ci95.{end}"))) for method in steady for end in ("low", "high")}
+    yield f"the intervals of these differences reach {' to '.join(map(str, sorted(ends)))} points to either side"
+    four = max(OF_4K.loss(method) for method in ("pqcache", "quest"))
+    yield (
+        f"PQCache and Quest lose {OF_8K.loss('pqcache'):.0f} and {OF_8K.loss('quest'):.0f} points at 8192**, but "
+        f"{OF_2K.loss('pqcache'):.0f} and {OF_2K.loss('quest'):.0f} at 2048 and at most {four:.0f} at 4096"
+    )
+    shares = [f"{of.share('infinigen')} and {of.share('infllm')} %" for of in (OF_2K, OF_4K, OF_8K)]
+    yield f"they keep {shares[0]} of Full's score at 2048 tokens, {shares[1]} at 4096, and {shares[2]} at 8192"
+    evicting = [OF_8K.group(m, 20, "niah_single_1/8192") for m in ("snapkv", "snapkv_kernel15", "pyramidkv", "adakv")]
+    yield f"SnapKV and its relatives score {min(evicting):.0f} to {max(evicting):.0f} at 8192"
+    assert {
+        OF_8K.group(m, 20, "niah_multikey_1/8192") for m in ("snapkv", "snapkv_kernel15", "pyramidkv", "adakv")
+    } == {0}
+    yield "In an essay with several keys they score 0"
+
+
+def _perplexity() -> Iterator[str]:
+    of = Scores("perplexity")
+    h2o, snapkv = (of.of(method, 10, "score.averages.perplexity") / 100 for method in ("h2o", "snapkv"))
+    yield f"H2O is ahead of SnapKV ({h2o:.1f} against {snapkv:.1f} at 10 %)"
+    worst = max((one for one in of.lines if one[1] == 10), key=lambda one: of.of(*one, "score.averages.perplexity"))
+    assert worst[0] == "quest"
+    yield "comes last at 10 %"
+    yield f"correction over {sum(method != 'full' for method, _ in of.lines)} rows"
+
+
+def _traffic() -> Iterator[str]:
+    of = Scores("equal_traffic", key="label")
+    narrow, wide, codes = "sparq r=1", "sparq r=4", "pqcache m=8 b=8"
+    assert max(of.of(narrow, budget) for budget in (10, 20)) < 5, "finds nothing"
+    yield (
+        f"at 1/16 it scores {of.of(wide, 10):.0f} and {of.of(wide, 20):.0f}, PQCache {of.of(codes, 10):.0f} and "
+        f"{of.of(codes, 20):.0f}"
+    )
+    small = "pqcache m=2 b=8"
+    yield (
+        f"PQCache's {of.of(small, 10):.1f} at 1/64 is {of.of(small, 10) - OF_2K.of('pqcache', 10):.0f} points above "
+        "its row in "
+        "the first table, where codes have 6 bits"
+    )
+    more = of.mib(small, 10, DEVICE) - OF_2K.mib("pqcache", 10, DEVICE)
+    yield f"256 centroids instead of 64 take {more:.0f} MiB more on the device"
+    yield f"Codes of 8 bits help as much as a smaller window ([{of.of(small, 10):.1f}]"
+
+
+def _needles() -> Iterator[str]:
+    of = Scores("needles")
+    for method, same in NEEDLES.items():
+        shown = f"{method}, {same}" if same else method
+        scores = [f"{of.of(method, budget):.0f}" for budget in (10, 20)]
+        assert not same or scores == [f"{of.of(same, budget):.0f}" for budget in (10, 20)]
+        yield line(shown, *scores).removesuffix(" |")
+    assert of.of("full") == 100
+    yield "Full finds all 20"
+    causes = dict(_causes())
+    yield (
+        f"Of ShadowKV's {causes['wrong']} wrong answers, {causes['inexact']} are right with exact attention over the "
+        "same "
+        f"tokens, and in {causes['not selected']} its choice of chunks missed the needle"
+    )
+
+
+def _causes() -> Iterator[tuple[str, int]]:
+    """What needles.md says of ShadowKV's wrong answers, both budgets together."""
+    lines = (PUBLISHED / "tables" / "needles.md").read_text("utf-8").splitlines()
+    [head] = [one.split(" | ") for one in lines if one.startswith("| wrong answers |")]
+    found = [one.split(" | ") for one in lines if one.startswith("| shadowkv |") and len(one.split(" | ")) == len(head)]
+    for name in ("wrong", "inexact", "not selected"):
+        yield name, sum(int(cells[head.index(name)] or 0) for cells in found)
+
+
+def _reading() -> Iterator[str]:
+    for name, shown in (("ruler_2k", "the first table"), ("ruler_8k", "the one of 8192 tokens")):
+        text = (PUBLISHED / "tables" / f"{name}.md").read_text("utf-8")
+        found = re.search(r"must be about ([\d.]+) to ([\d.]+) points", text)
+        assert found
+        yield f"{float(found[1]):.0f} to {float(found[2]):.0f} points in {shown}"
+    losses = [OF_2K.loss(method) for method in SELECTING]
+    yield f"RocketKV, PQCache and Quest lose {min(losses):.1f} to {max(losses):.1f} points"
+    hard = ("niah_single_2/2048", "niah_multikey_1/2048", "niah_multivalue/2048")
+    lost = [OF_2K.group("full", 0, task) - OF_2K.group(m, 10, task) for m in ("sparq", "rocketkv") for task in hard]
+    yield f"SparQ and RocketKV at most {max(lost):.0f} points on any"
+    harder = [
+        1 - OF_2K.group(m, 10, task) / OF_2K.group("full", 0, task) for m in ("pqcache", "quest") for task in hard[1:]
+    ]
+    assert min(harder) > 0.3
+    assert max(harder) < 0.7
+    yield "At 10 % PQCache and Quest lose a third to two thirds of the score on the harder tasks"
+    evicting = ("h2o", "snapkv", "adakv", "pyramidkv")
+    few = [OF_2K.of(method, budget) for method in evicting for budget in (10, 20)]
+    half = [OF_2K.of(method, 50) for method in evicting]
+    mass = min(OF_2K.of(method, 50, "fidelity.mass") for method in evicting)
+    yield (
+        f"score {min(few):.0f} to {max(few):.0f} at 10 and 20 %, and {min(half):.0f} to {max(half):.0f} at 50 %, "
+        "where StreamingLLM "
+        f"has {OF_2K.of('streaming', 50):.0f}, although they hold {mass:.0f} % of the attention mass"
+    )
+    later = [LATER.of(method) for method in evicting]
+    yield f"about the same ({min(later):.0f} to {max(later):.0f})"
+    yield f"with kernel 15 it scores {OF_2K.of('snapkv_kernel15', 50):.1f} at 50 %"
+    digits = [f"{OF_2K.of(method, 20, DIGITS):.0f}" for method in ("pyramidkv", "snapkv")]
+    yield f"as many leading digits right at 20 % ({digits[0]} % against {digits[1]})"
+    selecting = [*SELECTING, "shadowkv", "shadowkv_full_rank", "infinigen", "infinigen_alpha99"]
+    lost_later = {method: OF_2K.of(method) - LATER.of(method) for method in selecting}
+    usual = [loss for method, loss in lost_later.items() if method != "infinigen"]
+    yield f"costs methods that select {min(usual):.0f} to {max(usual):.0f} points"
+    yield f"RocketKV loses {lost_later['rocketkv']:.0f}, because"
+    yield f"it loses {lost_later['infinigen']:.0f}, or {lost_later['infinigen_alpha99']:.0f} with the same columns"
+    yield f"SnapKV with kernel 15 loses {OF_2K.of('snapkv_kernel15') - LATER.of('snapkv_kernel15'):.0f};"
+    thirds = [of.of("infllm") / of.of("full") for of in (OF_2K, OF_4K, OF_8K)]
+    assert abs(thirds[0] - 1 / 3) < 0.04
+    assert min(thirds[1:]) > 2 / 3
+    yield "a third of Full's score at 2048 tokens, and more than two thirds at 4096 and 8192"
+
+
+def _ablations() -> Iterator[str]:
+    window = Scores("ablation_pqcache", key="label")
+
+    def at(sinks: int, recent: float) -> float:
+        return window.of(f"pqcache method.sinks={sinks} recent_ratio={recent}", 10)
+
+    costs = [at(sinks, 0.25) - at(sinks, 0.5) for sinks in (4, 32)]
+    yield f"The window costs {costs[0]:.0f} points with 4 sinks and {costs[1]:.0f} with 32."
+    yield f"The sinks gain {at(32, 0.25) - at(4, 0.25):.0f} points or cost {at(4, 0.5) - at(32, 0.5):.0f},"
+    shares = Scores("ablation_adakv", key="label")
+    equal, unequal = (shares.of(f"adakv kernel=7 floor={floor}", 50) for floor in (1.0, 0.2))
+    yield f"Ada-KV's unequal shares cost {equal - unequal:.0f} points under kernel 7"
+    margin = Scores("ablation_infinigen", key="label")
+
+    def guess(alpha: float, ratio: float) -> float:
+        return margin.of(f"infinigen alpha={alpha} partial_ratio={ratio}")
+
+    yield f"With 0.4 of the columns instead of 0.2 it scores {guess(5.0, 0.4):.0f} instead of {guess(5.0, 0.2):.0f}"
+    gains = sorted(guess(99.0, ratio) - guess(5.0, ratio) for ratio in (0.4, 1.0))
+    yield f"with good columns it adds {gains[0]:.0f} to {gains[1]:.0f} points"
+    chunks = Scores("ablation_shadowkv", key="label").of("shadowkv_full_rank chunk=4")
+    yield (
+        f"Exact keys lift it from {OF_2K.of('shadowkv'):.1f} to {OF_2K.of('shadowkv_full_rank'):.1f}; exact keys and "
+        "chunks of 4 "
+        f"lift it to {chunks:.1f}"
+    )
+
+
+def _rocketkv() -> Iterator[str]:
+    kept = [100 * OF_2K.mib("rocketkv", budget, HOST) / OF_2K.mib("full", 0, DEVICE) for budget in (10, 20)]
+    yield f"{kept[0]:.0f} and {kept[1]:.0f} % of Full's bytes on the host at budgets of 10 and 20 %"
+    pooled = OF_2K.mib("snapkv_kernel15", 50, DEVICE), OF_2K.of("snapkv_kernel15", 50)
+    both = OF_2K.mib("rocketkv", 10, DEVICE, HOST), OF_2K.of("rocketkv", 10)
+    yield (
+        f"`snapkv_kernel15` at 50 % holds {pooled[0]:.1f} MiB and scores {pooled[1]:.1f}; RocketKV at 10 % holds "
+        f"{both[0]:.1f} MiB "
+        f"on device and host together and scores {both[1]:.1f}"
+    )
+    assert OF_2K.mib("rocketkv", 20, DEVICE, HOST) > OF_2K.mib("full", 0, DEVICE), "more than Full"
