@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from math import ceil, inf
+from statistics import NormalDist
 
 from evals import signed_rank, stats
-from evals.stats import ALPHA
+from evals.stats import ALPHA, POWER
 from harness.reports.compare import Comparison, ReportRow, beside_full
 from harness.reports.likelihoods import nats_with_ci
 from harness.results.compared import FULL, for_statistics, paired
@@ -19,6 +21,8 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 CLOSE = 0.25  # pairs whose scores differ by more need no test to be believed
 MOST_NAMED = 8
+ENOUGH = 8  # pairs told apart; where they are fewer, the table says how many examples would do it
+NORMAL = NormalDist()
 
 
 def conclusions(table: Comparison) -> Iterator[str]:
@@ -84,7 +88,8 @@ def _pairs(table: Comparison) -> Iterator[str]:
     pairs = [pair for pair in combinations(rows, 2) if table.of_perplexity or _is_close(*pair)]
     found = [(pair, [p for p in _tests(*pair, table.of_perplexity) if p is not None]) for pair in pairs]
     corrected = iter(stats.holm([p for _, ps in found for p in ps]))
-    apart = [pair for pair, ps in found if min([next(corrected) for _ in ps], default=1.0) < ALPHA]
+    least = [min([next(corrected) for _ in ps], default=1.0) for _, ps in found]
+    apart = [pair for (pair, _), p in zip(found, least, strict=True) if p < ALPHA]
     if not pairs:
         return
     which = "" if table.of_perplexity else f" whose scores differ by at most {percent(CLOSE, 0)} points"
@@ -95,6 +100,26 @@ def _pairs(table: Comparison) -> Iterator[str]:
         f"Of {len(pairs)} pairs of rows{which}, {len(apart)} are told apart by score or likelihood, after Holm's "
         f"correction over all of them{listed}."
     )
+    if (lacking := min(ENOUGH, len(pairs)) - len(apart)) > 0:
+        tests = sum(len(ps) for _, ps in found)
+        alike = [pair_and_ps for pair_and_ps, p in zip(found, least, strict=True) if p >= ALPHA]
+        wanted = sorted(_examples_for(pair, ps, tests) for pair, ps in alike)[lacking - 1]
+        yield (
+            "Too many pairs have not differed at all so far to say how many examples would tell enough apart."
+            if wanted == inf
+            else f"If examples go on to differ as these do, about {ceil(wanted / 10) * 10} would tell "
+            f"{len(apart) + lacking} of these pairs apart."
+        )
+
+
+def _examples_for(pair: tuple[ReportRow, ReportRow], ps: Sequence[float], tests: int) -> float:
+    """How many examples would tell a pair apart with 80 % power as the first of so many tests, if the others differ as
+    these do: the normal deviate of a test grows with the root of their number."""
+    seen = -NORMAL.inv_cdf(min(ps, default=1.0) / 2)
+    if seen <= 0:
+        return inf
+    wanted = NORMAL.inv_cdf(1 - ALPHA / tests / 2) + NORMAL.inv_cdf(POWER)
+    return min(len(row.run.records) for row in pair) * (wanted / seen) ** 2
 
 
 def _is_close(a: ReportRow, b: ReportRow) -> bool:

@@ -15,6 +15,7 @@ from harness.reports.against import Contrasts
 from harness.reports.by_task import TaskColumns
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison
+from harness.reports.conclusions import conclusions
 from harness.reports.conditions import conditions
 from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
 from harness.reports.stamps import caution
@@ -175,8 +176,9 @@ def _sentences(told: Sequence[str]) -> str:
 
 
 def remarks(table: Comparison) -> Iterator[str]:
-    """The notes below the main table; those with `! ` are warnings of its runs."""
+    """What stands below the main table: notes, those with `! ` warnings of its runs, and what can be concluded."""
     yield from notes(table)
+    yield from conclusions(table)
     if table.tested:
         yield noise.sentence(noise.pairs(table))
 

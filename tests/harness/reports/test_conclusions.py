@@ -74,6 +74,24 @@ def test_pairs_are_told_apart_by_either_measure(table: Comparison) -> None:
     assert "quest 10% from sparq 10%" not in pairs
 
 
+def test_where_too_few_pairs_are_told_apart_the_table_says_how_many_examples_would_do_it(tmp_path: Path) -> None:
+    """Five losses of 40 have p = 1/16, a deviate of 1.86; as the first of two tests, 80 % power takes one of 3.08."""
+    costs = [0.2 + 0.01 * i for i in range(40)]
+    run(tmp_path, "full", [1.0] * 40, costs)
+    run(tmp_path, "sparq", [1.0] * 40, costs)
+    run(tmp_path, "quest", [1.0] * 35 + [0.0] * 5, costs)
+    *_, apart, said = conclusions(table_of(tmp_path))
+    assert ", 0 are told apart by score or likelihood" in apart
+    assert said == "If examples go on to differ as these do, about 110 would tell 1 of these pairs apart."
+
+
+def test_pairs_that_never_differ_say_nothing_of_how_many_would(tmp_path: Path) -> None:
+    for method in ("full", "sparq", "quest"):
+        run(tmp_path, method, [1.0] * 10, [0.5] * 10)
+    *_, said = conclusions(table_of(tmp_path))
+    assert said.startswith("Too many pairs have not differed at all so far")
+
+
 def test_too_few_examples_see_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, [record(f"e{i}", score=1.0) for i in range(5)])
     write_run(tmp_path, [record(f"e{i}", score=0.0, attended_prompt=10.0) for i in range(5)], "quest")
