@@ -179,7 +179,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
             return
         self.plan = plan = ChunkPlan(*state["plan"].tolist())
         self.u, self.basis, self.outliers = (state[name] for name in ("u", "basis", "outliers"))
-        self.values = rows_for(state[f"{FAR}.values"], self.cache, away=True)
+        self.values = rows_for(state[f"{FAR}.values"], self.cache, self.spec.index, away=True)
         rebuilt = (plan.candidates - plan.outliers) * self.method.chunk
         self.layer.sealed += rebuilt
         self.layer.evicted -= rebuilt
@@ -241,7 +241,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         whole, count = self.store, plan.candidates
         self._factorise(whole.k, count)
         keys, values = (chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
-        self.values = rows_for(values, self.cache)
+        self.values = rows_for(values, self.cache, self.spec.index)
         self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
         resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
         self.layer.store = KVStore(self.spec, self.cache, resident)

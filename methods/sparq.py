@@ -117,9 +117,12 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def index(self, keys: Tensor) -> None:
         if self.method.channel_copy:
-            self.by_channel = rows_for(keys.transpose(2, 3), self.cache)
+            self.by_channel = rows_for(keys.transpose(2, 3), self.cache, self.spec.index)
         if self.method.mean_value:
             self.value_sum = self.store.v.sum(2, keepdim=True, dtype=torch.float32)
+
+    def reopen(self) -> None:
+        self.by_channel = None  # the next seal copies the keys of a longer prompt
 
     def forget(self, count: int, rows: Tensor) -> None:
         """Take the tokens that go out of the mean value."""

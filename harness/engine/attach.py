@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -27,10 +28,11 @@ from harness.engine.hf import layer_specs, routed
 from harness.engine.loop.cache import STEP, LoopCache, LoopUsage
 from harness.engine.loop.calls import LoopCalls
 from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Checks, Method, Request, refuse_other_than_method
+from methods.base import Budget, CacheState, Case, Checks, CostError, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
-from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.slabs import Slab, Slabs
+from methods.tiers.tier import DEVICE, HOST, TIERS
 from methods.tiers.transfer.engine import Links, TransferEngine
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
@@ -100,10 +102,29 @@ class Attachment:
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
+        request = replace(request, slab=self._slab(request))
         state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine)
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         return cache
+
+    def _slab(self, request: Request) -> Slab | None:
+        """Host memory for all rows that a cache may send there, if nothing of that is to be pinned later. A cache that
+        grows, and one of a method that does not say how much it is, takes its memory when rows come."""
+        if self.engine.slabs is None or request.placement != HOST or request.grows:
+            return None
+        try:
+            layers = [self.method.cost(case).away.get(HOST, 0) for case in self._full_cases(request)]
+        except CostError:
+            return None
+        return self.engine.slabs.slab([request.batch * rows for rows in layers])
+
+    def _full_cases(self, request: Request) -> Iterator[Case]:
+        """Each layer with a prompt that takes all of the cache: no other sends more away."""
+        for spec in self.specs:
+            budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
+            size = request.dtype.itemsize
+            yield Case(spec, request.capacity, budget, request.placement, size, codec=request.codec)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
@@ -174,7 +195,9 @@ def _engine(device: torch.device, placement: str, overlap: bool, links: Links | 
         return TransferEngine()  # nothing moves
     if links is not None and device.type != "cpu":
         raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
-    return TransferEngine(ahead=overlap, threads=1 if overlap and links is None else 0, works=overlap, links=links)
+    threads = 1 if overlap and links is None else 0
+    slabs = Slabs() if device.type == "cuda" else None
+    return TransferEngine(ahead=overlap, threads=threads, works=overlap, links=links, slabs=slabs)
 
 
 def _refuse_number(key: str, number: object, *, least: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from methods.budget import Budget
 from methods.tiers.codec import Codec
 from methods.tiers.rows import Place
+from methods.tiers.slabs import Slab
 from methods.tiers.tier import DEVICE
 
 _ANY_LENGTH = 2**40  # tokens: more than any cache holds
@@ -64,6 +65,7 @@ class Request:
     codec: Codec | None = None  # what lies in a pool is written by it; None: as it is
     disk: Path | None = None  # the folder for placement=disk; None: in the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
+    slab: Slab | None = field(default=None, compare=False)  # host memory for the rows of all layers
     grows: bool = False  # `capacity` is raised when more tokens come, as in a loop that does not say how many will
 
     @property
@@ -71,10 +73,9 @@ class Request:
         """Say whether tokens that are read by choice alone leave the store: for another tier, or for fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
-    @property
-    def place(self) -> Place:
-        """Return the place in which rows are asked for."""
-        return Place(self.device, self.disk)
+    def place(self, layer: int) -> Place:
+        """Return the place in which rows of a layer are asked for."""
+        return Place(self.device, self.disk, None if self.slab is None else self.slab.regions[layer])
 
     def covers(self, tokens: int, layer: int) -> bool:
         """Say whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then

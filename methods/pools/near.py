@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
-from methods.tiers.rows import DeviceRows
+from methods.tiers.rows import DeviceRows, Place
 from methods.tiers.tier import DEVICE
 
 
@@ -33,8 +33,8 @@ class KVStore:
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
         shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self.k_rows = DeviceRows.room(shape, request.dtype, request.place)  # [B G C D]
-        self.v_rows = DeviceRows.room(shape, request.dtype, request.place)
+        self.k_rows = DeviceRows.room(shape, request.dtype, Place(request.device))  # [B G C D]
+        self.v_rows = DeviceRows.room(shape, request.dtype, Place(request.device))
         self.cache = cache
         self.length = 0
 
@@ -80,7 +80,7 @@ class KVStore:
         for name in ("k_rows", "v_rows"):
             whole = getattr(self, name)
             shape = (*whole.shape[:2], self.length + room, whole.shape[3])
-            moved = DeviceRows.room(shape, whole.dtype, self.cache.request.place)
+            moved = DeviceRows.room(shape, whole.dtype, Place(self.cache.request.device))
             moved[:, :, : self.length] = whole[:, :, : self.length]
             setattr(self, name, moved)
 

@@ -162,7 +162,7 @@ class Pool:
 
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
         request = self.cache.request
-        return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place)
+        return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place(self.spec.index))
 
     def _make_tail(self) -> None:
         room = min(self.capacity, self.codec.block)
@@ -229,9 +229,10 @@ class Pool:
         self.length = end
 
 
-def rows_for(x: Tensor, cache: CacheState, *, away: bool = False) -> Rows:
-    """Put x [B G S W] into rows in the tier that the request names. `away`: x does not come from the device."""
-    rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place)
+def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) -> Rows:
+    """Put x [B G S W] of a layer into rows in the tier that the request names. `away`: x does not come from the
+    device."""
+    rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place(layer))
     if away:
         rows.take(x, 0)
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.temporary import TemporaryFolder
+from methods.tiers.slabs import Region
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
 
@@ -28,10 +29,11 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Place:
     """Names where rows may lie. `device`: the one that computes. `folder`: for rows in files; None: in the system's
-    temporary one."""
+    temporary one. `region`: of host memory that is there already; None: it is taken when rows come."""
 
     device: torch.device
     folder: Path | None = None
+    region: Region | None = None
 
 
 class PlaceError(ValueError):
@@ -151,7 +153,8 @@ class HostRows(MemoryRows):
 
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda")
+        there = None if place.region is None else place.region.cut(shape, dtype)
+        return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda") if there is None else there
 
     @property
     def home(self) -> torch.device:

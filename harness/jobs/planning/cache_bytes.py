@@ -19,7 +19,8 @@ from harness.models.architectures import ARCHITECTURES
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from methods.base import Budget, Case, Cost, CostError, Method, Transient
 from methods.tiers import codecs
-from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.slabs import slab_bytes
+from methods.tiers.tier import DEVICE, HOST, TIERS
 
 
 class Holder(NamedTuple):
@@ -77,9 +78,19 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     beside = sum(layer.transient.beside for layer in layers) if settings.overlap == "on" else 0
     more = slides + (beside if settings.device == "cpu" else 0)
     prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
-    away = sum(counted(layer.cost, True) - layer.cost.device_bytes for layer in layers)
-    host = 0 if settings.device == "cpu" else away + beside
+    host = 0 if settings.device == "cpu" else host_bytes(holder, info, item) + beside
     return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host)
+
+
+def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
+    """Bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt takes that
+    fills its cache."""
+    if holder.settings.placement != HOST:
+        return 0
+    try:
+        return slab_bytes([holder.method.cost(case).away.get(HOST, 0) for case in cases(holder, info, item, item.room)])
+    except CostError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +152,11 @@ def counted(cost: Cost, host: bool) -> int:
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 
 
-def cases(holder: Holder, info: ModelInfo, item: Item) -> list[Case]:
-    """What a cost is asked for, layer by layer, once the last turn is sealed."""
+def cases(holder: Holder, info: ModelInfo, item: Item, sealed: int | None = None) -> list[Case]:
+    """What a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
     settings, budget = holder.settings, holder.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
-    prompt = item.sealed(settings.protocol)[-1]
+    prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
     return [
         Case(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)

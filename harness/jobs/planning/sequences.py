@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.jobs.planning.cache_bytes import Holder, cases, counted
+from harness.jobs.planning.cache_bytes import Holder, cases, counted, host_bytes
 from harness.jobs.planning.capacity import needed
 from harness.jobs.planning.items import Item
 from harness.models.base import ModelInfo
@@ -12,7 +12,7 @@ from harness.models.base import ModelInfo
 
 class SequenceBytes(NamedTuple):
     """Bytes of one sequence among many: sealed, on the device and in host memory beside a GPU; `rounding` is what the
-    device's allocator gives it beyond that, and pinned memory is counted as it is given. `passing` is taken while its
+    device's allocator gives it beyond that, and `host` is pinned before the prompt. `passing` is taken while its
     prompt is computed, beside what it then holds; `staged` by the rows that a layer brings in a step."""
 
     device: int
@@ -29,12 +29,11 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, rounded: bool = 
     costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     here = [counted(cost, on_cpu) for cost in costs]
-    away = [0 if on_cpu else counted(cost, True) - cost.device_bytes for cost in costs]
     passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here)
     return SequenceBytes(
         device=slides + sum(here),
         rounding=sum(map(_in_blocks, here)) - sum(here) if rounded and not on_cpu else 0,
-        host=sum(map(_pinned, away) if rounded else away),
+        host=0 if on_cpu else host_bytes(holder, info, item),
         passing=max(0, passing),  # where rows leave while the prompt is computed, it never holds what a sealed one does
         staged=max(cost.moved_bytes_per_step for cost in costs),
     )
@@ -44,8 +43,3 @@ def _in_blocks(count: int) -> int:
     """Bytes of keys and values that torch's allocator gives on a GPU: tensors from 10 MiB on in steps of 2 MiB."""
     large, step = 10 << 20, 2 << 20
     return count if count < 2 * large else 2 * -(-count // (2 * step)) * step
-
-
-def _pinned(count: int) -> int:
-    """Bytes that torch gives in pinned host memory: a power of two."""
-    return 1 << (count - 1).bit_length() if count else 0

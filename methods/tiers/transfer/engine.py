@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from methods.tiers.slabs import Slabs
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
 from methods.tiers.transfer.threads import INLINE
@@ -99,17 +100,18 @@ class TransferEngine:
         links: Links | None = None,
         clock: TransferClock | None = None,
         worker: Link | None = None,
+        slabs: Slabs | None = None,
     ) -> None:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
         `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
         `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
-        that carries one byte."""
+        that carries one byte. `slabs`: host memory that is pinned for caches before they begin."""
         assert ahead or not (threads or works or worker)
         assert not (threads and links)
         self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker
         self.mover: Executor = ThreadPoolExecutor(threads, "transfer") if threads else INLINE
         self.hands: Executor = ThreadPoolExecutor(1, "transfer-work") if works else INLINE
-        self.beside = threads > 0
+        self.beside, self.slabs = threads > 0, slabs
 
     def begin(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
@@ -158,6 +160,8 @@ class TransferEngine:
         self.drain()
         self.mover.shutdown()
         self.hands.shutdown()
+        if self.slabs is not None:
+            self.slabs.close()
 
 
 class Arrival(Generic[T]):

@@ -81,7 +81,7 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
     )
     which = torch.tensor([4, 11], device=device)
     some = store.pick(which // 9, rows.flatten()[which]).wait()[:2]
-    held = rows_for(k, cache)
+    held = rows_for(k, cache, 0)
     stored = [held.stored, *(rows.stored for rows in store._tokens)]  # type: ignore[attr-defined]
     assert {x.device.type for x in stored} == {"cpu"}
     assert {x.is_pinned() for x in stored} == {device == "cuda"}

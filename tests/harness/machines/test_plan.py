@@ -98,9 +98,9 @@ def test_a_time_per_token_ends_a_batch_too() -> None:
 
 
 def test_host_memory_ends_a_batch_too() -> None:
-    """Pinned memory is given in powers of two: 30,000 values of 2048 bytes take 64 MiB in each of 32 layers."""
+    """Pinned memory is not rounded up: values of 2048 bytes of all 30,100 tokens that a cache may come to hold."""
     row = planned(replace(MADE_UP, host_bytes=9 * 2**31), info(), SHADOWKV)
-    assert row.sequence.host == 32 * 64 * 2**20
+    assert row.sequence.host == pytest.approx(32 * 30_100 * 2048, rel=2e-3)
     assert (row.most, row.limit) == (9, "host")
     endless = planned(replace(MADE_UP, host_bytes=None), info(), SHADOWKV)
     assert (endless.limit, endless.most > 9) == ("device", True)

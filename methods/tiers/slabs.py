@@ -1,0 +1,124 @@
+"""Holds host memory for rows that are still to come: pinned before a clock starts, and as much as was asked for.
+
+Torch pins memory while it makes a tensor there, for which the device stands still, and rounds it up to a power of two:
+6.1 GB take 8.6. What is registered is as large as it is, and serves one cache after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place, and returns what undoes that
+_PAGE = 4096  # bytes that are pinned together
+_ALIGNED = 64  # bytes: rows begin at a multiple
+_PARTS = 8  # tensors of rows in a layer, at most: those of a codec, and a copy of the keys
+
+
+def registered(memory: Tensor) -> Callable[[], None]:
+    """Pin memory for CUDA, and return what undoes it. Raises `RuntimeError` where the system does not lock as much."""
+    cudart: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+    return lambda: cudart.cudaHostUnregister(address)
+
+
+def slab_bytes(layers: Sequence[int]) -> int:
+    """Return the bytes that a slab takes for rows of so many bytes in each layer."""
+    return -(-sum(map(_region_bytes, layers)) // _PAGE) * _PAGE
+
+
+def _region_bytes(rows: int) -> int:
+    return -(-rows // _ALIGNED) * _ALIGNED + _PARTS * _ALIGNED if rows else 0
+
+
+class Lease:
+    """Keeps memory from serving another cache, as long as a region or rows in it refer to this."""
+
+
+class Region:
+    """Holds memory for the rows of one layer, one tensor behind the other. It starts anew once all of them are gone, as
+    at the beginning of a further turn."""
+
+    def __init__(self, memory: Tensor, lease: Lease) -> None:
+        self._memory: Any = memory.numpy()
+        self._lease = lease
+        self._at = self._cuts = 0
+        self._gone: list[None] = []
+
+    def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor with a storage of its own, or None where there is no room for it."""
+        nbytes = prod(shape) * dtype.itemsize
+        if len(self._gone) == self._cuts:
+            self._at = 0
+        if not nbytes or self._at + nbytes > len(self._memory):
+            return None
+        part = self._memory[self._at : self._at + nbytes]
+        finalize(part, self._let_go)
+        self._at += -(-nbytes // _ALIGNED) * _ALIGNED
+        self._cuts += 1
+        return torch.frombuffer(part, dtype=dtype).view(*shape)
+
+    def _let_go(self) -> None:
+        self._gone.append(None)  # from any thread
+
+
+class Slab(NamedTuple):
+    """Holds host memory for the rows of one cache, a region for each layer."""
+
+    regions: list[Region]
+
+
+class _Pinned(NamedTuple):
+    memory: Tensor
+    undo: Callable[[], None]
+
+
+class Slabs:
+    """Gives slabs to the caches of a device. What a cache has let go of serves the next one, if it is large enough;
+    else it is unpinned before more is pinned."""
+
+    def __init__(self, pin: Pin = registered) -> None:
+        self._pin, self._idle, self._closed = pin, list[_Pinned](), False
+
+    def slab(self, layers: Sequence[int]) -> Slab:
+        """Return a slab with room for rows of so many bytes in each layer."""
+        size = slab_bytes(layers)
+        pinned = min((one for one in self._idle if one.memory.nbytes >= size), key=_size, default=None)
+        if pinned is None:
+            self._unpin()
+            pinned = self._pinned(size)
+        else:
+            self._idle.remove(pinned)
+        sizes, lease = [_region_bytes(rows) for rows in layers], Lease()
+        finalize(lease, self._give_back, pinned).atexit = False
+        return Slab([Region(part, lease) for part in pinned.memory[: sum(sizes)].split(sizes)])
+
+    def close(self) -> None:
+        """Unpin all that no cache has; the rest follows when its cache is gone."""
+        self._closed = True
+        self._unpin()
+
+    def _pinned(self, size: int) -> _Pinned:
+        whole = torch.empty(size + _PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % _PAGE
+        memory = whole[start : start + size]
+        return _Pinned(memory, self._pin(memory))
+
+    def _give_back(self, pinned: _Pinned) -> None:
+        self._idle.append(pinned)
+        if self._closed:
+            self._unpin()
+
+    def _unpin(self) -> None:
+        while self._idle:
+            self._idle.pop().undo()
+
+
+def _size(pinned: _Pinned) -> int:
+    return pinned.memory.nbytes

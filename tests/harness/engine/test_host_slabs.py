@@ -1,0 +1,104 @@
+"""Host memory is there before a prompt's clock starts: no prompt, seal or step takes more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from methods.base import Method
+from methods.tiers.integers import IntCodec
+from methods.tiers.rows import HostRows
+from methods.tiers.slabs import Slabs
+from tests.methods.test_contract import small
+from tests.tiny import prompt, tiny
+
+NAMES = ["full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq", "kivi"]
+
+
+def method_of(name: str) -> Method:
+    method = small(name)
+    return replace(method, group=16, residual=32) if name == "kivi" else method  # type: ignore[call-arg]
+
+
+class Watched:
+    """Stands in for pinned memory, and counts the rows that have to take other memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.places = list[range]()
+        self.within, self.elsewhere = 0, list[tuple[int, ...]]()
+        room = HostRows.room
+
+        def counted(shape: tuple[int, ...], *how: Any) -> Tensor:
+            x = room(shape, *how)
+            if x.nbytes and any(x.data_ptr() in place for place in self.places):
+                self.within += 1
+            elif x.nbytes:
+                self.elsewhere.append(shape)
+            return x
+
+        patch.setattr(HostRows, "room", staticmethod(counted))
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        place = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        self.places.append(place)
+        return lambda: self.places.remove(place)
+
+
+@torch.inference_mode()
+def turns(kv: Attachment, slabs: Slabs | None) -> list[int]:
+    """Tokens of three turns, the prompts in two chunks, and then of another conversation."""
+    kv.engine.slabs = slabs
+    engine, tokens = Engine(kv, prefill_chunk=40), []
+    for lengths in ((61, 23, 30), (50,)):
+        cache = kv.start(KVCache, capacity=140)
+        for seed, length in enumerate(lengths):
+            cache.open_turn()
+            logits = engine.prefill(cache, prompt(length, seed=seed), whole=True)
+            cache.seal()
+            for _ in range(5):
+                logits = engine.run(logits.argmax(-1, keepdim=True), cache)
+                tokens.append(int(logits.argmax()))
+        del cache
+    return tokens
+
+
+@pytest.mark.parametrize("codec", [None, IntCodec(bits=4, group=8)])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_rows_lie_in_memory_that_was_there_before(
+    name: str, codec: IntCodec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = method_of(name)
+    if codec is not None and not method.encodes:
+        pytest.skip("takes no codec")
+    with attached(
+        tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement="host",
+        calibration=prompt(64, seed=9), codec=codec,
+    ) as kv:  # fmt: skip
+        plain = turns(kv, None)
+        watched = Watched(monkeypatch)
+        slabs = Slabs(watched.pin)
+        assert turns(kv, slabs) == plain
+        assert (watched.elsewhere, len(watched.places)) == ([], 1)
+        assert watched.within > 0
+    assert not watched.places
+
+
+def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    with attached(tiny("llama"), small("quest"), budget=0.4, placement="host") as kv:
+        kv.engine.slabs = Slabs(watched.pin)
+        caches = [kv.start(KVCache, capacity=100, batch=2) for _ in range(2)]
+        assert len(watched.places) == 2
+        Engine(kv).generate(prompt(80), max_new_tokens=3)
+        assert len(watched.places) == 3
+        assert kv.start(KVCache, capacity=100, grows=True).state.request.slab is None
+        del caches
+    assert not watched.places

@@ -1,0 +1,80 @@
+"""Host memory that is there before its rows come: how much it is, whom it serves, and when it goes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from methods.tiers.rows import HostRows, Place
+from methods.tiers.slabs import Slab, Slabs, slab_bytes
+
+CPU = torch.device("cpu")
+
+
+class Pins:
+    """Counts what would be pinned."""
+
+    def __init__(self) -> None:
+        self.held = list[int]()
+        self.made = 0
+
+    def __call__(self, memory: Tensor) -> Callable[[], None]:
+        assert memory.data_ptr() % 4096 == 0
+        self.made += 1
+        self.held.append(memory.nbytes)
+        return lambda: self.held.remove(memory.nbytes)
+
+
+def rows(slab: Slab, layer: int, count: int) -> HostRows:
+    return HostRows((1, 2, count, 8), torch.float32, Place(CPU, None, slab.regions[layer]))
+
+
+def test_a_slab_is_as_large_as_its_rows_and_not_rounded_to_a_power_of_two() -> None:
+    assert 3 * 2**30 <= slab_bytes([2**30] * 3) <= 3 * 2**30 + 2**13
+    assert slab_bytes([0, 0]) == 0
+
+
+def test_rows_have_storages_of_their_own_that_no_other_rows_share() -> None:
+    slab = Slabs(Pins()).slab([64 * 30, 64 * 30])
+    held = [rows(slab, layer, count) for layer in (0, 1) for count in (20, 10)]
+    for number, one in enumerate(held):
+        assert one.stored.untyped_storage().nbytes() == one.stored.nbytes
+        one.take(torch.full(one.shape, float(number)), 0)
+    assert [float(one.stored.unique()) for one in held] == [0, 1, 2, 3]
+
+
+def test_a_layer_starts_anew_once_its_rows_are_gone_and_what_has_no_room_takes_other_memory() -> None:
+    slab = Slabs(Pins()).slab([64 * 30])
+    first = rows(slab, 0, 30)
+    place, beside = first.stored.data_ptr(), rows(slab, 0, 20)
+    assert slab.regions[0].cut((20, 16), torch.float32) is None
+    del first, beside
+    gc.collect()
+    assert rows(slab, 0, 25).stored.data_ptr() == place
+
+
+def test_a_slab_serves_one_cache_after_the_other() -> None:
+    pins = Pins()
+    slabs = Slabs(pins)
+    slab = slabs.slab([6400])
+    held = rows(slab, 0, 100)
+    del slab
+    gc.collect()
+    other = slabs.slab([6400])  # rows are still in the first
+    assert pins.made == 2
+    del other, held
+    gc.collect()
+    smaller, same = slabs.slab([3200]), slabs.slab([6400])
+    assert pins.made == 2
+    del smaller, same
+    gc.collect()
+    larger = slabs.slab([64000])
+    assert pins.held == [slab_bytes([64000])]  # what was too small is unpinned first
+    slabs.close()
+    assert pins.held == [slab_bytes([64000])]
+    del larger
+    gc.collect()
+    assert pins.held == []
