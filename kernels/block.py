@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from kernels import ops
+from kernels.ragged import Ragged
 from kernels.rope import rotate
 
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
@@ -84,6 +86,24 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
     if block.q_norm is not None and block.k_norm is not None:
         q, k = rms_norm(q, block.q_norm, block.eps), rms_norm(k, block.k_norm, block.eps)
     return normed, rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def attention_inputs_stored(
+    x: Tensor,
+    block: DecoderBlock,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor | Ragged,
+    values: Tensor | Ragged,
+    row: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `attention_inputs` of one token of each sequence, and write its k and v to where a cache holds them too:
+    to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]."""
+    normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
+    rows = row.view(-1, 1, 1).expand(k.shape[:3])
+    ops.put_rows(keys, rows, k)
+    ops.put_rows(values, rows, v)
+    return normed, q, k, v
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:

@@ -53,6 +53,7 @@ windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", cpu="kernels.c
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
 attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+attention_inputs_stored = Op("attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block")
 block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 

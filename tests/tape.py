@@ -19,6 +19,7 @@ from kernels.dispatch import watched
 from kernels.ragged import Ragged
 from methods.base.counters import CaptureError
 
+WRITTEN = {"put_rows": slice(1), "attention_inputs_stored": slice(4, 6)}  # which arguments an operation changes
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
@@ -83,12 +84,12 @@ class Recording(DispatchRecorder):
         self.calls.append((func, args, kwargs, _tensors(out)))
 
     def operation(self, name: str, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Compiled code writes where torch does not see it: to the tensor that `put_rows` is given, and no other."""
+        """Compiled code writes where torch does not see it: to what the operations in WRITTEN are given, no other."""
         if self.inside:
             return run()
         self.inside = True
         try:
-            for tensor in _tensors(arguments[0]) if name == "put_rows" else ():
+            for tensor in _tensors(arguments[WRITTEN[name]] if name in WRITTEN else ()):
                 self._keep(tensor)
             result = run()
         finally:

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from harness.engine.watch import Watch
 from kernels.told import StepInputs
-from methods.base import AttnInput, CacheState, KVLayer
+from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
 from methods.tiers.traffic import Traffic
@@ -161,6 +161,10 @@ class KVCache(Cache):
         self.counters.steps += steps
         for layer in self.layers:
             layer.count_replayed(steps)
+
+    def next_row(self, layer: int) -> NextRow | None:
+        """Where a layer stores the next token of each sequence, if whoever makes its k and v may write them."""
+        return self.layers[layer].next_row() if self.sealed else None
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""

@@ -49,6 +49,7 @@ class BlockForward:
             join_weights(self.decoder.layers)  # only now, as the blocks above refuse what is quantised
             self.blocks = [_block(layer) for layer in self.decoder.layers]
         norm, head = self.decoder.norm, model.get_output_embeddings()
+        self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v where they make them
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
 
@@ -102,8 +103,12 @@ class BlockForward:
 
     def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
         """A function of its own, so that nothing but its result [B H T D] is alive beside the MLP."""
-        normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
-        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
+        next_row = cache.next_row(index) if self.stores and x.shape[1] == 1 else None
+        if next_row is None:
+            normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
+        else:
+            normed, q, k, v = ops.attention_inputs_stored(x, self.blocks[index], cos, sin, *next_row)
+        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=next_row is not None))
 
 
 def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:

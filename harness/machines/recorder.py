@@ -56,9 +56,11 @@ class DispatchRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [
-            given
-            for argument, given in zip(func._schema.arguments, args, strict=False)
+            by_name.get(argument.name)
+            for argument in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         changed = tensors_in(written)
@@ -81,9 +83,9 @@ class StepRecorder(DispatchRecorder):
     def has_run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
     ) -> None:
-        name = func.overloadpacket.__name__
-        if self._within or not (changed or _makes(args, kwargs, out)) or name in NO_LAUNCH:
+        if self._within or not is_launch(func, args, kwargs, out, changed):
             return
+        name = func.overloadpacket.__name__
         counted = flop_registry.get(func.overloadpacket)
         done = 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
         self.events.append(Operation(name, *_touched(name, tensors_in((args, kwargs)), tensors_in(out), changed), done))
@@ -188,6 +190,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 def place_of(x: Tensor) -> int:
     """The address of the storage, which views share."""
     return x.untyped_storage().data_ptr()
+
+
+def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]) -> bool:
+    """Whether a GPU would do something for `func`: it has changed a tensor, or made one that is no view of others."""
+    return func.overloadpacket.__name__ not in NO_LAUNCH and (bool(changed) or _makes(args, kwargs, out))
 
 
 def _makes(args: Any, kwargs: Any, out: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from methods.base.cost import Case, Cost, CostError, Transient
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
-from methods.base.request import AttnInput, LayerSpec, Request
+from methods.base.request import AttnInput, LayerSpec, NextRow, Request
 from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
@@ -27,6 +27,7 @@ __all__ = [
     "KVLayer",
     "LayerSpec",
     "Method",
+    "NextRow",
     "PaperBudget",
     "Plan",
     "Request",

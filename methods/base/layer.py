@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from methods.base.counters import undeclared
-from methods.base.request import AttnInput, LayerSpec
+from methods.base.request import AttnInput, LayerSpec, NextRow
 from methods.base.state import CacheState
 
 
@@ -60,6 +60,11 @@ class KVLayer(ABC):
     @abstractmethod
     def decode(self, x: AttnInput) -> Tensor:
         """Take in one token and attend. -> [B H 1 D]"""
+
+    def next_row(self) -> NextRow | None:
+        """Say where the next `decode` stores k and v as they are, so that the kernel that makes them may write them;
+        None where that is not known on the device, or where more is done than that."""
+        return None
 
     @property
     def evicts(self) -> bool:

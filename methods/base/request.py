@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.ragged import Ragged
 from methods.budget import Budget
 from methods.tiers.codec import Codec
 from methods.tiers.rows import Place
@@ -98,3 +100,12 @@ class AttnInput:
     sin: Tensor  # [1|B T D]
     hidden: Tensor  # [B T E], the normalised input of the projections, which must not be kept
     start: int  # position of the first new token
+    stored: bool = False  # k and v are in the layer's store already, where `KVLayer.next_row` said
+
+
+class NextRow(NamedTuple):
+    """Says where a layer stores the next token of each sequence."""
+
+    keys: Tensor | Ragged  # [B G S D]
+    values: Tensor | Ragged
+    row: Tensor  # [1] for all sequences, or [B], int64

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method
+from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, NextRow
 from methods.layers.indices import read_together
 from methods.layers.keep import Evict
 from methods.layers.policy import Policy
@@ -66,6 +66,10 @@ class Layer(Storage, capturable=True):
         room = self.request.capacity - self.seen
         if self.most_generated is not None and self.most_generated < room:
             self.store.resize(self.most_generated)
+
+    def next_row(self) -> NextRow | None:
+        as_they_are = self.heads == self.spec.num_kv_heads and self.most_generated is None
+        return self.store.next_row() if as_they_are else None
 
     def decode(self, x: AttnInput) -> Tensor:
         if self.most_generated is not None:

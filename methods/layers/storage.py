@@ -88,11 +88,11 @@ class Storage(KVLayer):
         if not self.seen:
             self.store = KVStore(self.spec, self.cache, self.request.capacity)
         self.seen += x.k.shape[2]
-        copies = self.heads // self.spec.num_kv_heads
-        if copies == 1:
-            self.store.append(x.k, x.v)
+        if x.stored:
+            self.store.count_written()
         else:
-            self.store.append(x.k.repeat_interleave(copies, 1), x.v.repeat_interleave(copies, 1))
+            copies = self.heads // self.spec.num_kv_heads
+            self.store.append(*(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v)))
 
     def retain(self, rows: Tensor) -> None:
         """Let all stored tokens go except `rows` [B G|H K], ascending; the store shrinks with them. With a row per

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import CacheState, LayerSpec
+from methods.base import CacheState, LayerSpec, NextRow
 from methods.tiers.rows import DeviceRows, Place
 from methods.tiers.tier import DEVICE
 
@@ -66,6 +66,18 @@ class KVStore:
         self.cache.counters.write(k, self.k_rows, 2, self.length)
         self.cache.counters.write(v, self.v_rows, 2, self.length)
         self.length = end
+
+    def next_row(self) -> NextRow | None:
+        """Say where `append` would write one more token of each sequence; None where only Python knows, or where there
+        is no room."""
+        counters = self.cache.counters
+        if not counters.running or self.length == self.k_rows.shape[2]:
+            return None
+        return NextRow(self.k_rows, self.v_rows, counters.tensor(self.length, self.k_rows.device))
+
+    def count_written(self) -> None:
+        """Count a token of each sequence that somebody has written to `next_row`."""
+        self.length += 1
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Let all of the last `count` tokens go except `rows` [B G K], ascending."""

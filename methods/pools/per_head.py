@@ -50,6 +50,9 @@ class PerHeadStore(KVStore):
             store.append(keys[None, None], values[None, None])
         self.length += k.shape[2]
 
+    def next_row(self) -> None:
+        """Say that there is no one row: heads may hold different numbers of tokens."""
+
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         for store, kept in zip(self.stores, rows.flatten(0, 1), strict=True):
             store.keep_of_last(count, kept[None, None])

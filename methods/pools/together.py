@@ -15,7 +15,7 @@ from kernels.coded import Coded
 from kernels.each import Each, each
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
-from methods.base import CacheState
+from methods.base import CacheState, NextRow
 from methods.pools.near import KVStore
 from methods.pools.pool import Pool
 from methods.tiers.codec import Encoded
@@ -41,9 +41,15 @@ class StoreOfSeveral(KVStore):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store one new token of each sequence. k, v [B G 1 D]"""
-        rows = self.cache.counters.first(self._lengths, k.device).view(-1, 1, 1).expand(*k.shape[:3])
+        rows = self.next_row().row.view(-1, 1, 1).expand(*k.shape[:3])
         ops.put_rows(self._keys, rows, k)
         ops.put_rows(self._values, rows, v)
+
+    def next_row(self) -> NextRow:
+        return NextRow(self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device))
+
+    def count_written(self) -> None:
+        """Leave the count to `cache.counters`."""
 
     def count(self, more: int) -> Tensor:
         return self.cache.counters.first(self._lengths + 1 + more, self._keys.device)

@@ -72,6 +72,10 @@ class Driver:
 
 def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _, q, _, _ = block.attention_inputs(x, layer, cos, sin)
+    if x.shape[1] == 1:
+        side = x.new_zeros(len(x), len(layer.k.weight) // layer.head_dim, 9, layer.head_dim)
+        for held in (side, Ragged(side.split(1))):
+            block.attention_inputs_stored(x, layer, cos, sin, held, held, torch.zeros(len(x), dtype=torch.int64))
     block.block_output(x, q, layer)
     block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))
 

@@ -15,6 +15,7 @@ from kernels import block as reference
 from kernels import ops
 from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
 from kernels.dispatch import REFERENCE, use_backend
+from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.quick import mostly_slow, slow_if
 
@@ -25,6 +26,7 @@ SHAPES = {
     "odd": (50, 3, 1, 10, 37, True, False, 10, 2, 1),
     "qwen3": (128, 8, 2, 16, 160, True, True, 16, 3, 1),
     "partial-rotary": (96, 4, 4, 24, 100, False, False, 12, 8, 1),
+    "wide-heads": (70, 5, 1, 256, 64, False, True, 256, 3, 1),
     "many-sequences": (96, 4, 2, 24, 100, False, False, 24, 9, 1),
     "gqa8-dim128-prompt": (64, 8, 1, 128, 96, False, False, 128, 2, 19),
     "dim96-prompt": (70, 4, 4, 96, 130, True, True, 72, 1, 17),
@@ -107,6 +109,36 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
     inputs = drawn(shape, DTYPES[dtype])
     for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one-tensor", "tables"])
+@pytest.mark.parametrize("shape", ["smollm", "odd", "qwen3", "partial-rotary", "wide-heads"])
+@pytest.mark.parametrize("make", [drawn, drawn_in_slices])
+def test_keys_and_values_are_written_where_they_are_made(make: Callable[..., Any], shape: str, several: bool) -> None:
+    """To rows with others between them; of several sequences to another row in each, all others stay as they are."""
+    block, x, cos, sin = make(shape, torch.float32)
+    batch, groups = len(x), len(block.k.weight) // block.head_dim
+    row = torch.arange(batch) % 5 if several else torch.tensor([3])
+
+    def stores() -> tuple[Tensor, Tensor]:
+        room = torch.arange(2.0 * batch * groups * 9 * block.head_dim).view(2, batch, 9, groups, block.head_dim)
+        keys, values = (part.transpose(1, 2)[:, :, 2:] for part in room)
+        return keys, values
+
+    def made(backend: str) -> list[Tensor]:
+        keys, values = stores()
+        held = [Ragged(part.split(1)) if several else part for part in (keys, values)]
+        with use_backend(backend):
+            assert ops.attention_inputs_stored.refusal(backend, x, block, cos, sin, *held, row) is None
+            return [*ops.attention_inputs_stored(x, block, cos, sin, *held, row), keys, values]
+
+    ours, theirs = made("triton"), made(REFERENCE)
+    for one, other in zip(ours, theirs, strict=True):
+        close(one, other)
+    for side, before, new in zip(ours[4:], stores(), ours[2:4], strict=True):
+        there = torch.zeros(batch, 1, 7, 1, dtype=torch.bool)
+        there[torch.arange(batch), 0, row.expand(batch)] = True
+        assert torch.equal(side, torch.where(there, new, before))
 
 
 def moved(value: Any, device: str) -> Any:

@@ -13,7 +13,7 @@ from harness.engine.cache import KVCache
 from kernels.each import each
 from kernels.ragged import Ragged
 from kernels.told import StepInputs
-from methods.base import AttnInput, CacheState, KVLayer
+from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
 from methods.layers.together import Slots, alone_because, form, hand_back, link, together
@@ -105,6 +105,11 @@ class SlotsCache(KVCache):
                 member.end()
         self._counters.advance()
         self.num_tokens += 1
+
+    def next_row(self, layer: int) -> NextRow | None:
+        """Of sequences of which all attend together."""
+        first, *others = self._groups[layer]
+        return first.layer.next_row() if first.joint and not others else None
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer for one token of each sequence. -> [B H 1 D]"""

@@ -40,6 +40,8 @@ from tests.tiny import BY_BLOCKS, prompt, tiny
 
 def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[Generation, Engine]:
     engine = Engine(kv, graphs=Tape() if captured else None)
+    if engine.forward is not None:
+        engine.forward.stores = captured  # as on a GPU
     with use_backend("torch"):
         return engine.generate(ids, max_new_tokens=9, **how), engine
 

@@ -226,6 +226,8 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
 
 def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: Tape | None) -> None:
     plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
+    assert engine.forward is not None
+    engine.forward.stores = graphs is not None  # as on a GPU
     batch = RunningBatch(engine)
     slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
     while batch.slots:

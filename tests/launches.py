@@ -1,0 +1,113 @@
+"""Counts what a captured decode step launches on a GPU, without one.
+
+Triton's kernels are interpreted, and each operation of torch beside them that makes or changes a tensor is a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from triton.runtime import interpreter
+
+from harness.engine import forward
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
+from harness.engine.forward import BlockForward
+from harness.machines.recorder import DispatchRecorder, is_launch
+from kernels.dispatch import use_backend
+from methods.base import Method
+from tests.tiny import SHAPE, prompt
+
+COUNTED = 2  # the layer whose launches count: the first two layers of some methods read everything
+LENGTHS = (61, 74, 90, 83, 67, 72, 95, 88)  # of prompts
+BUDGET = 0.5
+
+
+@cache
+@torch.inference_mode(mode=False)
+def joined_model() -> PreTrainedModel:
+    """Return a tiny model whose weights lie as on a GPU, joined where they share an input."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model("llama", **SHAPE | {"num_attention_heads": 4, "num_hidden_layers": COUNTED + 2})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    forward.join_weights(model.get_decoder().layers)
+    return model
+
+
+class LaunchRecorder(DispatchRecorder):
+    """Stands where CUDA graphs do (harness/engine/graph.py), and names the launches of each layer in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_layer: dict[int, list[str]] = {}
+        self._layer: int | None = None
+        self._inside = False  # a kernel is interpreted, by whatever means
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        self.by_layer.clear()
+        with use_backend("triton"), self._watching(), self:
+            result = step()
+        return step, result
+
+    def drop(self, replay: Callable[[], Any]) -> None:
+        """Keep what was named."""
+
+    def has_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
+    ) -> None:
+        if is_launch(func, args, kwargs, out, changed):
+            self._note(func.overloadpacket.__name__)
+
+    def _note(self, name: str) -> None:
+        if self._layer is not None and not self._inside:
+            self.by_layer.setdefault(self._layer, []).append(name)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Learn of each kernel's launch, and of the layer that runs."""
+        run, layer_of = interpreter.GridExecutor.__call__, BlockForward._layer
+
+        def launch(executor: Any, *args: Any, **options: Any) -> None:
+            self._note(executor.fn.__name__)
+            self._inside = True
+            try:
+                run(executor, *args, **options)
+            finally:
+                self._inside = False
+
+        def layer(of: BlockForward, index: int, *args: Any) -> Any:
+            self._layer = index
+            try:
+                return layer_of(of, index, *args)
+            finally:
+                self._layer = None
+
+        with (
+            patch.object(interpreter.GridExecutor, "__call__", launch),
+            patch.object(BlockForward, "_layer", layer),
+        ):
+            yield
+
+
+def launches_of(method: Method, sequences: int) -> list[str]:
+    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ."""
+    recorder, budget = LaunchRecorder(), BUDGET if method.uses_budget else None
+    with attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9)) as kv:
+        engine = Engine(kv, graphs=recorder)
+        assert engine.forward is not None
+        engine.forward.stores = True
+        engine.generate(prompt(60), max_new_tokens=2)  # the first answer is checked, in plain steps
+        batch = RunningBatch(engine)
+        for length in LENGTHS[:sequences]:
+            engine.join(batch, prompt(length, seed=length), max_new_tokens=4)
+        batch.step()
+        assert engine.plain_steps is None, engine.plain_steps
+    return recorder.by_layer[COUNTED]
