@@ -6,7 +6,9 @@ else stands behind `lm-eval` is that project's: `run`, `ls`, `validate` and thei
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from harness.config.errors import as_command
@@ -32,7 +34,19 @@ def _hand_over() -> None:
 
     if MODEL not in model_registry:
         model_registry.register(MODEL, target="harness.bridges.lm_eval.model:KVHarnessLM")
+    sys.argv += _device(sys.argv)
     cli_evaluate()
+
+
+def _device(words: Sequence[str]) -> list[str]:
+    """`--device` with the one that our model will take, where nobody says it: lm-eval would write down `cuda:0`."""
+    from harness.models.devices import choose_device
+
+    ours = any(word.endswith(MODEL) for word in words)
+    if not ours or any(word.startswith(("--device", "--config", "-C")) for word in words):
+        return []
+    said = re.search(r"\bdevice=([\w:]+)", " ".join(words))
+    return ["--device", choose_device(said[1] if said else "auto")]
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(f"\n{outcome.table(rows, runs)}")
     if figure:
         say(f"\n{figure.table(rows)}")
+    elif options.costs is None:
+        for sentence in paper.not_reproduced(rows):
+            say(sentence)
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
     write_json(folder / "simulation.json", made | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])

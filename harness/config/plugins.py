@@ -141,7 +141,10 @@ def is_size(hint: Any) -> bool:
 
 
 def _listed(key: str, value: Any, hint: Any) -> str:
-    """How to write a single value where a list is wanted."""
+    """How to write a single value where a list is wanted, or a mapping that names it."""
+    if get_origin(hint) is dict:
+        named = plain(value) if isinstance(value, str) else "VALUE"
+        return f", as in '{key}={{name: {named}}}'"
     return f", as in {key}=[{plain(value)}]" if fits([value], hint) else ""
 
 
@@ -155,7 +158,7 @@ def spell(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin is dict:
-        return "a mapping, as {name: VALUE}"
+        return "a mapping"
     if origin in SEQUENCES:
         return "a list" if inner[0] is Any else f"a list, each {spell(inner[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

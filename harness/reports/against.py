@@ -121,9 +121,7 @@ def contrasts(tables: Sequence[Comparison], reference: str) -> list[Contrasts]:
     ]
     known = sorted({called for _, _, rows in pooled for row in rows for called in row.names()})
     if reference not in known:
-        raise StoreError(
-            f"--against {reference}: no run is called so{suggestion(reference, known)} There are {', '.join(known)}."
-        )
+        raise StoreError(f"--against {reference}: no run is called so{suggestion(reference, known)}")
     found = [_contrasts(title, rows, reference, fed) for title, fed, rows in pooled]
     return [one for one in found if one.contrasts or one.left_out]
 

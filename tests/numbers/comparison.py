@@ -124,7 +124,9 @@ def _perplexity() -> Iterator[str]:
     worst = max((one for one in of.lines if one[1] == 10), key=lambda one: of.of(*one, "score.averages.perplexity"))
     assert worst[0] == "quest"
     yield "comes last at 10 %"
-    yield f"correction over {sum(method != 'full' for method, _ in of.lines)} rows"
+    for column in ("score.averages.perplexity", "fidelity.kl"):
+        ranked = [of.of(method, 10, column) for method in ("h2o", "snapkv", "streaming", "pyramidkv", "quest")]
+        assert ranked == sorted(ranked), "in the same order"
 
 
 def _traffic() -> Iterator[str]:

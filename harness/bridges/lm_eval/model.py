@@ -132,6 +132,7 @@ class KVHarnessLM(TemplateLM):
             "model_num_parameters": model.num_parameters(),
             "model_dtype": str(model.dtype),
             "model_revision": self.loaded.revision,
+            "kv_device": str(model.device),  # lm-eval writes down what was asked for, and `cuda:0` where nothing was
             "kv_method": repr(attachment.method),
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
         }

@@ -72,7 +72,7 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
     info = source.describe()
     method = method_of(wanted, given, info)
     check_fit(wanted, method, info)
-    for words_of_it in without_effect(wanted, given):
+    for words_of_it in without_effect(wanted, given, words.keys()):
         say_once(words_of_it)
     settings = effective(wanted, method, info)
     if settings.threads is not None:

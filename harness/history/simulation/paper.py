@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,20 @@ class Figure:
         stores = [row["settings"] for row in rows if row["settings"]["policy"] != RECOMPUTE]
         tuned = any({key: run[key] for key in STORE_DEFAULTS} != STORE_DEFAULTS for run in stores)
         return [STORE_NOTE] if saves and tuned else []
+
+
+def not_reproduced(rows: Sequence[SimulatedRow]) -> Iterator[str]:
+    """Yield a sentence for each number of the paper that these runs miss, where they are runs of its figures."""
+    for number in read_yaml(FILE):
+        one = figure(number)
+        settings = [asdict(scenario) for scenario in one.scenarios([])]
+        runs = [row for row in rows if row["settings"] in settings]
+        for claim in one.claims:
+            with suppress(ValueError):  # not all of its runs are here
+                ours = claim.ours(runs)
+                if claim.is_missed(ours):
+                    said = f"the paper has {claim.told(claim.paper)}, here it is {claim.told(ours)}"
+                    yield f"! not reproduced: figure {number}, {claim.name}: {said}"
 
 
 def figure(number: str) -> Figure:

@@ -68,12 +68,15 @@ def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
         yield Idle({"shared_prefill": False}, "whose prefill is not Full's, so that it runs beside")
 
 
-def without_effect(settings: Settings, method: Method) -> Iterator[str]:
-    """What changes nothing for `method`, in words. Settings at their defaults were not asked for."""
+def without_effect(settings: Settings, method: Method, given: Set[str] = frozenset()) -> Iterator[str]:
+    """What changes nothing for `method`, in words. Settings at their defaults were not asked for, but for those whose
+    names are `given`."""
     usual = Settings()
     for neutral, why in _idle(settings, method):
         asked = {
-            name for name, value in neutral.items() if getattr(settings, name) not in (value, getattr(usual, name))
+            name
+            for name, value in neutral.items()
+            if (asked_for := getattr(settings, name)) != value and (name in given or asked_for != getattr(usual, name))
         }
         yield from _nothing(asked, method, why)
     if isinstance(method, Full) and settings.baseline != usual.baseline:

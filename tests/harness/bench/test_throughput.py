@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.bench import throughput
 from harness.bench.__main__ import main
 from harness.bench.common import output
+from harness.bench.common.growing import GrowingBatch
 from harness.models.random import Random
 from tests.quick import mostly_slow
 
@@ -34,17 +36,20 @@ def measured(asked: Namespace, method: str, model: Random = MODEL) -> list[dict[
     return [dict(row) for row in report.rows]
 
 
-@pytest.mark.parametrize("tokens", mostly_slow([300, 600, 900], 600))
+@pytest.mark.parametrize("words", mostly_slow(["300", "600", "900", "600 --synthetic"], "600"))
 @pytest.mark.parametrize("method", METHODS)
-def test_the_batch_that_is_found_is_the_one_that_was_predicted(method: str, tokens: int, tmp_path: Path) -> None:
+def test_the_batch_that_is_found_is_the_one_that_was_predicted(method: str, words: str, tmp_path: Path) -> None:
+    tokens = int(words.split()[0])
     weights = sum(x.nbytes for x in MODEL.load("fp32", "cpu").model.parameters())
     device, host = weights + 6_000 * tokens, 2_500 * tokens
     sizes = "--device-memory", str(device), "--host-memory", str(host)
-    rows = measured(options(tmp_path, "--tokens", str(tokens), *sizes), method)
-    *_, last = rows
+    rows = measured(options(tmp_path, *sizes, "--tokens", *words.split()), method)
+    *_, last, failed = rows
     assert "error" not in last
+    assert (failed["batch"], failed["failed"]) == (last["batch"] + 1, last["ended"])
+    assert failed["device_bytes"] > device or failed["host_bytes"] > host
     assert [row["batch"] for row in rows[:2]] == [1, 2]
-    assert all(row["rate"] > 0 for row in rows)
+    assert all(row["rate"] > 0 for row in rows[:-1])
     assert last["ended"] == "device" or (last["ended"] == "host" and last["placement"] == "host")
     assert abs(last["batch"] - last["predicted"]) <= 1
     assert last["device_bytes"] <= device
@@ -59,6 +64,23 @@ def test_it_ends_as_asked_and_says_what_does_not_fit(tmp_path: Path) -> None:
     assert row["error"].endswith("Give more --device-memory.")
     (row,) = measured(options(tmp_path, "--tokens", "300", "--device-memory", "1GB", "--budget", "3"), "pqcache")
     assert "budget" in row["error"]
+
+
+def test_a_batch_whose_step_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = GrowingBatch.timed
+
+    def failing(growing: GrowingBatch) -> dict[str, Any]:
+        if len(growing.batch.slots) > 1:
+            raise torch.OutOfMemoryError
+        return timed(growing)
+
+    monkeypatch.setattr(GrowingBatch, "timed", failing)
+    rows = measured(options(tmp_path, "--tokens", "300", "--device-memory", "1GB"), "snapkv")
+    assert [(row["batch"], row.get("ended"), row.get("failed")) for row in rows] == [
+        (1, "device", None),
+        (2, None, "device"),
+    ]
+    assert "rate" not in rows[1]
 
 
 def test_synthetic_prompts_leave_layer_by_layer(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from harness.bridges.kvpress.building import build, set_ratio
 from harness.bridges.kvpress.keep import lent_module, ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
 from harness.bridges.kvpress.package import KVPressError, package
+from harness.config import plugins
+from harness.config.plugins import PluginError
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
@@ -283,6 +285,11 @@ def test_what_cannot_run_here_is_refused_by_name(press: dict[str, Any], said: st
     with pytest.raises(KVPressError) as raised:
         KVPress(press=press).check_model(shapes(Random(shape="tiny").describe())[0])
     assert said in str(raised.value)
+
+
+def test_a_press_by_its_bare_name_is_refused_with_the_words_to_write() -> None:
+    with pytest.raises(PluginError, match=r"a mapping, as in 'method\.press=\{name: TOVAPress\}'"):
+        plugins.build({"_target_": "harness.bridges.kvpress.kvpress.KVPress", "press": "TOVAPress"}, "method")
 
 
 def test_a_failing_press_is_named() -> None:

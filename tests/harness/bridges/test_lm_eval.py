@@ -14,6 +14,7 @@ from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
+from harness.terminal.notices import say_once
 from methods.streaming import Streaming
 from tests.forks import Forked, module
 
@@ -22,7 +23,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 
 from harness.bridges.lm_eval.model import KVHarnessLM
-from harness.commands.lm_eval import MODEL
+from harness.bridges.lm_eval.setup import ready
+from harness.commands.lm_eval import MODEL, _device
 
 TEXT = "A fact stands in a long text, and the text goes on. " * 3
 SHARED = dict.fromkeys(("model.shape",), "tiny") | {"model": "random", "model.layers": 2, "threads": 1}
@@ -217,6 +219,20 @@ def test_their_command_knows_our_model(tmp_path: Path) -> None:
     assert ran.wait() == 0, ran.err
     assert "|own" in ran.out
     assert "|acc" in ran.out
+
+
+def test_their_results_name_the_device_of_our_model() -> None:
+    run = ["lm-eval", "run", "--model", MODEL]
+    assert _device([*run, "--model_args", "model=smollm2,device=cpu"]) == ["--device", "cpu"]
+    assert _device([*run, "--model_args", "model=smollm2", "--device", "cuda:1"]) == []
+    assert _device(["lm-eval", "run", "--model", "hf"]) == []
+    assert ours().get_model_info()["kv_device"] == "cpu"
+
+
+def test_a_budget_that_changes_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    ready(SHARED | {"method": "full", "budget": 0.2})  # the default, which was asked for all the same
+    assert "budget changes nothing for Full, which uses no budget" in capsys.readouterr().err
 
 
 def test_the_class_stands_where_coming_releases_look() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,11 @@ def test_questions_on_one_text_are_one_unit_of_their_seed(tmp_path: Path) -> Non
 def test_a_name_that_nothing_has_is_refused(root: Path) -> None:
     with pytest.raises(StoreError, match="did you mean snapkv"):
         contrasts(tables_of(root), "snapvk")
+    with pytest.raises(StoreError) as raised:
+        contrasts(tables_of(root), "nothing like it")
+    listed = re.findall(r"snapkv [\w%]+", str(raised.value))
+    assert listed
+    assert len(listed) == len(set(listed))  # each name once
 
 
 def test_every_form_has_the_further_tables(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
