@@ -101,6 +101,7 @@ published: setup  ## results/published/tables and the bands of Full anew, with D
 	done
 	$(BIN)/python -m harness.bands results/runs/tables
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/headline.py
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 
 docs: setup  ## the documentation as a site, in build/site; a broken link fails
