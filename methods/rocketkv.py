@@ -14,7 +14,6 @@ split evenly between pages and channels: null for `page_size` and `r`. A page ma
 A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token, and from 50 %
 on neither stage leaves anything out. A layer's `fallback` says so.
 
-What the first stage keeps, pages, channels and choices are the released code's in 154 of 158 settings that were tried.
 The window's tokens count towards what the first stage keeps.
 
 Left out is the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a
