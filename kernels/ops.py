@@ -36,6 +36,7 @@ token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_scores = Op(
     "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
 )
+pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")

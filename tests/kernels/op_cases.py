@@ -219,6 +219,30 @@ def page_scores() -> Iterator[OpCase]:
             yield OpCase("page_scores", f"dim{dim}-g{group}-{count}", (q, x))
 
 
+def pick_channels() -> Iterator[OpCase]:
+    """One head is zero."""
+    for group, dim, r in ((1, 16, 16), (3, 96, 90), (4, 64, 16), (8, 128, 1), (5, 256, 100), (2, 13, 5)):
+        q = picky(random(group, 2, 2, group, dim), torch.tensor(r))
+        for spread, facing in ((True, False), (False, True)):
+            name = f"g{group}-{r}of{dim}" + "-facing" * facing
+            yield OpCase("pick_channels", name, (q, r, 0.3, spread, facing))
+
+
+def picky(q: Tensor, r: Tensor) -> Tensor:
+    """Let r channels of each group be so much larger than others that rounding leaves them the largest; one head is
+    zero. q [B G g D], r [B] or a number"""
+    q[0, 0, 1:2] = 0
+    rank = q.abs().sum(2, keepdim=True).argsort(-1, descending=True).argsort(-1)
+    return torch.where(rank < r.view(-1, 1, 1, 1), 2 * q, q)
+
+
+def by_channel(channels: Tensor, picked: Tensor, whole: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what `pick_channels` gave in the order of the channels, which is left to backends."""
+    order = channels.sort(dim=-1, stable=True).indices
+    made = channels.gather(-1, order), picked.gather(-1, order.unsqueeze(2).expand_as(picked))
+    return made if whole is None else (*made, whole)
+
+
 def token_rows() -> Iterator[OpCase]:
     for count, size in ((1, 1), (7, 16), (1025, 5), (0, 3)):
         chunks = pick(3, 2, 3, 2000, count)
@@ -317,6 +341,7 @@ def cases() -> list[OpCase]:
         *row_scores(),
         *page_scores(),
         *token_rows(),
+        *pick_channels(),
         *channel_sums(),
         *channel_scores(),
         *group_weights(),

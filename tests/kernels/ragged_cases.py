@@ -14,7 +14,7 @@ from kernels.each import Each
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels import coded_cases
-from tests.kernels.op_cases import OpCase, draw, pick, random
+from tests.kernels.op_cases import OpCase, draw, pick, picky, random
 
 SIZES = (1,), (90, 1, 33)
 DIM = 64
@@ -89,6 +89,9 @@ def pages() -> Iterator[OpCase]:
         )
         chunks = cast(Tensor, Ragged([pick(seed, 1, 2, 90, size) for seed, size in enumerate(sizes)]))
         yield OpCase("token_rows", f"{len(sizes)}-of-each", (chunks, 4))
+        counts = Each([min(size, 40) for size in sizes])
+        q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
+        yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))
         last = Each([90 + size for size in sizes])
         for whole in (chunks, pick(3, len(sizes), 2, 90, 5)):
             name = f"{len(sizes)}-of-each" if whole is chunks else f"{len(sizes)}-alike"
