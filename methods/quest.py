@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.ragged import appended, filled, leading
+from kernels.ragged import filled, leading
 from kernels.reference import Segment
 from kernels.sink_logits import softmax
 from methods.base import (
@@ -41,7 +41,6 @@ from methods.base import (
 )
 from methods.layers import Layer, Read, gather_per_head
 from methods.parts import costs
-from methods.parts.hit_cache import token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +167,13 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         """Return the tokens of the `top` best pages; numbers from `sealed` on stand for none. q [B H 1 D] -> [B H|G
         K]"""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
-        scores = ops.row_scores(both, self.bounds)  # [B G g P]
+        scores = ops.page_scores(groups, self.bounds)  # [B G g P]
         whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
         whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
         if not self.method.last_page:
-            return leading(token_rows(filled(ops.top_k(leading(whole, last + 1), top)), size), top * size)
-        pages = appended(ops.top_k(leading(whole, last), top - 1), last)
-        return leading(token_rows(pages, size), self._tokens(top))
+            return leading(ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size)
+        pages = ops.top_k(leading(whole, last), top - 1)
+        return leading(ops.token_rows(pages, size, last), self._tokens(top))
 
     def _tokens(self, pages: int) -> int:
         """Return how many tokens so many pages hold; where the prompt's last one is always among them, that may be

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from math import ceil, floor, log2, sqrt
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kernels import ops
@@ -38,7 +37,6 @@ from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.quest import page_bounds
 from methods.snapkv import SnapKeep, SnapKV
-from methods.sparq import largest_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +154,9 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels, picked = largest_channels(groups, self.channels)
-        logits = ops.channel_scores((picked * self.spec.scale).to(q.dtype), self.bounds, self._facing(groups, channels))
+        # of a page the largest key where the group's q is positive, else the smallest, which lies behind the largest
+        channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
+        logits = ops.channel_scores(picked, self.bounds, channels)
         weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
         rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
         return rows
@@ -165,11 +164,3 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
     def form(self) -> int | None:
         """Return the tokens of a page: by them pages become tokens, and one token has no largest and smallest key."""
         return None if self.plan is None else self.size
-
-    def _facing(self, groups: Tensor, channels: Tensor) -> Tensor:
-        """Return the rows of `bounds` for `channels` [B G r]: the largest key where the group's q is positive, else the
-        smallest."""
-        if self.size == 1:
-            return channels
-        negative = groups.sum(2).gather(-1, channels) <= 0
-        return torch.where(negative, channels + self.spec.head_dim, channels)

@@ -33,7 +33,7 @@ from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
 from methods.parts import costs
 from methods.parts.chunks import chunked, landmarks
-from methods.parts.hit_cache import HitCache, held_bytes, token_rows
+from methods.parts.hit_cache import HitCache, held_bytes
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.tiers.block import FAR
@@ -227,7 +227,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
         local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
-        found = token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
         return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
 
     def together_refusal(self) -> str | None:
@@ -279,7 +279,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         is held. [B G K] -> K*c tokens"""
         coming, size = self._values(chunks, slots), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
-        positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
+        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         live = positions.counts if isinstance(positions, Ragged) else None
         return Segment(filled(keys), coming().view(keys.shape), live=live)
@@ -302,7 +302,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
         keys, values = self._rebuild(every)[:2]
         exact = self.plan.outliers * self.method.chunk
-        at = token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
+        at = ops.token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = self.hits = None

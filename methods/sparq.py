@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.each import Each
-from kernels.ragged import Ragged, filled
-from kernels.reference import Segment, without_missing
+from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
@@ -133,11 +131,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels, picked = largest_channels(groups, self.method.r)
-        sums, lse = self._scores((picked * self.spec.scale).to(q.dtype), channels)
-        if self.method.mean_value:
-            index = channels.unsqueeze(2).expand_as(picked)
-            query = torch.zeros_like(groups).scatter_(-1, index, picked.to(q.dtype))  # channels not picked are zero
+        channels, picked, query = ops.pick_channels(
+            groups, self.method.r, self.spec.scale, self.method.mean_value, False
+        )
+        sums, lse = self._scores(picked, channels)
+        if query is not None:
             self.approximate = Approximate(query, lse)
         rows: Tensor = ops.top_k(sums, top)
         return rows
@@ -196,22 +194,6 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         if isinstance(self.by_channel, Rows):
             return self.cache.fetch(partial(self.by_channel.gather, channels)).wait()
         return middle.channels(channels)
-
-
-def largest_channels(q: Tensor, r: int | Each) -> tuple[Tensor, Tensor]:
-    """Return the r channels with the largest sum of |q| over the group, and q in them alone (fp32), divided so that the
-    logits of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]
-
-    Where a sequence wants fewer of them than another, others stand behind its own, in which its queries are zero."""
-    mass = q.float().abs()
-    best = ops.top_k(mass.sum(2), r)
-    channels = filled(best)
-    index = channels.unsqueeze(2).expand(*q.shape[:3], -1)
-    picked = q.gather(-1, index).float()
-    if isinstance(best, Ragged):
-        picked = without_missing(picked, best.counts, 0.0)
-    share = picked.abs().sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=1e-20)
-    return channels, picked / share.clamp(min=1e-20).sqrt()
 
 
 def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:

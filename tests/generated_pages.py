@@ -115,9 +115,14 @@ def written_into(name: str) -> tuple[str, str]:
         "kernels": (OPERATIONS_HEAD, operations_table()),
     }[name]
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    return page, with_table(page, head, today)
+
+
+def with_table(page: str, head: Sequence[str], today: str) -> str:
+    """Return a page with today's table in place of the one that has this head."""
     before, found, rest = page.partition(table(head, []).splitlines()[0])
-    assert found, f"docs/{name}.md has lost the head of its table"
-    return page, f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
+    assert found, f"the page has lost the table of {head}"
+    return f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.base import Case, Cost
 from methods.parts.costs import INT64
-from methods.parts.hit_cache import HitCache, Lacking, token_rows
+from methods.parts.hit_cache import HitCache, Lacking
 from methods.pools import Pool
 from methods.tiers.transfer.engine import Arrival
 
@@ -88,7 +88,7 @@ class BlockCache:
     def _rows(self, chunks: Tensor) -> Tensor:
         """Return the rows of blocks. The last block may be cut short: the last token stands in for those that are not
         there."""
-        return token_rows(chunks, self.size).clamp(max=self.store.length - 1)
+        return ops.token_rows(chunks, self.size).clamp(max=self.store.length - 1)
 
 
 def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:

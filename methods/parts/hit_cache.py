@@ -98,11 +98,6 @@ def _by_chunk(x: Tensor, chunks: Tensor) -> Tensor:
     return x.view(*chunks.shape, -1)
 
 
-def token_rows(chunks: Tensor, size: int) -> Tensor:
-    """Return the tokens of chunks, pages or blocks. [B heads K] -> [B heads K*size]"""
-    return (chunks.unsqueeze(-1) * size + torch.arange(size, device=chunks.device)).flatten(2)
-
-
 def held_bytes(case: Case, chunks: int, size: int) -> int:
     """Return what a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
