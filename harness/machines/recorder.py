@@ -43,32 +43,7 @@ SCATTERING = ("index_put_", "index_copy_", "scatter_", "_index_put_impl_")  # th
 OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they change
 
 
-class DispatchRecorder(TorchDispatchMode):
-    """Sees every operation of torch that runs inside. A subclass says what is kept of it."""
-
-    def will_run(self, func: Any, args: tuple[Any, ...], changed: list[Tensor]) -> None:
-        """`func` is about to run, and will change `changed`."""
-
-    def has_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
-    ) -> None:
-        """It has run and returned `out`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written = [
-            given
-            for argument, given in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        changed = tensors_in(written)
-        self.will_run(func, args, changed)
-        out = func(*args, **kwargs)
-        self.has_run(func, args, kwargs, out, changed)
-        return out
-
-
-class StepRecorder(DispatchRecorder):
+class StepRecorder(TorchDispatchMode):
     """Notes what runs inside as the events of a schedule."""
 
     def __init__(self) -> None:
@@ -78,15 +53,21 @@ class StepRecorder(DispatchRecorder):
         self._pieces = 0  # of memory that the move under way has collected
         self._keys = 0
 
-    def has_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
-    ) -> None:
-        name = func.overloadpacket.__name__
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        out = func(*args, **kwargs)
+        written = [
+            given
+            for argument, given in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        changed = tensors_in(written)
         if self._within or not (changed or _makes(args, kwargs, out)) or name in NO_LAUNCH:
-            return
+            return out
         counted = flop_registry.get(func.overloadpacket)
         done = 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
         self.events.append(Operation(name, *_touched(name, tensors_in((args, kwargs)), tensors_in(out), changed), done))
+        return out
 
     def operation(self, name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Around an operation of kernels/ops.py."""
