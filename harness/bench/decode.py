@@ -32,7 +32,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
-from harness.engine.graph import CudaGraphs
+from harness.engine.graph import graphs_on
 from harness.engine.hf import routed
 from harness.machines.costs import CostTable
 from harness.machines.recorder import recorded
@@ -53,7 +53,7 @@ class ModelDecoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
-        self.engine = Engine(kv, graphs=CudaGraphs(kv.model.device) if options.graphs else None)
+        self.engine = Engine(kv, graphs=graphs_on(kv.model.device) if options.graphs else None)
         self.new, self.question = options.new, prompt[:, :0]
         self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
         if options.synthetic:
@@ -235,8 +235,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
-    if options.graphs and not options.device.startswith("cuda"):
-        raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
     if options.link and (options.placement == DEVICE or options.device != "cpu"):
         raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
@@ -250,7 +248,7 @@ def main(options: argparse.Namespace) -> None:
     crossed = f", link {options.link / 1e9:g} GB/s" if options.link else ""
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}{crossed}{', CUDA graphs' * options.graphs}; {filled}"
+        f"placement {options.placement}{crossed}{', captured steps' * options.graphs}; {filled}"
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)

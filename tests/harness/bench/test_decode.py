@@ -209,7 +209,6 @@ def test_benchmarks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--graphs"], "--graphs needs --device cuda, and the device is cpu"),
         (["--methods", "quset"], "--methods quset is unknown; did you mean quest?"),
         (["--tokens", "9000"], "SmolLM2-135M-Instruct has a window of 8192: use fewer"),
     ],
