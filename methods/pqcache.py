@@ -194,10 +194,13 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
         # As in the paper a CPU clusters them, so that the device has all its time for later layers
         self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
 
-    def select(self, q: Tensor, top: int) -> Tensor:
+    def settle(self) -> None:
         if self.clustered is not None:
             coded, self.clustered = self.clustered.wait(), None
-            self.centroids, self.codes = (x.to(q.device) for x in coded)
+            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        self.settle()
         rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows
 

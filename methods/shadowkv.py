@@ -38,6 +38,7 @@ from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
+from methods.tiers.several import HostRowsOfSeveral
 
 
 class ChunkPlan(NamedTuple):
@@ -156,7 +157,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
-    values: Rows | Tensor  # [B G N c*D]
+    values: Rows | HostRowsOfSeveral | Tensor  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
     chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
@@ -282,11 +283,13 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         live = positions.counts if isinstance(positions, Ragged) else None
-        return Segment(filled(keys), coming().view(keys.shape), live=live)
+        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
+        return Segment(filled(keys), values, live=live)
 
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, which the result waits for; those of several sequences are there."""
-        if not isinstance(held := self.values, Rows):
+        """Ask for the values of chunks, which the result waits for; those of several sequences on the device are
+        there."""
+        if not isinstance(held := self.values, Rows | HostRowsOfSeveral):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
         hits, near = self.hits, None

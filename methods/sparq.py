@@ -33,6 +33,7 @@ from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
 from methods.tiers.rows import Rows
+from methods.tiers.several import HostRowsOfSeveral
 from methods.tiers.tier import DEVICE
 
 
@@ -107,7 +108,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     only."""
 
     method: SparQ
-    by_channel: Rows | Tensor | None = None  # the middle keys [B G D M]
+    by_channel: Rows | HostRowsOfSeveral | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
@@ -175,13 +176,16 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     @property
     def fetches_alone(self) -> bool:
-        """Say that channels of keys are read too."""
-        return True
+        """Say whether channels are picked from keys that have left the store."""
+        return not self.method.channel_copy
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
-        if (far := self.layer.far) is None:
-            keys = self.middle().k.mT if self.by_channel is None else self.by_channel
+        copy = self.by_channel
+        if isinstance(copy, HostRowsOfSeveral):
+            copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
+        if (far := self.layer.far) is None or not (copy is None or isinstance(copy, Rows)):
+            keys = self.middle().k.mT if copy is None else copy
             if isinstance(keys, Rows):
                 keys = self.cache.fetch(partial(keys.first, self.spec.head_dim)).wait()
             return _sums(picked, keys, channels)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Coded, CodedFloats
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
@@ -49,6 +49,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return value._replace(
             **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}
         )
+    if isinstance(value, CodedFloats):
+        return CodedFloats(*(converted(x, torch.float16, device) for x in value))
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
