@@ -7,9 +7,10 @@ output, in the part that the approximate softmax gives to tokens that are not re
 
 `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
 picking from all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
-copy lie on the host; each step moves r channels of the keys and the selected rows. The paper's local window moves on
-with generation; ours is the prompt's end, inside the budget, and all that is generated is read on top. While a
-selection is reused (`reuse_steps`), so is its share of unread tokens.
+copy lie on the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the
+numbers of these channels one by one over the bus, 32 bytes for each. The paper's local window moves on with generation;
+ours is the prompt's end, inside the budget, and all that is generated is read on top. While a selection is reused
+(`reuse_steps`), so is its share of unread tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
 from methods.tiers.rows import Rows
 from methods.tiers.several import HostRowsOfSeveral
-from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +168,6 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         mean = self.value_sum / self.store.count(self.layer.away).view(-1, 1, 1, 1)
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
-
-    def capture_refusal(self) -> str | None:
-        if self.layer.far is not None and self.layer.far.tier != DEVICE and not self.method.channel_copy:
-            return f"channel_copy=false picks channels of the keys on the {self.layer.far.tier}"
-        return super().capture_refusal()
 
     @property
     def fetches_alone(self) -> bool:

@@ -31,7 +31,7 @@ class HostRowsOfSeveral:
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
             held, slots = torch.zeros(nothing, dtype=self.rows.dtype, device=chosen.device), slots.clamp(max=0)
-        moved: Tensor | Ragged = ops.gather_tiers(self.rows, rows, held, slots)
+        moved: Tensor | Ragged = ops.gather_tiers(self.rows, rows if slots is None else chosen, held, slots)
         if slots is not None:
             count = (slots < 0).sum((1, 2))
         elif isinstance(rows, Ragged):

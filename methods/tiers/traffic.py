@@ -23,6 +23,7 @@ class Traffic:
     found: int = 0  # rows of these that it had
     exposed_s: float = 0.0  # for which the model stood still until rows had come to the device
     hidden_s: float = 0.0  # in which rows came while it computed
+    several: bool = False  # of sequences that step together, each by itself
     tallies: dict[str, Tensor] = field(default_factory=dict)  # what the device alone knows of these, until `settle`
 
     @property
@@ -53,7 +54,12 @@ class Traffic:
     @classmethod
     def of_several(cls, batch: int, device: torch.device) -> Traffic:
         """Return what counts for `batch` sequences that step together, each by itself."""
-        return cls(tallies={name: torch.zeros(batch, dtype=torch.int64, device=device) for name in TALLIED})
+        tallies = {name: torch.zeros(batch, dtype=torch.int64, device=device) for name in TALLIED}
+        return cls(tallies=tallies, several=True)
+
+    def tally_each(self, name: str, amounts: Tensor) -> None:
+        """Tally amounts [B] of sequences: each by itself, if they step together, else their sum."""
+        self.tally(name, amounts if self.several else amounts.sum())
 
     def hand_over(self, sequences: slice, to: Traffic) -> None:
         """Let another count what has been tallied here for some of several sequences."""

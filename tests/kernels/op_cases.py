@@ -198,6 +198,7 @@ def gather_tiers() -> Iterator[OpCase]:
         slots = torch.randint(-2, 5, rows.shape, generator=draw(8))
         yield OpCase("gather_tiers", f"{name}-{chosen}", (far, rows, held, slots))
     yield OpCase("gather_tiers", "one-tier", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9), None, None))
+    yield OpCase("gather_tiers", "numbers", (stored(5, 2, 3, 40, 1), pick(6, 2, 3, 40, 30), None, None))
     yield OpCase("gather_tiers", "none-chosen", (stored(5, 1, 2, 3, 16), pick(6, 1, 2, 3, 0), None, None))
 
 

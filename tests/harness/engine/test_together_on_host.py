@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.machines.recorder import recorded
 from harness.machines.schedule import launches
+from methods.base import Method
 from methods.kivi import Kivi
+from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec
 from methods.tiers.floats import FloatCodec
 from methods.tiers.integers import IntCodec
@@ -23,11 +26,11 @@ from tests.harness.engine.test_together import (
     assert_together_as_alone,
     compilable,
     engine_of,
-    joinable,
     reason,
     slots_of,
     step,
 )
+from tests.methods.test_contract import small
 from tests.tape import Tape
 from tests.tiny import prompt
 
@@ -39,7 +42,14 @@ UNEQUAL = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33)]  # a budget 
 
 def attach(name: str, budget: float | int = 40, **how: Any) -> Any:
     asked = {"budget": None if name.startswith("full") else budget, "calibration": prompt(64, seed=9)}
-    return attached(compilable(name), joinable(name), placement="host", **asked, **how)
+    return attached(compilable(name), method_of(name), placement="host", **asked, **how)
+
+
+def method_of(name: str) -> Method:
+    """A small method. Of several heads ShadowKV's hit cache moves as many chunks for each, alone and where it may wait:
+    here it moves what it reads."""
+    method = small(name)
+    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
 
 
 @pytest.mark.tokens
@@ -102,6 +112,28 @@ def test_a_turn_goes_on_where_prompts_are_clustered_beside_later_layers() -> Non
             batch.step()
     assert engine.one_by_one is None
     assert [slot.out.tokens for slot in slots] == wanted
+
+
+@pytest.mark.tokens
+def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
+    prompts, made = [prompt(length, seed=length) for length in (61, 90, 74)], []
+    how: dict[str, Any] = {"budget": 0.5, "placement": "host"}
+    with attached(compilable("shadowkv"), small("shadowkv"), **how) as kv:
+        plain = engine_of(kv)
+        alone = [plain.generate(ids, max_new_tokens=6) for ids in prompts]
+        for engine in (plain, engine_of(kv, graphs=Tape())):
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+            while batch.slots:
+                batch.step()
+            assert (engine.one_by_one, engine.plain_steps) == (None, None)
+            made.append([slot.out for slot in slots])
+    for one, *together in zip(alone, *made, strict=True):
+        before = one.measured.pop("moved_bytes_per_step")
+        for other in together:
+            assert 0 < other.measured.pop("moved_bytes_per_step") <= before
+            assert (other.tokens, other.measured) == (one.tokens, one.measured)
+            assert 0 < other.measured["hit_rate"] < 1
 
 
 def test_codes_of_kivi_come_for_one_after_the_other() -> None:
