@@ -7,9 +7,10 @@ output, in the part that the approximate softmax gives to tokens that are not re
 
 `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
 picking from all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
-copy lie on the host; each step moves r channels of the keys and the selected rows. The paper's local window moves on
-with generation; ours is the prompt's end, inside the budget, and all that is generated is read on top. While a
-selection is reused (`reuse_steps`), so is its share of unread tokens.
+copy lie on the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the
+numbers of these channels one by one over the bus, 32 bytes for each. The paper's local window moves on with generation;
+ours is the prompt's end, inside the budget, and all that is generated is read on top. While a selection is reused
+(`reuse_steps`), so is its share of unread tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
 from methods.tiers.rows import Rows
-from methods.tiers.tier import DEVICE
+from methods.tiers.several import HostRowsOfSeveral
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     only."""
 
     method: SparQ
-    by_channel: Rows | Tensor | None = None  # the middle keys [B G D M]
+    by_channel: Rows | HostRowsOfSeveral | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
@@ -169,20 +170,18 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
-    def capture_refusal(self) -> str | None:
-        if self.layer.far is not None and self.layer.far.tier != DEVICE and not self.method.channel_copy:
-            return f"channel_copy=false picks channels of the keys on the {self.layer.far.tier}"
-        return super().capture_refusal()
-
     @property
     def fetches_alone(self) -> bool:
-        """Say that channels of keys are read too."""
-        return True
+        """Say whether channels are picked from keys that have left the store."""
+        return not self.method.channel_copy
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
-        if (far := self.layer.far) is None:
-            keys = self.middle().k.mT if self.by_channel is None else self.by_channel
+        copy = self.by_channel
+        if isinstance(copy, HostRowsOfSeveral):
+            copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
+        if (far := self.layer.far) is None or not (copy is None or isinstance(copy, Rows)):
+            keys = self.middle().k.mT if copy is None else copy
             if isinstance(keys, Rows):
                 keys = self.cache.fetch(partial(keys.first, self.spec.head_dim)).wait()
             return _sums(picked, keys, channels)

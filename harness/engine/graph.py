@@ -190,7 +190,7 @@ class CapturedStep:
         if (kept := self.kept.of(cache)) is None:
             return False
         self._token, self._logits, self._replay, self._is_kept = kept.token, kept.logits, kept.replay, True
-        cache.take_results(kept.joined)
+        cache.take_joined(kept.joined)
 
         def after() -> None:
             cache.count_replayed(1)
@@ -227,9 +227,8 @@ class CapturedStep:
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
             return
-        joined = [policy.joined() for policy in cache.policies]
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
-        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, joined, results))
+        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, cache.joined(), results))
         self._is_kept = True
 
     def _step(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Coded, CodedFloats
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
@@ -49,6 +49,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return value._replace(
             **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}
         )
+    if isinstance(value, CodedFloats):
+        return CodedFloats(*(converted(x, torch.float16, device) for x in value))
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
@@ -200,6 +202,7 @@ def gather_tiers() -> Iterator[OpCase]:
         slots = torch.randint(-2, 5, rows.shape, generator=draw(8))
         yield OpCase("gather_tiers", f"{name}-{chosen}", (far, rows, held, slots))
     yield OpCase("gather_tiers", "one-tier", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9), None, None))
+    yield OpCase("gather_tiers", "numbers", (stored(5, 2, 3, 40, 1), pick(6, 2, 3, 40, 30), None, None))
     yield OpCase("gather_tiers", "none-chosen", (stored(5, 1, 2, 3, 16), pick(6, 1, 2, 3, 0), None, None))
 
 

@@ -113,6 +113,10 @@ def chosen() -> Iterator[OpCase]:
         some = Ragged([pick(seed, 1, 2, size, (size + 2) // 3) for seed, size in enumerate(sizes)])
         yield OpCase("gather_rows", f"{len(sizes)}-of-each", (x, some))
         yield OpCase("gather_rows", f"one-of-{len(sizes)}", (x, pick(1, len(sizes), 2, 1, 1)))
+        yield OpCase("gather_tiers", f"{len(sizes)}-of-each", (x, some, None, None))
+        held, slots = random(8, len(sizes), 2, 3, DIM), torch.tensor([[0, -1, 2, -1], [-1, -1, 1, 0]])
+        again = pick(1, len(sizes), 2, 1, 1).expand(-1, -1, 4)
+        yield OpCase("gather_tiers", f"held-of-{len(sizes)}", (x, again, held, slots.expand(len(sizes), -1, -1)))
         u = Ragged([random(seed, 1, size, 12)[..., :10] for seed, size in enumerate(sizes)], 1)
         basis = Ragged([random(seed, 1, 2, 10, DIM) for seed, _ in enumerate(sizes)])
         angles = [random(seed, 1, size + 4, DIM // 2).repeat(1, 1, 2) for seed, size in enumerate(sizes)]

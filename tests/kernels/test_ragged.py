@@ -155,7 +155,8 @@ def test_triton_launches_as_often_for_three_as_for_one(monkeypatch: pytest.Monke
     names = {
         "segment_attention": "{}-of-each-g3", "pq_weights": "{}-of-each", "top_k": "some-of-{}",
         "row_scores": "{}-of-each", "group_weights": "{}-of-each-sum", "group_margins": "some-of-{}",
-        "gather_rows": "{}-of-each", "rebuild_keys": "{}-of-each", "coded_attention": "{}-of-each-int4",
+        "gather_rows": "{}-of-each", "gather_tiers": "held-of-{}", "rebuild_keys": "{}-of-each",
+        "coded_attention": "{}-of-each-int4",
     }  # fmt: skip
     for op, name in names.items():
         of_one, of_three = (found[f"{op}-{name.format(count)}"].args for count in (1, 3))

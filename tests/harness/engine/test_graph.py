@@ -266,15 +266,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     ("name", "how", "changes", "reason"),
     [
         ("pqcache", {"placement": "disk"}, {}, "placement=disk reads"),
-        (
-            "pqcache",
-            {"placement": "host"},
-            {"cache_tokens": 16, "cache_block": 4},
-            "blocks of cache_tokens come behind",
-        ),
-        ("sparq", {"placement": "host"}, {"channel_copy": False}, "channel_copy=false picks"),
         ("pqcache", {"reuse_steps": 1}, {}, "reuse_steps=1"),
-        ("quest", {}, {"last_page": False}, "different numbers of tokens"),
         ("full", {"fidelity": 1}, {}, "fidelity compares"),
         ("full", {"trace": True}, {}, "trace=on clocks"),
     ],
