@@ -228,6 +228,29 @@ def pick_channels() -> Iterator[OpCase]:
             yield OpCase("pick_channels", name, (q, r, 0.3, spread, facing))
 
 
+def mean_counts() -> Iterator[OpCase]:
+    counts = torch.tensor([[0, 0, 1], [5, 6, 6], [90, 100, 80]])
+    yield OpCase("mean_counts", "up-to-70", (counts, 70))
+    yield OpCase("mean_counts", "one-group", (counts[:, :1].contiguous(), 1000))
+
+
+def live_scores() -> Iterator[OpCase]:
+    """Behind what is there memory holds anything."""
+    for live in (torch.tensor([20]), torch.tensor([0, 65])):
+        q, x = random(1, 2, 2, 3, 64), stored(2, 2, 2, 70, 64)
+        x[:, :, int(live.max()) :] = float("nan")
+        yield OpCase("live_scores", f"{live.tolist()}-of-70", (q, x, live))
+
+
+def rotate() -> Iterator[OpCase]:
+    """Heads one after the other in memory, and tokens; all channels turn, or some."""
+    for dim, turning, tokens in ((64, 64, 1), (96, 36, 1), (20, 20, 1), (128, 128, 7), (256, 64, 19)):
+        x, (cos, sin) = random(1, 2, 3, tokens, dim), (random(seed, 2, tokens, turning) for seed in (2, 3))
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}", (x, cos[:1], sin[:1]))
+        by_token = x.transpose(1, 2).contiguous().transpose(1, 2)
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-by-token", (by_token, cos, sin))
+
+
 def picky(q: Tensor, r: Tensor) -> Tensor:
     """Let r channels of each group be so much larger than others that rounding leaves them the largest; one head is
     zero. q [B G g D], r [B] or a number"""
@@ -342,6 +365,9 @@ def cases() -> list[OpCase]:
         *page_scores(),
         *token_rows(),
         *pick_channels(),
+        *mean_counts(),
+        *live_scores(),
+        *rotate(),
         *channel_sums(),
         *channel_scores(),
         *group_weights(),
