@@ -31,12 +31,14 @@ gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy
 gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
+live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
 page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_scores = Op(
     "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
 )
 pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
+mean_counts = Op("mean_counts", triton="kernels.gpu.picked", torch="kernels.picked")
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
@@ -57,6 +59,7 @@ pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", tor
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
 attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 attention_inputs_stored = Op("attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block")
+rotate = Op("rotate", triton="kernels.gpu.rope", torch="kernels.rope")
 block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 

@@ -1,4 +1,4 @@
-"""Defines in plain torch how a query picks the channels in which it is largest."""
+"""Defines in plain torch what a query picks: the channels in which it is largest, and how many tokens it reads."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def pick_channels(
     if facing:
         channels = torch.where(q.sum(2).gather(-1, channels) <= 0, channels + q.shape[3], channels)
     return channels, (picked * scale).to(q.dtype), whole
+
+
+def mean_counts(counts: Tensor, most: int | Each) -> Tensor:
+    """Return the mean count of each sequence over its heads, rounded down, from 1 to `most`. counts [B G] (int64) ->
+    [B]. InfiniGen (arXiv 2406.19707)"""
+    limit = most.on(counts.device) if isinstance(most, Each) else torch.full_like(counts[:, 0], most)
+    return counts.double().mean(1).long().clamp(min=1).minimum(limit)

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.each import Counted, Each
 from kernels.ragged import Ragged, by_sequence, filled
 from kernels.rope import rotate
@@ -208,6 +209,12 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     missing, and what lies behind its rows in memory must be finite numbers, for backends read it.
     """
     return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
+
+
+def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
+    """Compute `row_scores` of the first `live` rows of each sequence ([1] or [B], int64), with minus infinity for all
+    others. -> [B G g S] (fp32)"""
+    return without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
 
 
 @by_sequence

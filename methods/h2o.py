@@ -134,4 +134,4 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     def _count(self, sums: Tensor) -> None:
         """Add what the stored tokens received. sums [B H S]"""
         grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
-        self.received[..., : grouped.shape[-1]] += grouped
+        self.received[..., : grouped.shape[-1]].add_(grouped)

@@ -35,8 +35,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.each import Counted, Each
 from kernels.ragged import Ragged, filled, leading
-from kernels.reference import Segment, without_missing
-from kernels.rope import rotate
+from kernels.reference import Segment
 from methods.base import (
     Attended,
     AttnInput,
@@ -296,7 +295,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     def guessed_query(self, before: AttnInput) -> Tensor:
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
-        return rotate(self.spec.project_query(hidden), cos, sin)
+        turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
+        return turned
 
     def fetches(self, q: Tensor) -> Fetched:
         """Return the rows that a token with query q would fetch, and how many of them; nothing is fetched here."""
@@ -309,14 +309,12 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
         if not self.cache.counters.running:
             return self.present(ops.row_scores(grouped, self.partial.filled))
-        logits = filled(ops.row_scores(grouped, self.partial.stored))
-        return self.present(without_missing(logits, self.partial.count(), float("-inf")))
+        return self.present(ops.live_scores(grouped, self.partial.stored, self.partial.count()))
 
     def choose(self, logits: Tensor, limit: int | Each) -> Fetched:
         """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
-        most = limit.on(near.device) if isinstance(limit, Each) else torch.full_like(near[:, 0], limit)
-        asked = near.double().mean(1).long().clamp(min=1).minimum(most)
+        asked = ops.mean_counts(near, limit)
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)

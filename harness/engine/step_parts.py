@@ -7,8 +7,9 @@ PHASES = {
     "select": (
         "row_scores", "channel_scores", "channel_sums", "pq_weights", "group_weights", "group_margins", "top_k",
         "column_sums", "kmeans", "windowed_sums", "page_scores", "token_rows", "pick_channels",
+        "live_scores", "mean_counts",
     ),
-    "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "decode_rows"),
+    "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "decode_rows"),
     "attend": (
         "segment_attention", "segment_attention_with_lse", "merge_attention", "coded_attention",
         "prefill_attention", "prefill_attention_with_column_sums", "windowed_attention",

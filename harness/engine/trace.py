@@ -31,7 +31,7 @@ PROFILED = range(1, 4)  # steps of the first example, which then are no part of 
 # What operations that score candidates read of an index, in bytes, by their arguments. Those may have been gathered for
 # them: the index is read once all the same.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("row_scores", "page_scores"), lambda q, x: int(x.nbytes)),
+    **dict.fromkeys(("row_scores", "page_scores", "live_scores"), lambda q, x, *live: int(x.nbytes)),
     **dict.fromkeys(
         ("channel_scores", "channel_sums"),
         lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),
@@ -80,11 +80,20 @@ class Stopwatch:
 
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
-    """Every operation that runs inside is a span of its phase, and is shown to `seen`."""
+    """Every operation that runs inside is a span of its phase, and is shown to `seen`; what one calls is a part of
+    it."""
+    within = False
 
     def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        with watch.span(phase_of(name), name):
-            made = call()
+        nonlocal within
+        if within:
+            return call()
+        within = True
+        try:
+            with watch.span(phase_of(name), name):
+                made = call()
+        finally:
+            within = False
         if seen is not None:
             seen(name, arguments, made)
         return made

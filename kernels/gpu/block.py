@@ -18,7 +18,7 @@ from kernels.gpu.weights import joint, unfit_weights
 from kernels.ragged import Ragged, first_of
 
 _MOST_CHANNELS = 32768  # channels of a row that one program norms
-_TURNED = 16  # tokens of a head that one program rotates
+MOST_TURNED = 16  # tokens of a head that one program rotates
 _GATED = 512  # channels that one program gates
 
 
@@ -145,7 +145,7 @@ def _turned(
     (tokens, turning), dim = cos.shape[1:], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
-    at_once = min(_TURNED, triton.next_power_of_2(tokens))
+    at_once = min(MOST_TURNED, triton.next_power_of_2(tokens))
     per_sequence = [x.stride(0) if x.shape[0] > 1 else 0 for x in (cos, sin)]
     (keys, of_keys, k_aligned), (values, of_values, v_aligned) = (
         ((None, None, 1),) * 2 if store is None else map(located, store[:2])

@@ -71,7 +71,7 @@ def _unfit(x: Tensor, rows: Tensor, *near: Tensor) -> str | None:
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     """Write rows of each KV head into x, as kernels/reference.py defines it."""
-    _run(x, rows, None, values.contiguous(), put=True)
+    _run(x, rows, None, values if values.stride(3) == 1 else values.contiguous(), put=True)
 
 
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
@@ -88,15 +88,16 @@ def _run(x: Tensor | Ragged, rows: Tensor, counts: Tensor | None, block: Tensor,
     at_once = _TILE // wide
     if block.numel():
         _copy[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
-            first.view(word), places, rows.contiguous(), counts, block.view(word), *first.stride()[:3], count, groups,
-            dim, put, wide, at_once, aligned, num_warps=4,
+            first.view(word), places, rows, counts, block.view(word), *first.stride()[:3], *rows.stride(),
+            *block.stride()[:3], count, groups, dim, put, wide, at_once, aligned, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _copy(
-    x, places, rows, counts, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr,
-    DIM: tl.constexpr, PUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    x, places, rows, counts, block, xb: tl.int64, xg: tl.int64, xt: tl.int64, rb: tl.int64, rg: tl.int64, rk: tl.int64,
+    bb: tl.int64, bg: tl.int64, bk: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, PUT: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Copy a tile of one head: some rows, some channels. Of several sequences, `counts` may say how many rows are
     there."""
@@ -106,10 +107,11 @@ def _copy(
     live = place < count
     if counts is not None:
         live = place < tl.load(counts + this // GROUPS)
-    row = tl.load(rows + this * count + place, mask=live, other=0).to(tl.int64)
-    first, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
+    sequence, group, place = this // GROUPS, this % GROUPS, place.to(tl.int64)
+    row = tl.load(rows + sequence * rb + group * rg + place * rk, mask=live, other=0).to(tl.int64)
+    first, step = head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED)
     inside = first + row[:, None] * step + channel
-    outside = block + (this * count + place)[:, None] * DIM + channel
+    outside = block + sequence * bb + group * bg + place[:, None] * bk + channel
     there = live[:, None] & (channel < DIM)
     if PUT:
         tl.store(inside, tl.load(outside, mask=there), mask=there)

@@ -1,4 +1,4 @@
-"""Picks the channels in which a query is largest, in one kernel: a channel's rank is how many others are larger."""
+"""Picks what a query reads: channels, by how many others are larger, and how many tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.each import Each
-from kernels.gpu.common import padded, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import padded, unfit, unfit_floats, unfit_group, unfit_heads
 from kernels.picked import LEAST
 
 
@@ -33,6 +33,28 @@ def pick_channels_refuses(q: Tensor, r: int | Each, scale: float, spread: bool, 
     if (r.most if isinstance(r, Each) else r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
+
+
+def mean_counts(counts: Tensor, most: int | Each) -> Tensor:
+    """Return the mean count of each sequence, as kernels/picked.py defines it."""
+    (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, Each) else None
+    out = torch.empty(batch, dtype=torch.int64, device=counts.device)
+    _mean[(batch,)](counts, limits, out, 0 if isinstance(most, Each) else most, groups, padded(groups, 1), num_warps=1)
+    return out
+
+
+def mean_counts_refuses(counts: Tensor, most: int | Each) -> str | None:
+    return unfit(counts) or (None if counts.is_contiguous() else "needs the counts of a sequence side by side")
+
+
+@triton.jit(do_not_specialize=["most"])
+def _mean(counts, limits, out, most, GROUPS: tl.constexpr, WIDE: tl.constexpr):
+    """Average one sequence's counts."""
+    this, group = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    mean = tl.sum(tl.load(counts + this * GROUPS + group, mask=group < GROUPS, other=0), 0) // GROUPS
+    if limits is not None:
+        most = tl.load(limits + this)
+    tl.store(out + this, tl.minimum(tl.maximum(mean, 1), most))
 
 
 @triton.jit(do_not_specialize=["most"])

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import head_rows, located, padded, product, unfit_floats, unfit_group
-from kernels.ragged import Ragged, first_of
+from kernels.gpu.common import head_rows, located, padded, product, stages, unfit_floats, unfit_group
+from kernels.ragged import Ragged, filled, first_of
 
 _BLOCK = 64  # rows
 _MOST_CHANNELS = 128  # channels of a row that are taken at once
@@ -16,15 +16,20 @@ _MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
-    return _run(q, x, by_sign=False)
+    return _run(q, x, by_sign=False, live=None)
+
+
+def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
+    """Compute scores of the rows that are there, as kernels/reference.py defines it. Others are not read."""
+    return filled(_run(q, x, by_sign=False, live=live))
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
     """Bound the product of each query with the keys of each page, as kernels/pages.py defines it."""
-    return _run(q, bounds, by_sign=True)
+    return _run(q, bounds, by_sign=True, live=None)
 
 
-def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool) -> Tensor | Ragged:
+def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool, live: Tensor | None) -> Tensor | Ragged:
     (batch, groups, heads, channels), count = q.shape, x.shape[2]
     width = 2 * channels if by_sign else channels
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
@@ -32,8 +37,10 @@ def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool) -> Tensor | Ragged:
     first, places, aligned = located(x)
     if out.numel():
         _scores[(triton.cdiv(count, _BLOCK), batch * groups)](
-            q.contiguous(), first, places, counts, out, *first.stride()[:3], count, groups, heads, padded(heads), width,
+            q.contiguous(), first, places, counts, live, out, *first.stride()[:3], count,
+            int(live is not None and len(live) > 1), groups, heads, padded(heads), width,
             min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, by_sign, num_warps=4,
+            num_stages=stages(first),
         )  # fmt: skip
     return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
 
@@ -49,19 +56,26 @@ def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
     return row_scores_refuses(q, bounds)
 
 
+def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor) -> str | None:
+    return row_scores_refuses(q, x)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _scores(
-    q, x, places, counts, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
+    q, x, places, counts, live, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, EACH: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many each has. BY_SIGN:
-    the first half of a row meets what is positive in a query, and the second half what is negative."""
+    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many each has. `live`:
+    how many rows count, of EACH sequence or of all. BY_SIGN: the first half of a row meets what is positive in a query,
+    and the second half what is negative."""
     this = tl.program_id(1).to(tl.int64)
     rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
     room = count
     if counts is not None:
         count = tl.load(counts + this // GROUPS).to(tl.int32)
+    if live is not None:
+        count = tl.minimum(count, tl.load(live + this // GROUPS * EACH).to(tl.int32))
     row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for start in range(0, WIDTH, STEP):
@@ -78,4 +92,7 @@ def _scores(
         tile = tl.load(rows + row[:, None] * apart + channel, mask=there, other=0.0)
         scores += product(query, tl.trans(tile))
     to = out + (this * HEADS + head)[:, None] * room + row
-    tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < count))
+    if live is not None:
+        tl.store(to, tl.where(row < count, scores, float("-inf")), mask=(head < HEADS)[:, None] & (row < room))
+    else:
+        tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < count))

@@ -60,7 +60,7 @@ class RopeTable:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
-        return self._apply(rope.rotate, x, positions)
+        return self._apply(ops.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return rows as before their rotation. -> fp32"""

@@ -48,6 +48,8 @@ CASES = (
     "gather_tiers-3-of-each", "gather_tiers-held-of-3", "gather_tiers-numbers", "group_margins-some-of-3",
     "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
+    "mean_counts-up-to-70", "mean_counts-3-of-each", "live_scores-3-of-each", "live_scores-[20]-of-70",
+    "rotate-dim96-36-1", "rotate-dim256-64-19-by-token",
     "pick_channels-g4-16of64", "pick_channels-g3-90of96", "pick_channels-some-of-3",
     "page_scores-dim256-g4-128", "page_scores-dim96-g3-65", "page_scores-3-of-each", "token_rows-1025-of-5-and-last",
     "token_rows-3-of-each-and-last", "segment_attention-five",

@@ -93,11 +93,11 @@ def segment_attention() -> Iterator[OpCase]:
         yield OpCase("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
         if count > 30:
             yield OpCase("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
+    yield OpCase("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
     q, (k, v) = 2 * random(1, 1, 6, 1, 64), (stored(seed, 1, 2, 300, 64) for seed in (2, 3))
     chosen = [pick(seed, 1, lists, 60, count) for seed, (lists, count) in enumerate(((2, 7), (6, 20), (2, 60), (6, 1)))]
     parts = [Segment(k[:, :, place::5], v[:, :, place::5], rows) for place, rows in enumerate([*chosen, None])]
     yield OpCase("segment_attention", "five", (q, parts, 0.2))
-    yield OpCase("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
 
 
 def _live(k: Tensor, v: Tensor, rows: Tensor) -> list[Segment]:
@@ -231,6 +231,29 @@ def pick_channels() -> Iterator[OpCase]:
             yield OpCase("pick_channels", name, (q, r, 0.3, spread, facing))
 
 
+def mean_counts() -> Iterator[OpCase]:
+    counts = torch.tensor([[0, 0, 1], [5, 6, 6], [90, 100, 80]])
+    yield OpCase("mean_counts", "up-to-70", (counts, 70))
+    yield OpCase("mean_counts", "one-group", (counts[:, :1].contiguous(), 1000))
+
+
+def live_scores() -> Iterator[OpCase]:
+    """Behind what is there memory holds anything."""
+    for live in (torch.tensor([20]), torch.tensor([0, 65])):
+        q, x = random(1, 2, 2, 3, 64), stored(2, 2, 2, 70, 64)
+        x[:, :, int(live.max()) :] = float("nan")
+        yield OpCase("live_scores", f"{live.tolist()}-of-70", (q, x, live))
+
+
+def rotate() -> Iterator[OpCase]:
+    """Heads one after the other in memory, and tokens; all channels turn, or some."""
+    for dim, turning, tokens in ((64, 64, 1), (96, 36, 1), (20, 20, 1), (128, 128, 7), (256, 64, 19)):
+        x, (cos, sin) = random(1, 2, 3, tokens, dim), (random(seed, 2, tokens, turning) for seed in (2, 3))
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}", (x, cos[:1], sin[:1]))
+        by_token = x.transpose(1, 2).contiguous().transpose(1, 2)
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-by-token", (by_token, cos, sin))
+
+
 def picky(q: Tensor, r: Tensor) -> Tensor:
     """Let r channels of each group be so much larger than others that rounding leaves them the largest; one head is
     zero. q [B G g D], r [B] or a number"""
@@ -345,6 +368,9 @@ def cases() -> list[OpCase]:
         *page_scores(),
         *token_rows(),
         *pick_channels(),
+        *mean_counts(),
+        *live_scores(),
+        *rotate(),
         *channel_sums(),
         *channel_scores(),
         *group_weights(),

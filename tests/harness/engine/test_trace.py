@@ -16,7 +16,7 @@ from harness.config.settings import Results, Settings
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.step_parts import PARTS, PHASES
-from harness.engine.trace import PROFILE, Stopwatch, Tracer
+from harness.engine.trace import PROFILE, Stopwatch, Tracer, clocked
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.reports.columns import score_table
@@ -93,6 +93,14 @@ def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
     assert [record.tokens for record in again.records] == [record.tokens for record in first.records]
     assert all(record.trace for record in again.records)
     assert (again.folder / PROFILE).read_bytes() == profile
+
+
+def test_an_operation_within_another_is_a_part_of_it() -> None:
+    watch, seen = Stopwatch(torch.device("cpu")), list[str]()
+    with clocked(watch, lambda name, arguments, made: seen.append(name)):
+        ops.pick_channels(torch.ones(1, 2, 3, 16), 4, 1.0, False, False)  # which calls top_k
+        ops.top_k(torch.ones(2, 9), 4)
+    assert seen == ["pick_channels", "top_k"]
 
 
 def test_jobs_that_share_a_prefill_are_traced_each(tmp_path: Path) -> None:
